@@ -1,0 +1,5 @@
+"""`python -m effllm`."""
+
+from .cli.app import main
+
+raise SystemExit(main())

@@ -1,0 +1,119 @@
+"""How kernels are compiled, and where the machine code is kept.
+
+A kernel is a native function `void(args, worker, counter)` of three int64: the address of a block of int64 arguments, the index of
+the worker, and the address of a shared counter from which workers draw block numbers. Passing addresses instead of arrays keeps a
+call free of Python objects, so that a worker that waits inside compiled code can run it without the interpreter lock.
+
+Compiled code lives in a folder of its own, named by a hash of every file in `kernels/`, the Numba version and the CPU's features:
+Numba's own stamp covers only the file that defines a function, and a kernel here calls into several.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numba
+from numba import types
+from numba.core.registry import cpu_target
+
+# No reordering is allowed across NaN checks: a NaN must stay visible. Sums may be reassociated, which is what vectorises them.
+REASSOCIATE = {"reassoc", "contract", "nsz"}
+KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64)
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """The features Numba compiles for (not what the CPU claims): an intrinsic that the target lacks ends the process."""
+    _, cpu, flags = cpu_target.target_context.codegen().magic_tuple()
+    return frozenset([cpu, *(flag[1:] for flag in flags.split(",") if flag.startswith("+"))])
+
+
+@cache
+def cache_key() -> str:
+    """Name of the cache folder for these sources, this Numba and this CPU."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    digest.update(f"{numba.__version__} {sys.version_info[:2]} {sorted(cpu_features())}".encode())
+    return digest.hexdigest()[:16]
+
+
+def cache_root() -> Path:
+    """`EFFLLM_CACHE_DIR`, or the user's cache folder."""
+    if override := os.environ.get("EFFLLM_CACHE_DIR"):
+        return Path(override)
+    from platformdirs import user_cache_path
+
+    return user_cache_path("effllm")
+
+
+@cache
+def cache_folder() -> Path | None:
+    """The folder for compiled kernels, created; None when no such folder can be written (kernels are then compiled every time)."""
+    folder = cache_root() / "kernels" / cache_key()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    if not os.access(folder, os.W_OK):
+        return None
+    numba.config.CACHE_DIR = str(folder)
+    return folder
+
+
+class Kernel:
+    """A kernel body and, once asked for, its machine code. `address` compiles or loads it on first use."""
+
+    def __init__(self, body: Callable[[int, int, int], None], fastmath: set[str] | bool) -> None:
+        self.body, self.fastmath, self.name = body, fastmath, f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
+        self._code = None
+
+    @property
+    def address(self) -> int:
+        if self._code is None:
+            self._code = numba.cfunc(KERNEL_SIGNATURE, cache=cache_folder() is not None, error_model="numpy", fastmath=self.fastmath)(self.body)
+        return self._code.address
+
+    def assembly(self) -> str:
+        """The machine code as text, for reading once what the inner loop became (compiles afresh: a cached object has no text)."""
+        return "\n".join(numba.njit(KERNEL_SIGNATURE, error_model="numpy", fastmath=self.fastmath)(self.body).inspect_asm().values())
+
+
+def kernel(fastmath: set[str] | bool = False) -> Callable[[Callable[[int, int, int], None]], Kernel]:
+    """Decorator: `@kernel()` over `def body(args, worker, counter)`."""
+    return lambda body: Kernel(body, fastmath)
+
+
+class Jit:
+    """A compiled function with one explicit signature, called from Python; compiled or loaded on first call."""
+
+    def __init__(self, body: Callable, signature: object, fastmath: set[str] | bool) -> None:
+        self.body, self.signature, self.fastmath, self.name = body, signature, fastmath, f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
+        self._code = None
+
+    @property
+    def code(self) -> Callable:
+        if self._code is None:
+            self._code = numba.njit(self.signature, cache=cache_folder() is not None, nogil=True, error_model="numpy",
+                                    fastmath=self.fastmath)(self.body)
+        return self._code
+
+    def __call__(self, *args: object) -> object:
+        return self.code(*args)
+
+
+def jit(signature: object, fastmath: set[str] | bool = False) -> Callable[[Callable], Jit]:
+    """Decorator: `@jit("int64(float32[::1], int64)")`; releases the interpreter lock while it runs."""
+    return lambda body: Jit(body, signature, fastmath)
+
+
+def inlined(fastmath: set[str] | bool = False) -> Callable[[Callable], Callable]:
+    """Decorator for a function that only kernels call."""
+    return numba.njit(error_model="numpy", fastmath=fastmath)

@@ -1,0 +1,96 @@
+"""The one definition of how bytes lie: stored types, weight rows, KV page records. Pure arithmetic, no array is touched here.
+
+A KV page record holds K and V of one layer and one KV head for up to `PAGE` tokens, keys first, rows of `head_dim` values:
+
+    offset 0   64-byte little-endian header (see `HEADER`)
+    offset 64  K[PAGE, head_dim]   then   V[PAGE, head_dim]
+
+The records of all KV heads of a layer lie together, padded to 4096 bytes: a layer-page. A layer's pages follow one another in
+position order, so a scan over the context is one sequential read.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+F32, F16, BF16 = 0, 1, 2
+STORED_BYTES = {F32: 4, F16: 2, BF16: 2}
+STORED_TYPES = {"f32": F32, "f16": F16, "bf16": BF16}
+
+SILU, GELU, GELU_TANH, RELU, IDENTITY = 0, 1, 2, 3, 4
+ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU, "none": IDENTITY}
+NORM_NONE, NORM_RMS, NORM_RMS_PLUS_ONE, NORM_LAYER = 0, 1, 2, 3
+NORMS = {"none": NORM_NONE, "rms": NORM_RMS, "rms+1": NORM_RMS_PLUS_ONE, "layer": NORM_LAYER}
+
+PAGE = 128  # tokens in a page
+ALIGN = 64  # a cache line: alignment of every tensor in memory
+EXTENT = 4096  # alignment of a layer-page: what direct I/O asks for
+
+# magic, version, layer, head, first token, count, bits of K, bits of V, reserved, base position, profile hash, crc32 of the body
+HEADER = struct.Struct("<4sHHHHqIBBHqQI")
+HEADER_NBYTES = 64
+MAGIC, VERSION = b"EFKV", 1
+
+
+def align(nbytes: int, to: int = ALIGN) -> int:
+    """`nbytes` rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+@dataclass(frozen=True)
+class PageHeader:
+    """What a record says of itself; `pack` and `unpack` are exact inverses."""
+
+    layer: int
+    head: int
+    first_token: int
+    count: int
+    bits_k: int
+    bits_v: int
+    base_position: int = 0
+    profile: int = 0
+    crc32: int = 0
+
+    def pack(self) -> bytes:
+        body = HEADER.pack(MAGIC, VERSION, self.layer, self.head, 0, self.first_token, self.count, self.bits_k, self.bits_v, 0,
+                           self.base_position, self.profile, self.crc32)
+        return body.ljust(HEADER_NBYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> PageHeader:
+        """Raises ValueError for bytes that are not a page header of this version."""
+        magic, version, layer, head, _, first, count, bits_k, bits_v, _, base, profile, crc = HEADER.unpack(raw[: HEADER.size])
+        if magic != MAGIC:
+            raise ValueError(f"not a KV page: magic {magic!r}")
+        if version != VERSION:
+            raise ValueError(f"KV page version {version}, this program reads {VERSION}")
+        return cls(layer, head, first, count, bits_k, bits_v, base, profile, crc)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Strides of raw (32- or 16-bit) KV pages for one layer. All figures in bytes."""
+
+    kv_heads: int
+    head_dim: int
+    stored: int  # F32 or F16
+
+    @property
+    def side_nbytes(self) -> int:
+        """K, or V, of one head."""
+        return PAGE * self.head_dim * STORED_BYTES[self.stored]
+
+    @property
+    def record_nbytes(self) -> int:
+        return align(HEADER_NBYTES + 2 * self.side_nbytes)
+
+    @property
+    def layer_page_nbytes(self) -> int:
+        return align(self.kv_heads * self.record_nbytes, EXTENT)
+
+    def key_offset(self, head: int) -> int:
+        return head * self.record_nbytes + HEADER_NBYTES
+
+    def value_offset(self, head: int) -> int:
+        return self.key_offset(head) + self.side_nbytes

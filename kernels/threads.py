@@ -1,0 +1,126 @@
+"""The thread pool: workers that wait inside compiled code and run kernels without the interpreter lock.
+
+The main thread is worker 0. The others spin on an epoch for a while and then park on a lock; a job bumps the epoch, wakes
+whoever is parked, does its own share and waits for the rest. Work is drawn block by block from a shared counter; the blocks are
+functions of the shape alone, so a result depends neither on the number of threads nor on who computed what.
+
+Control block, one cache line (8 int64) each: epoch | kernel, args | finished | counter | state of worker 0, 1, ...
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from .compile import Kernel, jit
+from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load_acquire, relax, store_release
+
+EPOCH, KERNEL, ARGS, FINISHED, COUNTER, STATES = 0, 64, 72, 128, 192, 256  # byte offsets
+RUNNING, PARKED = 0, 1
+SPINS = 60_000  # about 2 ms of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause
+
+
+@jit("int64(int64, int64, int64, int64)")
+def _work(control, worker, seen, spins):
+    """Run jobs until nothing comes for `spins` turns (returns the epoch seen) or the pool closes (returns -1)."""
+    state = control + STATES + 64 * worker
+    while True:
+        turn = 0
+        while load_acquire(control + EPOCH) == seen:
+            relax()
+            turn += 1
+            if turn > spins:
+                store_release(state, PARKED)
+                if load_acquire(control + EPOCH) == seen or compare_swap(state, PARKED, RUNNING) == 0:
+                    return seen
+        seen += 1
+        function = i64_at(control + KERNEL)[0]
+        if function == 0:
+            return -1
+        call_kernel(function, i64_at(control + ARGS)[0], worker, control + COUNTER)
+        fetch_add(control + FINISHED, 1)
+
+
+@jit("int64(int64, int64, int64, int64)")
+def _start(control, function, args, workers):
+    """Publish a job. Returns a bit per worker that must be woken; when none, does worker 0's share and waits for the others."""
+    i64_at(control + KERNEL)[0] = function
+    i64_at(control + ARGS)[0] = args
+    store_release(control + COUNTER, 0)
+    store_release(control + FINISHED, 0)
+    store_release(control + EPOCH, load_acquire(control + EPOCH) + 1)
+    sleeping = 0
+    for worker in range(1, workers):
+        if compare_swap(control + STATES + 64 * worker, PARKED, RUNNING) == 1:
+            sleeping |= 1 << worker
+    if sleeping == 0 and function != 0:
+        call_kernel(function, args, 0, control + COUNTER)
+        while load_acquire(control + FINISHED) < workers - 1:
+            relax()
+    return sleeping
+
+
+@jit("void(int64, int64, int64, int64)")
+def _finish(control, function, args, workers):
+    """Worker 0's share, after the sleepers have been woken."""
+    call_kernel(function, args, 0, control + COUNTER)
+    while load_acquire(control + FINISHED) < workers - 1:
+        relax()
+
+
+@jit("void(int64, int64, int64)")
+def _alone(control, function, args):
+    """Run a small job on the calling thread only."""
+    store_release(control + COUNTER, 0)
+    call_kernel(function, args, 0, control + COUNTER)
+
+
+class ThreadPool:
+    """`workers` threads, the caller included. `run(kernel, args)` returns when every block is done. One job at a time."""
+
+    def __init__(self, workers: int, spins: int = SPINS) -> None:
+        self.workers = max(1, workers)
+        self._memory = np.zeros(STATES // 8 + 8 * self.workers + 8, np.int64)
+        self._control = (self._memory.ctypes.data + 63) // 64 * 64
+        self._locks = [threading.Lock() for _ in range(self.workers)]
+        self._spins = spins
+        self._closed = False
+        for function in (_work, _start, _finish, _alone):  # compile here, not inside the first worker
+            function.code
+        self._threads = [threading.Thread(target=self._serve, args=(worker,), name=f"effllm-{worker}", daemon=True)
+                         for worker in range(1, self.workers)]
+        for worker, thread in enumerate(self._threads, 1):
+            self._locks[worker].acquire()
+            thread.start()
+
+    def _serve(self, worker: int) -> None:
+        seen = 0
+        while (seen := _work(self._control, worker, seen, self._spins)) >= 0:
+            self._locks[worker].acquire()
+
+    def run(self, kernel: Kernel, address: int, parallel: bool = True) -> None:
+        """`address` is that of the kernel's argument block; `parallel=False` keeps a job too small to share on this thread."""
+        function = kernel.address
+        if not parallel or self.workers == 1:
+            _alone(self._control, function, address)
+            return
+        if sleeping := _start(self._control, function, address, self.workers):
+            self._wake(sleeping)
+            _finish(self._control, function, address, self.workers)
+
+    def _wake(self, sleeping: int) -> None:
+        for worker in range(1, self.workers):
+            if sleeping >> worker & 1:
+                self._locks[worker].release()
+
+    def close(self) -> None:
+        """Let the workers end. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            if self.workers > 1:
+                self._wake(_start(self._control, 0, 0, self.workers))
+            deadline = time.monotonic() + 5
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
