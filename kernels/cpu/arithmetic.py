@@ -1,0 +1,193 @@
+"""Scalar arithmetic that kernels inline and LLVM vectorises: 16-bit floats, exp, activations, dot products, norms.
+
+Everything is float32. Stored types are numbered as in `layout.py`: 0 f32, 1 f16, 2 bf16. The exponential is a polynomial (Cephes'
+expf reduction, error below 2 units in the last place) because a library call would stop the loop from being vectorised.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import float32, int32, uint16, uint32
+
+from ..compile import REASSOCIATE, inlined
+from ..layout import BF16, F16, GELU, GELU_TANH, NORM_LAYER, NORM_NONE, NORM_RMS_PLUS_ONE, RELU, SILU
+from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_bits, f32_to_half, half_to_f32, u16_at
+
+LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
+P0, P1, P2, P3, P4, P5 = (np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5))
+ONE, HALF, ZERO = np.float32(1.0), np.float32(0.5), np.float32(0.0)
+EXP_LOW, EXP_HIGH = np.float32(-87.3), np.float32(88.3)
+HALF_MAX, HALF_SCALE = np.float32(65504.0), np.float32(2.0**112)
+INV_SQRT2, TANH_INNER, GELU_CUBE = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
+MINUS_INF = np.float32(-np.inf)
+
+
+@inlined({"contract"})
+def exp(x):
+    """e**x for x <= 88.3; exactly 0 below -87.3, so that masked scores weigh nothing; NaN stays NaN."""
+    bounded = min(max(x, EXP_LOW), EXP_HIGH)
+    n = np.floor(bounded * LOG2E + HALF)
+    r = bounded - n * LN2_HIGH - n * LN2_LOW
+    y = ((((P0 * r + P1) * r + P2) * r + P3) * r + P4) * r + P5
+    y = y * r * r + r + ONE
+    y = y * bits_to_f32(uint32((int32(n) + int32(127)) << int32(23)))
+    y = y if x >= EXP_LOW else ZERO
+    return y if x == x else x
+
+
+@inlined()
+def activate(x, kind):
+    """The gate's activation; numbered in `layout.py`."""
+    if kind == SILU:
+        return x / (ONE + exp(-x))
+    if kind == RELU:
+        return max(x, ZERO)
+    if kind == GELU_TANH:
+        inner = TANH_INNER * (x + GELU_CUBE * x * x * x)
+        return x * (ONE - ONE / (ONE + exp(inner + inner)))
+    if kind == GELU:
+        return float32(HALF * x * (ONE + float32(math.erf(x * INV_SQRT2))))
+    return x
+
+
+if HAS_HALF:
+
+    @inlined()
+    def widen_half(bits):
+        return half_to_f32(bits)
+
+    @inlined()
+    def narrow_half(value):
+        return f32_to_half(min(max(value, -HALF_MAX), HALF_MAX) if value == value else value)
+else:
+
+    @inlined()
+    def widen_half(bits):
+        """Shift the fields into place and rescale: subnormals come out right, infinities and NaN keep the largest exponent."""
+        wide = uint32(bits)
+        magnitude = bits_to_f32((wide & uint32(0x7FFF)) << uint32(13)) * HALF_SCALE
+        pattern = f32_to_bits(magnitude)
+        if (wide & uint32(0x7C00)) == uint32(0x7C00):
+            pattern = uint32(0x7F800000) | ((wide & uint32(0x3FF)) << uint32(13))
+        return bits_to_f32(pattern | ((wide & uint32(0x8000)) << uint32(16)))
+
+    @inlined()
+    def narrow_half(value):
+        """Nearest half, ties to even, saturating at the largest finite value; NaN stays NaN."""
+        pattern = f32_to_bits(value)
+        sign = (pattern >> uint32(16)) & uint32(0x8000)
+        magnitude = pattern & uint32(0x7FFFFFFF)
+        if magnitude > uint32(0x7F800000):
+            return uint16(sign | uint32(0x7E00))
+        if magnitude >= uint32(0x477FE000):
+            return uint16(sign | uint32(0x7BFF))
+        if magnitude < uint32(0x38800000):
+            # Subnormal: adding 0.5 makes the hardware round the low bits away, to even.
+            shifted = f32_to_bits(bits_to_f32(magnitude) + HALF) - uint32(0x3F000000)
+            return uint16(sign | shifted)
+        rounded = magnitude + uint32(0xFFF) + ((magnitude >> uint32(13)) & uint32(1))
+        return uint16(sign | ((rounded - uint32(0x38000000)) >> uint32(13)))
+
+
+@inlined(REASSOCIATE)
+def _dot_f32(w, x, depth):
+    total = ZERO
+    for i in range(depth):
+        total += w[i] * x[i]
+    return total
+
+
+@inlined(REASSOCIATE)
+def _dot_f16(w, x, depth):
+    total = ZERO
+    for i in range(depth):
+        total += widen_half(w[i]) * x[i]
+    return total
+
+
+@inlined(REASSOCIATE)
+def _dot_bf16(w, x, depth):
+    total = ZERO
+    for i in range(depth):
+        total += bits_to_f32(uint32(w[i]) << uint32(16)) * x[i]
+    return total
+
+
+@inlined()
+def dot(address, dtype, x, depth):
+    """Dot product of a stored row with float32 `x` (an address)."""
+    if dtype == BF16:
+        return _dot_bf16(u16_at(address), f32_at(x), depth)
+    if dtype == F16:
+        return _dot_f16(u16_at(address), f32_at(x), depth)
+    return _dot_f32(f32_at(address), f32_at(x), depth)
+
+
+@inlined()
+def expand(address, dtype, out, count):
+    """`count` stored values -> float32 at `out`."""
+    target = f32_at(out)
+    if dtype == BF16:
+        source = u16_at(address)
+        for i in range(count):
+            target[i] = bits_to_f32(uint32(source[i]) << uint32(16))
+    elif dtype == F16:
+        source = u16_at(address)
+        for i in range(count):
+            target[i] = widen_half(source[i])
+    else:
+        plain = f32_at(address)
+        for i in range(count):
+            target[i] = plain[i]
+
+
+@inlined(REASSOCIATE)
+def _squares(x, depth):
+    total = ZERO
+    for i in range(depth):
+        total += x[i] * x[i]
+    return total
+
+
+@inlined(REASSOCIATE)
+def _mean(x, depth):
+    total = ZERO
+    for i in range(depth):
+        total += x[i]
+    return total / float32(depth)
+
+
+@inlined(REASSOCIATE)
+def _variance(x, mean, depth):
+    total = ZERO
+    for i in range(depth):
+        total += (x[i] - mean) * (x[i] - mean)
+    return total / float32(depth)
+
+
+@inlined()
+def normalise(source, out, depth, kind, weight, bias, eps):
+    """One row of `depth` float32 at `source` -> `out` (may be the same row). `weight` and `bias` are addresses, 0 for absent."""
+    x, y = f32_at(source), f32_at(out)
+    if kind == NORM_NONE:
+        for i in range(depth):
+            y[i] = x[i]
+        return
+    w = f32_at(weight)
+    if kind == NORM_LAYER:
+        mean = _mean(x, depth)
+        scale = ONE / np.sqrt(_variance(x, mean, depth) + eps)
+        for i in range(depth):
+            value = (x[i] - mean) * scale
+            y[i] = value * w[i] if weight != 0 else value
+        if bias != 0:
+            b = f32_at(bias)
+            for i in range(depth):
+                y[i] += b[i]
+        return
+    scale = ONE / np.sqrt(_squares(x, depth) / float32(depth) + eps)
+    shift = ONE if kind == NORM_RMS_PLUS_ONE else ZERO
+    for i in range(depth):
+        y[i] = x[i] * scale * (w[i] + shift)

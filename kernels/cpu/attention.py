@@ -1,0 +1,307 @@
+"""Attention over a grid of page blocks, and the small kernels around it: rotary heads, writing K and V.
+
+The cache is a table of blocks in position order: sinks, sealed pages, open pages. Each block gives a partial (o, m, l) for each
+query row, with m the block's own maximum, and partials merge in table order. That is the whole definition, so the answer does not
+depend on which thread computed a block or where its bytes live. Two kernels implement it: `attend_few` makes one partial per
+(KV head, block) for decode and `merge_few` merges them; `attend_many` walks the blocks for a tile of queries in prefill.
+
+Query rows are ordered token-major within a KV head: row = t * group + g.
+"""
+
+from __future__ import annotations
+
+from numba import float32
+
+from ..compile import REASSOCIATE, inlined, kernel
+from ..layout import F32, PAGE
+from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half, normalise
+from .intrinsics import TILE_COLUMNS, TILE_ROWS, f32_at, f64_at, fetch_add, i64_at, tile_product, u16_at
+
+# Slots of the argument block of the attend kernels.
+Q, OUT, TOKENS, HEADS, KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, POSITION, BLOCKS, TABLE, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(16)
+# Columns of the block table: addresses of K and V of KV head 0, bytes from head to head, first position, tokens held.
+KEYS, VALUES, HEAD_STRIDE, FIRST, COUNT, COLUMNS = range(6)
+QUERY_TILE = 32
+
+
+@inlined()
+def _visible(first, count, position, tokens, window):
+    """Can any of `tokens` queries from `position` on see this block?"""
+    if first > position + tokens - 1:
+        return False
+    return window == 0 or first + count - 1 > position - window
+
+
+@inlined()
+def _cap(score, softcap):
+    """softcap * tanh(score / softcap)."""
+    if softcap == ZERO:
+        return score
+    doubled = exp(min(float32(80.0), (score + score) / softcap))
+    return softcap * (ONE - float32(2.0) / (doubled + ONE))
+
+
+@inlined(REASSOCIATE)
+def _dot(a, b, depth):
+    total = ZERO
+    for i in range(depth):
+        total += a[i] * b[i]
+    return total
+
+
+@inlined()
+def _softmax_row(row, visible_from, visible_to):
+    """Scores of one row -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf when nothing is visible."""
+    top = MINUS_INF
+    for j in range(visible_from, visible_to):
+        top = max(top, row[j]) if row[j] == row[j] else row[j]
+    for j in range(0, min(visible_from, PAGE)):
+        row[j] = ZERO
+    for j in range(max(visible_to, 0), PAGE):
+        row[j] = ZERO
+    total = ZERO
+    if visible_from < visible_to:
+        for j in range(visible_from, visible_to):
+            row[j] = exp(row[j] - top)
+        for j in range(visible_from, visible_to):
+            total += row[j]
+    return top, total
+
+
+@inlined()
+def _merge(o, m, l, part, part_m, part_l, depth):
+    """Fold a partial into the running (o, m, l): o in place, returns (m, l)."""
+    if part_l == ZERO:
+        return m, l
+    if l == ZERO:
+        for i in range(depth):
+            o[i] = part[i]
+        return part_m, part_l
+    top = max(m, part_m)
+    keep, take = exp(m - top), exp(part_m - top)
+    for i in range(depth):
+        o[i] = o[i] * keep + part[i] * take
+    return top, l * keep + part_l * take
+
+
+@kernel({"contract"})
+def attend_few(args, worker, counter):
+    """Partials for few tokens. Blocks of work: (KV head, page block). Scratch: K row or V row, then scores [rows, PAGE]."""
+    a = i64_at(args)
+    tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
+    group = heads // kv_heads
+    rows = tokens * group
+    scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
+    item = 4 if a[DTYPE] == F32 else 2
+    wide = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    scores = wide + 4 * depth
+    value = f32_at(wide)
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= kv_heads * blocks:
+            return
+        kv, block = job // blocks, job % blocks
+        entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
+        first, count = entry[FIRST], entry[COUNT]
+        partial = a[PARTIALS] + 4 * job * rows * (depth + 2)
+        if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):
+            for r in range(rows):
+                f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
+                f32_at(partial)[r * (depth + 2) + depth + 1] = ZERO
+            continue
+        keys, values = entry[KEYS] + kv * entry[HEAD_STRIDE], entry[VALUES] + kv * entry[HEAD_STRIDE]
+        for j in range(count):
+            expand(keys + j * depth * item, a[DTYPE], wide, depth)
+            for r in range(rows):
+                t, g = r // group, r % group
+                query = f32_at(a[Q] + 4 * (t * heads + kv * group + g) * depth)
+                f32_at(scores)[r * PAGE + j] = _cap(_dot(query, value, depth) * scale, softcap)
+        for r in range(rows):
+            position = a[POSITION] + r // group
+            begin = 0 if a[WINDOW] == 0 else min(count, max(0, position - a[WINDOW] + 1 - first))
+            end = max(0, min(count, position + 1 - first))
+            m, l = _softmax_row(f32_at(scores + 4 * r * PAGE), begin, end)
+            o = f32_at(partial + 4 * r * (depth + 2))
+            o[depth], o[depth + 1] = m, l
+            for i in range(depth):
+                o[i] = ZERO
+        for j in range(count):
+            expand(values + j * depth * item, a[DTYPE], wide, depth)
+            for r in range(rows):
+                p = f32_at(scores)[r * PAGE + j]
+                o = f32_at(partial + 4 * r * (depth + 2))
+                for i in range(depth):
+                    o[i] += p * value[i]
+
+
+@kernel()
+def merge_few(args, worker, counter):
+    """Merge `attend_few`'s partials in table order into OUT[t, head, :]. Blocks of work: KV heads."""
+    a = i64_at(args)
+    tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
+    group = heads // kv_heads
+    rows = tokens * group
+    while True:
+        kv = fetch_add(counter, 1)
+        if kv >= kv_heads:
+            return
+        for r in range(rows):
+            t, g = r // group, r % group
+            o = f32_at(a[OUT] + 4 * (t * heads + kv * group + g) * depth)
+            m, l = MINUS_INF, ZERO
+            for block in range(blocks):
+                part = f32_at(a[PARTIALS] + 4 * ((kv * blocks + block) * rows + r) * (depth + 2))
+                m, l = _merge(o, m, l, part, part[depth], part[depth + 1], depth)
+            for i in range(depth):
+                o[i] = o[i] / l
+
+
+@kernel({"contract"})
+def attend_many(args, worker, counter):
+    """A tile of QUERY_TILE tokens of one KV head at a time, all blocks in order.
+
+    Scratch per worker, float32: Q[rows, D], K transposed [D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D], (m, l)[rows].
+    """
+    a = i64_at(args)
+    tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
+    group = heads // kv_heads
+    scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
+    item = 4 if a[DTYPE] == F32 else 2
+    broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    capacity = (QUERY_TILE * group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    keys_t = query + 4 * capacity * depth
+    values = keys_t + 4 * depth * PAGE
+    scores = values + 4 * PAGE * broad
+    part = scores + 4 * capacity * PAGE
+    o = part + 4 * capacity * broad
+    stats = f32_at(o + 4 * capacity * depth)
+    tiles = (tokens + QUERY_TILE - 1) // QUERY_TILE
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= kv_heads * tiles:
+            return
+        # Later tiles see more blocks: handing them out first keeps the threads even.
+        kv, tile = job % kv_heads, tiles - 1 - job // kv_heads
+        begin_token = tile * QUERY_TILE
+        here = min(QUERY_TILE, tokens - begin_token)
+        rows = here * group
+        padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+        q = f32_at(query)
+        for r in range(padded):
+            source = f32_at(a[Q] + 4 * ((begin_token + r // group) * heads + kv * group + r % group) * depth)
+            for i in range(depth):
+                q[r * depth + i] = source[i] if r < rows else ZERO
+        for r in range(rows):
+            stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
+        position = a[POSITION] + begin_token
+        for block in range(a[BLOCKS]):
+            entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
+            first, count = entry[FIRST], entry[COUNT]
+            if not _visible(first, count, position, here, a[WINDOW]):
+                continue
+            k_from, v_from = entry[KEYS] + kv * entry[HEAD_STRIDE], entry[VALUES] + kv * entry[HEAD_STRIDE]
+            row, kt = f32_at(part), f32_at(keys_t)
+            for j in range(PAGE):
+                if j < count:
+                    expand(k_from + j * depth * item, a[DTYPE], part, depth)
+                    expand(v_from + j * depth * item, a[DTYPE], values + 4 * j * broad, depth)
+                for i in range(depth):
+                    kt[i * PAGE + j] = row[i] if j < count else ZERO
+                v = f32_at(values + 4 * j * broad)
+                for i in range(depth if j < count else 0, broad):
+                    v[i] = ZERO
+            for r in range(0, padded, TILE_ROWS):
+                for j in range(0, PAGE, TILE_COLUMNS):
+                    tile_product(query + 4 * r * depth, 4 * depth, keys_t + 4 * j, 4 * PAGE, scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
+            for r in range(padded):
+                s = f32_at(scores + 4 * r * PAGE)
+                for j in range(PAGE):
+                    s[j] *= scale
+                if softcap != ZERO:
+                    for j in range(PAGE):
+                        s[j] = _cap(s[j], softcap)
+            for r in range(padded):
+                p = position + r // group
+                begin = 0 if a[WINDOW] == 0 else min(count, max(0, p - a[WINDOW] + 1 - first))
+                end = max(0, min(count, p + 1 - first)) if r < rows else 0
+                m, l = _softmax_row(f32_at(scores + 4 * r * PAGE), begin, end)
+                f32_at(o + 4 * capacity * depth)[2 * capacity + 2 * r] = m
+                f32_at(o + 4 * capacity * depth)[2 * capacity + 2 * r + 1] = l
+            for r in range(0, padded, TILE_ROWS):
+                for i in range(0, broad, TILE_COLUMNS):
+                    tile_product(scores + 4 * r * PAGE, 4 * PAGE, values + 4 * i, 4 * broad, part + 4 * (r * broad + i), 4 * broad, PAGE, 0)
+            for r in range(rows):
+                m, l = _merge(f32_at(o + 4 * r * depth), stats[2 * r], stats[2 * r + 1], f32_at(part + 4 * r * broad),
+                              stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1], depth)
+                stats[2 * r], stats[2 * r + 1] = m, l
+        for r in range(rows):
+            target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + kv * group + r % group) * depth)
+            result = f32_at(o + 4 * r * depth)
+            for i in range(depth):
+                target[i] = result[i] / stats[2 * r + 1]
+
+
+def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Floats of scratch per worker for `attend_many`."""
+    broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
+    capacity = -(-QUERY_TILE * (heads // kv_heads) // TILE_ROWS) * TILE_ROWS
+    return capacity * (2 * head_dim + broad + PAGE + 4) + PAGE * (head_dim + broad)
+
+
+def attend_few_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Floats of scratch per worker for `attend_few`."""
+    return head_dim + tokens * (heads // kv_heads) * PAGE
+
+
+# Slots of `rope_heads`: y in place [T, heads * head_dim]; cos and sin [T, rotary / 2]; per-head norm first when NORM is set.
+R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_EPS = range(10)
+
+
+@kernel({"contract"})
+def rope_heads(args, worker, counter):
+    """Per-head norm, then rotate-half on the first ROTARY channels. Blocks are tokens."""
+    a = i64_at(args)
+    heads, depth, half = a[R_HEADS], a[R_DIM], a[R_ROTARY] // 2
+    eps = float32(f64_at(args)[R_EPS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[R_TOKENS]:
+            return
+        cos, sin = f32_at(a[R_COS] + 4 * t * half), f32_at(a[R_SIN] + 4 * t * half)
+        for head in range(heads):
+            address = a[R_Y] + 4 * (t * heads + head) * depth
+            if a[R_NORM] != 0:
+                normalise(address, address, depth, a[R_NORM], a[R_WEIGHT], 0, eps)
+            y, z = f32_at(address), f32_at(address + 4 * half)
+            for i in range(half):
+                low, high = y[i], z[i]
+                y[i] = low * cos[i] - high * sin[i]
+                z[i] = high * cos[i] + low * sin[i]
+
+
+# Slots of `write_kv`: K and V [T, kv_heads * head_dim]; ROWS is a table of T pairs (address of the token's K row and V row in KV head 0).
+W_K, W_V, W_TOKENS, W_HEADS, W_DIM, W_ROWS, W_STRIDE, W_DTYPE = range(8)
+
+
+@kernel()
+def write_kv(args, worker, counter):
+    """Put new keys and values into their open pages in the cache's stored type. Blocks are tokens."""
+    a = i64_at(args)
+    heads, depth, stride = a[W_HEADS], a[W_DIM], a[W_STRIDE]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[W_TOKENS]:
+            return
+        for side in range(2):
+            base = i64_at(a[W_ROWS])[2 * t + side]
+            for head in range(heads):
+                source = f32_at(a[W_K + side] + 4 * (t * heads + head) * depth)
+                if a[W_DTYPE] == F32:
+                    wide = f32_at(base + head * stride)
+                    for i in range(depth):
+                        wide[i] = source[i]
+                else:
+                    narrow = u16_at(base + head * stride)
+                    for i in range(depth):
+                        narrow[i] = narrow_half(source[i])

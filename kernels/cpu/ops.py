@@ -1,0 +1,238 @@
+"""The CPU backend: the ops of a transformer block on NumPy arrays, run by compiled kernels over the thread pool.
+
+Activations are float32 `[T, N]` views of a planned workspace and are valid until the op that made them runs again; the residual
+stream is updated in place. Weights stay in their stored type. Up to FEW tokens take the memory-bound kernels, more the tiled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference
+from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
+from ..registry import Call, Candidate, Registry
+from ..threads import ThreadPool
+from ..workspace import Dims, Workspace
+from . import attention, linear
+from .intrinsics import HAS_HALF, TILE_COLUMNS
+
+if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
+    from ...quant.weight import Linear, Norm, Weight
+    from ...runtime.rope import RopeTable
+    from .pages import LayerPages
+
+FEW = 8
+# Below this many multiply-adds a job costs less than waking the other threads.
+SHARE_FROM = 16_384
+
+
+def address(array: np.ndarray | None) -> int:
+    """Where an array's first value lies; 0 for None."""
+    return 0 if array is None else array.__array_interface__["data"][0]
+
+
+def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
+    """Floats of every buffer the ops take: exact, because the same table sizes the buffers."""
+    chunk = max(dims.chunk, dims.rows)
+    wide = max(dims.hidden, dims.ffn, dims.heads * dims.head_dim)
+    columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
+    group = dims.heads // dims.kv_heads
+    scratch = max(FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
+                  attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
+                  attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim))
+    blocks = dims.ctx // attention.PAGE + 3
+    return {"x": chunk * dims.hidden, "y0": chunk * dims.heads * dims.head_dim, "y1": chunk * dims.kv_heads * dims.head_dim,
+            "y2": chunk * dims.kv_heads * dims.head_dim, "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn,
+            "up": chunk * dims.ffn, "panels": columns * wide, "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
+            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2), "few": FEW * wide}
+
+
+def _compiled(call: Call) -> str:
+    if call.stored not in STORED_TYPES:
+        return f"no kernel for {call.stored}"
+    if call.act not in ACTIVATIONS:
+        return f"no kernel for {call.act}"
+    return ""
+
+
+def _native(call: Call) -> str:
+    return _compiled(call) or ("" if HAS_HALF or call.stored != "f16" else "no half-precision conversion in this CPU")
+
+
+def default_registry(only: str | None = None) -> Registry:
+    """All CPU candidates; `only="reference"` keeps the NumPy ones (to check the others against)."""
+    never = lambda call: ""  # noqa: E731
+    few = lambda accept: lambda call: accept(call) or ("" if call.columns <= FEW else f"more than {FEW} columns")  # noqa: E731
+    candidates = [
+        Candidate("matrix", "few columns", few(_native), CpuOps._few),
+        Candidate("matrix", "register tiles", _native, CpuOps._many),
+        Candidate("matrix", "few columns, half by shifts", few(_compiled), CpuOps._few, fallback=True),
+        Candidate("matrix", "register tiles, half by shifts", _compiled, CpuOps._many, fallback=True),
+        Candidate("matrix", "NumPy reference", never, CpuOps._reference, fallback=True),
+        Candidate("rotate", "compiled", _compiled, CpuOps._rotate),
+        Candidate("rotate", "NumPy reference", never, CpuOps._rotate_reference, fallback=True),
+    ]
+    return Registry([c for c in candidates if only is None or only in c.name])
+
+
+class CpuOps:
+    """See the module. `dims` sizes the workspace; one instance serves every CPU block of a model."""
+
+    name = "cpu"
+
+    def __init__(self, pool: ThreadPool, dims: Dims, registry: Registry | None = None) -> None:
+        self.pool, self.dims = pool, dims
+        self.registry = registry or default_registry()
+        self.workspace = Workspace(plan_workspace(dims, pool.workers))
+        self._args = np.zeros(linear.FIRST + 8 * linear.FIELDS, np.int64)
+        self._reals = self._args.view(np.float64)
+        self._where = address(self._args)
+        self._angles: tuple[object, object, np.ndarray, np.ndarray] | None = None
+        self._stride = 4 * (self.workspace.floats["scratch"] // pool.workers // 16 * 16)
+
+    # -- the ops ---------------------------------------------------------------------------------------------------------------
+
+    def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0) -> np.ndarray:
+        """Rows of the embedding table as the residual stream x[T, D]."""
+        x = self.workspace.take("x", len(ids), table.shape[1])
+        rows = table.parts["data"][ids]
+        if table.spec.scheme == "bf16":
+            np.left_shift(rows, 16, out=x.view(np.uint32), dtype=np.uint32)
+        else:
+            x[:] = rows.view(np.float16) if table.spec.scheme == "f16" else rows
+        if scale != 1.0:
+            x *= np.float32(scale)
+        return x
+
+    def norm_linear(self, x: np.ndarray, norm: Norm, linears: Sequence[Linear]) -> list[np.ndarray]:
+        """[norm(x) @ W.T + b for each], one pass over x."""
+        outs = [self.workspace.take(f"y{i}", len(x), each.weight.shape[0]) for i, each in enumerate(linears)]
+        self._matrix(x, norm, linears, outs, linear.PLAIN, "none")
+        return outs
+
+    def linear_add(self, x: np.ndarray, each: Linear, residual: np.ndarray) -> np.ndarray:
+        """residual + x @ W.T + b, in place."""
+        self._matrix(x, None, [each], [residual], linear.ADD, "none")
+        return residual
+
+    def gated_mlp(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str) -> np.ndarray:
+        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place."""
+        hidden = self.workspace.take("gate", len(x), gate.weight.shape[0])
+        self._matrix(x, norm, [gate, up], [hidden], linear.GATED, act)
+        return self.linear_add(hidden, down, x)
+
+    def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None) -> np.ndarray:
+        """Scores of the next token, float32 [T, V]; T at most `dims.rows`."""
+        out = self.workspace.take("logits", len(x), head.weight.shape[0])
+        self._matrix(x, norm, [head], [out], linear.PLAIN, "none")
+        return np.tanh(out / softcap, out=out) * np.float32(softcap) if softcap else out
+
+    def rope_heads(self, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None, norm: Norm | None) -> np.ndarray:
+        """Per-head norm if any, then rotary position on y[T, heads * head_dim], in place."""
+        if table is None and norm is None:
+            return y
+        cos, sin = self._cos_sin(positions, table)
+        self.registry.select(Call("rotate")).candidate.run(self, y, heads, head_dim, cos, sin, norm)
+        return y
+
+    def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None, softcap: float | None) -> LayerPages:
+        """Storage of one layer's KV pages over host memory."""
+        from .pages import LayerPages
+
+        return LayerPages(self, layout, exact, sealed, scale, window, softcap)
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def put(self, data: np.ndarray, scheme: str) -> np.ndarray:
+        """A parameter where this backend wants it: already there."""
+        return data
+
+    def from_host(self, x: np.ndarray) -> np.ndarray:
+        """Activations from another backend into this one's residual stream."""
+        out = self.workspace.take("x", *x.shape)
+        np.copyto(out, x)
+        return out
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        return x
+
+    # -- matrices --------------------------------------------------------------------------------------------------------------
+
+    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+        call = Call("matrix", linears[0].weight.spec.scheme, len(x) if len(x) <= FEW else FEW + 1, act)
+        self.registry.select(call).candidate.run(self, x, norm, linears, outs, mode, act)
+
+    def _fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
+        """Write the argument block of the matrix kernels."""
+        kind = 0 if norm is None else NORMS[norm.kind]
+        block = [x, tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
+                 address(self.workspace.take("scratch", 1)), self._stride, mode, ACTIVATIONS[act], len(linears)]
+        for i, each in enumerate(linears):
+            out = outs[min(i, len(outs) - 1)]
+            block += [each.weight.address, STORED_TYPES[each.weight.spec.scheme], each.weight.shape[0], address(each.bias), address(out), out.shape[1]]
+        self._args[: len(block)] = block
+        if norm is not None:
+            self._reals[linear.EPS] = norm.eps
+
+    def _few(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+        tokens, depth = x.shape
+        self._fill(address(x), tokens, depth, norm, mode, act, linears, outs)
+        work = tokens * depth * sum(each.weight.shape[0] for each in linears)
+        self.pool.run(linear.few_columns, self._where, work >= SHARE_FROM)
+
+    def _many(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+        tokens, depth = x.shape
+        panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
+        self._fill(address(x), tokens, depth, norm, mode, act, linears[:1], [panels])
+        self.pool.run(linear.pack_columns, self._where)
+        if mode != linear.GATED:
+            self._fill(address(panels), tokens, depth, None, mode, act, linears, outs)
+            self.pool.run(linear.many_columns, self._where)
+            return
+        gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
+        self._fill(address(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
+        self.pool.run(linear.many_columns, self._where)
+        self._fill(address(gate), tokens, gate.shape[1], None, mode, act, linears[:1], [gate])
+        self._args[linear.FIRST + linear.WEIGHT] = address(up)
+        self.pool.run(linear.gate_rows, self._where)
+
+    def _reference(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+        n = x if norm is None else reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
+        results = [reference.linear(n, reference.widen(each.weight.parts["data"], each.weight.spec.scheme), each.bias) for each in linears]
+        if mode == linear.GATED:
+            outs[0][:] = reference.activate(results[0], act) * results[1]
+        elif mode == linear.ADD:
+            outs[0] += results[0].astype(np.float32)
+        else:
+            for out, result in zip(outs, results):
+                out[:] = result
+
+    # -- rotary heads ----------------------------------------------------------------------------------------------------------
+
+    def _cos_sin(self, positions: np.ndarray, table: RopeTable | None) -> tuple[np.ndarray, np.ndarray]:
+        """Tables for these positions, made once per step: every layer asks with the same arrays."""
+        if self._angles is None or self._angles[0] is not positions or self._angles[1] is not table:
+            if table is None:
+                cos = sin = np.zeros((len(positions), 0), np.float32)
+            else:
+                angles = positions.astype(np.float32)[:, None] * table.inv_freq
+                scale = np.float32(table.attention_scaling)
+                cos, sin = np.cos(angles) * scale, np.sin(angles) * scale
+            self._angles = (positions, table, cos, sin)
+        return self._angles[2], self._angles[3]
+
+    def _rotate(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
+        self._args[:9] = (address(y), len(y), heads, head_dim, 2 * cos.shape[1], address(cos), address(sin),
+                          0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight))
+        self._reals[attention.R_EPS] = 0.0 if norm is None else norm.eps
+        self.pool.run(attention.rope_heads, self._where, y.size >= SHARE_FROM)
+
+    def _rotate_reference(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
+        split = y.reshape(len(y), heads, head_dim)
+        result = split if norm is None else reference.normalise(split, norm.kind, norm.weight, norm.bias, norm.eps)
+        split[:] = reference.rotate_heads(result, cos, sin)
+

@@ -1,0 +1,79 @@
+"""The meaning of every op, in NumPy and float64: fast kernels are checked against these on the same inputs.
+
+Also the last candidate of the CPU registry: slow, but it takes everything. Shapes: T tokens, N out, K in, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def widen(data: np.ndarray, stored: str) -> np.ndarray:
+    """Stored values (bf16 and f16 as uint16) -> float64."""
+    if stored == "bf16":
+        return (data.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return (data.view(np.float16) if stored == "f16" else data).astype(np.float64)
+
+
+def normalise(x: np.ndarray, kind: str, weight: np.ndarray | None, bias: np.ndarray | None, eps: float) -> np.ndarray:
+    """x[..., K] by rows: rms, rms+1 (weight stored minus one), layer, none."""
+    x = x.astype(np.float64)
+    if kind == "none":
+        return x
+    if kind == "layer":
+        x = x - x.mean(-1, keepdims=True)
+        y = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+        return y * (1 if weight is None else weight) + (0 if bias is None else bias)
+    y = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return y * (weight.astype(np.float64) + (1.0 if kind == "rms+1" else 0.0))
+
+
+def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """x[T, K] @ weight[N, K].T + bias, weight already widened."""
+    y = x.astype(np.float64) @ weight.T
+    return y if bias is None else y + bias
+
+
+def activate(x: np.ndarray, kind: str) -> np.ndarray:
+    """silu, gelu (exact), gelu_tanh, relu, none."""
+    if kind == "silu":
+        return x / (1 + np.exp(-x))
+    if kind == "gelu":
+        return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
+    if kind == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return np.maximum(x, 0) if kind == "relu" else x
+
+
+def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """y[T, H, D] with cos, sin [T, R/2]: channels i and i + R/2 of the first R turn together, the rest stay."""
+    y = y.astype(np.float64)
+    half = cos.shape[1]
+    low, high, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+    c, s = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
+    return np.concatenate([low * c - high * s, high * c + low * s, rest], -1)
+
+
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np.ndarray, scale: float, window: int | None,
+           softcap: float | None) -> np.ndarray:
+    """q[T, H, D] at positions `position`..., k and v [n, KVH, D] at positions `first`[n] -> [T, H, D].
+
+    A query sees keys at most as late as itself and, with a window, later than its own position minus the window.
+    """
+    tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    k, v = (np.repeat(side.astype(np.float64), group, axis=1) for side in (k, v))
+    scores = np.einsum("thd,nhd->htn", q.astype(np.float64), k) * scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    at = position + np.arange(tokens)[:, None]
+    hidden = first[None] > at
+    if window:
+        hidden |= first[None] <= at - window
+    scores = np.where(hidden[None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("htn,nhd->thd", weights / weights.sum(-1, keepdims=True), v)
