@@ -1,10 +1,11 @@
 """The thread pool: workers that wait inside compiled code and run kernels without the interpreter lock.
 
-The main thread is worker 0. The others spin on an epoch for a while and then park on a lock; a job bumps the epoch, wakes
-whoever is parked, does its own share and waits for the rest. Work is drawn block by block from a shared counter; the blocks are
-functions of the shape alone, so a result depends neither on the number of threads nor on who computed what.
+The main thread is worker 0. The others spin on the job word for a while and then park on a lock. A job is opened, worked on, closed;
+work is drawn block by block from a shared counter, and the blocks are functions of the shape alone, so a result depends neither
+on the number of threads nor on who computed what. A worker enters a job by counting itself active while the job is open: one that
+the system has put aside never enters, and nobody waits for it, so a busy machine costs its share and not a time slice per job.
 
-Control block, one cache line (8 int64) each: epoch | kernel, args | finished | counter | state of worker 0, 1, ...
+Control block, one cache line (8 int64) each: job word (odd: open) | kernel, args | active | counter | state of worker 0, 1, ...
 """
 
 from __future__ import annotations
@@ -15,65 +16,72 @@ import time
 import numpy as np
 
 from .compile import Kernel, jit
-from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load_acquire, relax, store_release
+from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, relax, store
 
-EPOCH, KERNEL, ARGS, FINISHED, COUNTER, STATES = 0, 64, 72, 128, 192, 256  # byte offsets
+JOB, KERNEL, ARGS, ACTIVE, COUNTER, STATES = 0, 64, 72, 128, 192, 256  # byte offsets
 RUNNING, PARKED = 0, 1
-SPINS = 60_000  # about 2 ms of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause
+SPINS = 20_000  # under a millisecond of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause
 
 
 @jit("int64(int64, int64, int64, int64)")
 def _work(control, worker, seen, spins):
-    """Run jobs until nothing comes for `spins` turns (returns the epoch seen) or the pool closes (returns -1)."""
+    """Run jobs until nothing comes for `spins` turns (returns the job last seen) or the pool closes (returns -1)."""
     state = control + STATES + 64 * worker
     while True:
         turn = 0
-        while load_acquire(control + EPOCH) == seen:
+        while True:
+            job = load(control + JOB)
+            if job & 1 and job != seen:
+                break
             relax()
             turn += 1
             if turn > spins:
-                store_release(state, PARKED)
-                if load_acquire(control + EPOCH) == seen or compare_swap(state, PARKED, RUNNING) == 0:
+                store(state, PARKED)
+                job = load(control + JOB)
+                if not (job & 1 and job != seen) or compare_swap(state, PARKED, RUNNING) == 0:
                     return seen
-        seen += 1
-        function = i64_at(control + KERNEL)[0]
-        if function == 0:
-            return -1
-        call_kernel(function, i64_at(control + ARGS)[0], worker, control + COUNTER)
-        fetch_add(control + FINISHED, 1)
+        fetch_add(control + ACTIVE, 1)
+        if load(control + JOB) == job:
+            function = i64_at(control + KERNEL)[0]
+            if function == 0:
+                return -1
+            call_kernel(function, i64_at(control + ARGS)[0], worker, control + COUNTER)
+        fetch_add(control + ACTIVE, -1)
+        seen = job
 
 
 @jit("int64(int64, int64, int64, int64)")
 def _start(control, function, args, workers):
-    """Publish a job. Returns a bit per worker that must be woken; when none, does worker 0's share and waits for the others."""
+    """Open a job. Returns a bit per worker that must be woken; when none, does worker 0's share and closes the job."""
     i64_at(control + KERNEL)[0] = function
     i64_at(control + ARGS)[0] = args
-    store_release(control + COUNTER, 0)
-    store_release(control + FINISHED, 0)
-    store_release(control + EPOCH, load_acquire(control + EPOCH) + 1)
+    store(control + COUNTER, 0)
+    store(control + JOB, load(control + JOB) + 1)
     sleeping = 0
     for worker in range(1, workers):
         if compare_swap(control + STATES + 64 * worker, PARKED, RUNNING) == 1:
             sleeping |= 1 << worker
     if sleeping == 0 and function != 0:
         call_kernel(function, args, 0, control + COUNTER)
-        while load_acquire(control + FINISHED) < workers - 1:
+        store(control + JOB, load(control + JOB) + 1)
+        while load(control + ACTIVE) != 0:
             relax()
     return sleeping
 
 
-@jit("void(int64, int64, int64, int64)")
-def _finish(control, function, args, workers):
-    """Worker 0's share, after the sleepers have been woken."""
+@jit("void(int64, int64, int64)")
+def _finish(control, function, args):
+    """Worker 0's share, after the sleepers have been woken; closes the job."""
     call_kernel(function, args, 0, control + COUNTER)
-    while load_acquire(control + FINISHED) < workers - 1:
+    store(control + JOB, load(control + JOB) + 1)
+    while load(control + ACTIVE) != 0:
         relax()
 
 
 @jit("void(int64, int64, int64)")
 def _alone(control, function, args):
     """Run a small job on the calling thread only."""
-    store_release(control + COUNTER, 0)
+    store(control + COUNTER, 0)
     call_kernel(function, args, 0, control + COUNTER)
 
 
@@ -108,7 +116,7 @@ class ThreadPool:
             return
         if sleeping := _start(self._control, function, address, self.workers):
             self._wake(sleeping)
-            _finish(self._control, function, address, self.workers)
+            _finish(self._control, function, address)
 
     def _wake(self, sleeping: int) -> None:
         for worker in range(1, self.workers):

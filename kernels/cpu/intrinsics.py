@@ -81,15 +81,15 @@ def _address(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 @intrinsic
-def load_acquire(typingctx, address):
+def load(typingctx, address):
     def codegen(context, builder, signature, args):
-        return builder.load_atomic(_address(builder, args[0]), "acquire", 8)
+        return builder.load_atomic(_address(builder, args[0]), "seq_cst", 8)
 
     return types.int64(types.int64), codegen
 
 
 @intrinsic
-def store_release(typingctx, address, value):
+def store(typingctx, address, value):
     def codegen(context, builder, signature, args):
         builder.store_atomic(args[1], _address(builder, args[0]), "seq_cst", 8)
         return context.get_dummy_value()
@@ -102,7 +102,7 @@ def fetch_add(typingctx, address, value):
     """Atomically add; returns the value before."""
 
     def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _address(builder, args[0]), args[1], "acq_rel")
+        return builder.atomic_rmw("add", _address(builder, args[0]), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), codegen
 

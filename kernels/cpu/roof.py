@@ -1,0 +1,42 @@
+"""How fast the worker threads can read memory when they do nothing else: the roof that a decode step is measured against."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ..compile import kernel
+from ..threads import ThreadPool
+from .intrinsics import fetch_add, i64_at
+
+BLOCK = 1 << 20
+WORDS, NBYTES, RESULT = 0, 1, 2
+
+
+@kernel()
+def read_only(args, worker, counter):
+    """Xor of all words, block by block; the sum is stored so that no load can be dropped."""
+    a = i64_at(args)
+    blocks = a[NBYTES] // BLOCK
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= blocks:
+            return
+        words = i64_at(a[WORDS] + block * BLOCK)
+        total = 0
+        for i in range(BLOCK // 8):
+            total ^= words[i]
+        i64_at(a[RESULT])[worker] = i64_at(a[RESULT])[worker] ^ total
+
+
+def read_bandwidth(pool: ThreadPool, memory: np.ndarray, passes: int = 5) -> float:
+    """Bytes per second of the fastest pass over `memory` (uint8, weight-sized: larger than the caches, filled)."""
+    sums = np.zeros(pool.workers, np.int64)
+    args = np.array([memory.ctypes.data, memory.nbytes, sums.ctypes.data], np.int64)
+    fastest = float("inf")
+    for _ in range(passes):
+        started = time.perf_counter()
+        pool.run(read_only, args.ctypes.data)
+        fastest = min(fastest, time.perf_counter() - started)
+    return memory.nbytes // BLOCK * BLOCK / fastest

@@ -1,0 +1,227 @@
+"""Sampling: which tokens survive the filters, with which weight, and the draw. Meaning in `kernels/reference_sampling.py`.
+
+Nothing is sorted. Top-k, top-p and typical all ask one question: the smallest key whose predecessors, itself included, reach a
+given mass; a radix walk over the 32 bits of the key (11 + 11 + 10) answers it in three passes over a histogram. For top-k the walk
+first runs over the maxima of blocks of 64 logits: the k-th of those bounds the k-th logit from below, so only a few blocks are
+looked into. A filter never separates equal keys: ties at the border stay, whatever their order.
+
+Survivors lie compacted, by ascending token id, in `ids` int32[V] and `weights` float32[V]; the largest weight is exactly 1 and
+the sum is not normalised. `keys` uint32[V] and `mass` float64[2048] are scratch. Sums are float64, the exponential float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import float32, float64, uint32, uint64
+
+from ..compile import REASSOCIATE, inlined, jit
+from .arithmetic import exp
+from .intrinsics import bits_to_f32, f32_to_bits
+
+BINS = 2048
+BLOCK = np.uint64(64)  # logits under one maximum
+STRIDE = 1024  # weights under one partial sum of the draw
+FOUND_NAN, FOUND_INFINITY, NOTHING_FINITE = -1, -2, -3
+SIGN, MAGNITUDE, ALL, INFINITY_BITS = (np.uint32(bits) for bits in (0x80000000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000))
+ONE, ZERO = np.uint64(1), np.float32(0.0)
+
+
+@inlined()
+def _descending(value):
+    """float32 -> uint32 that is smaller for a larger value. Adding zero makes -0 equal to 0."""
+    bits = f32_to_bits(value + ZERO)
+    return bits if bits & SIGN else uint32(bits ^ MAGNITUDE)
+
+
+@inlined()
+def _value(key):
+    """The float32 of a `_descending` key."""
+    return bits_to_f32(key if key & SIGN else uint32(key ^ MAGNITUDE))
+
+
+@inlined(REASSOCIATE)
+def _sum(weights, start, stop):
+    total = 0.0
+    for i in range(start, stop):
+        total += weights[i]
+    return total
+
+
+@inlined(REASSOCIATE)
+def _moment(weights, bits, count):
+    """Sum of weight x value, the values given as bits; a weight of 0 silences a value of -inf."""
+    total = 0.0
+    for i in range(count):
+        total += weights[i] * bits_to_f32(bits[i]) if weights[i] > ZERO else 0.0
+    return total
+
+
+@inlined()
+def _cut(keys, weights, count, target, unit, mass):
+    """Smallest key c such that everything with key <= c weighs at least `target` (`unit`: weighs 1 each); else the largest key.
+
+    Rounding may leave a finer histogram short of what the coarser one promised: the last key that weighs anything then wins.
+    """
+    prefix, below = uint32(0), 0.0
+    for level in range(3):
+        shift = uint32(21) if level == 0 else uint32(10) if level == 1 else uint32(0)
+        bins = 1024 if level == 2 else 2048
+        mask = uint32(bins - 1)
+        upper = uint32(10) if level == 2 else uint32(11)
+        mass[:] = 0.0
+        for i in range(count):
+            here = uint32(keys[i] >> shift)
+            if level == 0 or uint32(here >> upper) == prefix:
+                mass[here & mask] += 1.0 if unit else weights[i]
+        chosen = 0
+        for b in range(bins):
+            if mass[b] > 0.0:
+                chosen = b
+                if below + mass[b] >= target:
+                    break
+                below += mass[b]
+        else:
+            below -= mass[chosen]
+        prefix = uint32(chosen) if level == 0 else uint32(uint32(prefix << upper) | uint32(chosen))
+    return prefix
+
+
+@inlined()
+def _keep(ids, weights, keys, count, cut):
+    """Drop what lies beyond `cut`, in place and without branches; returns how many stay."""
+    kept = uint64(0)
+    for i in range(count):
+        token, weight, stays = ids[i], weights[i], keys[i] <= cut
+        ids[kept], weights[kept] = token, weight
+        kept += uint64(stays)
+    return kept
+
+
+@inlined()
+def _block_maxima(logits, maxima):
+    """The largest of each block of 64 logits -> `maxima`; returns the key of the largest of all, and whether one is NaN."""
+    size, largest, worst = uint64(len(logits)), ALL, uint32(0)
+    for block in range((size + BLOCK - ONE) // BLOCK):
+        best, start = ALL, uint64(block * BLOCK)
+        for i in range(start, min(size, start + BLOCK)):
+            best = min(best, _descending(logits[i]))
+            worst = max(worst, uint32(f32_to_bits(logits[i]) & MAGNITUDE))
+        maxima[block] = _value(best)
+        largest = min(largest, best)
+    return largest, worst > INFINITY_BITS
+
+
+@inlined()
+def _top_k(logits, top_k, maxima, ids, keys, mass):
+    """The `top_k` largest logits and whatever ties with the last -> `ids`. Returns how many."""
+    size = uint64(len(logits))
+    blocks = uint64((size + BLOCK - ONE) // BLOCK)
+    bound = ALL
+    if uint64(top_k) <= blocks:
+        for block in range(blocks):
+            keys[block] = _descending(maxima[block])
+        bound = _cut(keys, maxima, blocks, float(top_k), True, mass)
+    count = uint64(0)
+    for block in range(blocks):
+        if _descending(maxima[block]) <= bound:
+            start = uint64(block * BLOCK)
+            for i in range(start, min(size, start + BLOCK)):
+                key = _descending(logits[i])
+                ids[count], keys[count] = i, key
+                count += uint64(key <= bound)
+    cut = _cut(keys, maxima, count, float(top_k), True, mass)
+    kept = uint64(0)
+    for i in range(count):
+        token, stays = ids[i], keys[i] <= cut
+        ids[kept] = token
+        kept += uint64(stays)
+    return kept
+
+
+@inlined()
+def _typical(logits, largest, temperature, typical_p, ids, weights, keys, count, mass):
+    """Locally typical: the tokens whose surprise is nearest the entropy. |-log p - H| = |y - mean(y)| for scaled logits y."""
+    for i in range(count):
+        keys[i] = f32_to_bits((logits[uint32(ids[i])] - largest) / temperature)
+    total = _sum(weights, 0, count)
+    mean = _moment(weights, keys, count) / total
+    for i in range(count):
+        keys[i] = f32_to_bits(float32(abs(float64(bits_to_f32(keys[i])) - mean)))
+    return _keep(ids, weights, keys, count, _cut(keys, weights, count, typical_p * total, False, mass))
+
+
+@jit("int64(float32[::1], int64, float32, float64, float32, float64, int32[::1], float32[::1], uint32[::1], float64[::1])")
+def survivors(logits, top_k, temperature, top_p, min_p, typical_p, ids, weights, keys, mass):
+    """How many tokens survive top-k, top-p, min-p and typical, in this order, or a negative code. `temperature` > 0."""
+    best, bad = _block_maxima(logits, weights)
+    if bad:
+        return FOUND_NAN
+    largest = _value(best)
+    if largest == np.inf:
+        return FOUND_INFINITY
+    if largest == -np.inf:
+        return NOTHING_FINITE
+    count = uint64(len(logits))
+    if 0 < top_k < len(logits):
+        count = _top_k(logits, top_k, weights, ids, keys, mass)
+        for i in range(count):
+            weights[i] = exp((logits[uint32(ids[i])] - largest) / temperature)
+    else:
+        for i in range(count):
+            ids[i], weights[i] = i, exp((logits[i] - largest) / temperature)
+    # All tokens lighter than (1 - top_p) / V together cannot reach 1 - top_p: out of the nucleus before anything is searched.
+    total = _sum(weights, 0, count)
+    floor = max(min_p, float32(max(0.0, 1.0 - top_p) * total / count * 0.999))
+    kept = uint64(0)
+    for i in range(count):
+        token, weight = ids[i], weights[i]
+        ids[kept], weights[kept] = token, weight
+        kept += uint64(weight >= floor and weight > ZERO)
+    count = kept
+    # Below the target already: min-p alone decided, and the nucleus contains all of it.
+    if top_p < 1.0 and _sum(weights, 0, count) > top_p * total:
+        for i in range(count):
+            keys[i] = _descending(weights[i])
+        count = _keep(ids, weights, keys, count, _cut(keys, weights, count, top_p * total, False, mass))
+    if typical_p < 1.0:
+        count = _typical(logits, largest, temperature, typical_p, ids, weights, keys, count, mass)
+    return count
+
+
+@jit("int64(int32[::1], float32[::1], int64, float64)")
+def draw(ids, weights, count, uniform):
+    """The token at `uniform` in [0, 1) of the cumulative weight, tokens in the order of `ids`."""
+    target, reached, start = uniform * _sum(weights, 0, count), 0.0, 0
+    while start + STRIDE < count:
+        part = _sum(weights, start, start + STRIDE)
+        if reached + part > target:
+            break
+        reached += part
+        start += STRIDE
+    for i in range(start, count):
+        reached += weights[i]
+        if reached > target:
+            return ids[i]
+    return ids[count - 1]
+
+
+@jit("int64(int64[::1], int64[::1], int32[::1], int64)")
+def count_tokens(new, counts, distinct, known):
+    """Add `new` tokens to `counts`[V]; `distinct`[:known] lists those seen at least once. Returns the new `known`."""
+    for token in new:
+        if 0 <= token < len(counts):
+            if counts[token] == 0:
+                distinct[known] = token
+                known += 1
+            counts[token] += 1
+    return known
+
+
+@jit("void(float32[::1], int64[::1], int32[::1], int64, float32, float32, float32)")
+def penalise(logits, counts, distinct, known, repetition, presence, frequency):
+    """In place, for each distinct token of the history: repetition shrinks towards less likely, presence and frequency subtract."""
+    for i in range(known):
+        token = uint32(distinct[i])
+        value = logits[token]
+        value = value * repetition if value < ZERO else value / repetition
+        logits[token] = value - presence - frequency * float32(counts[token])

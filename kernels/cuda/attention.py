@@ -1,0 +1,75 @@
+"""Attention over a grid of page blocks on torch tensors: the definition of `kernels/cpu/attention.py`, many pages at once.
+
+Each page gives a partial (o, m, l) per query row, m being the page's own maximum and l the sum of exp(s - m), all in float32. Partials
+merge by exp(m - max), pages in order. The pages of a group are computed and merged together, groups follow one another; how many
+pages make a group depends on the shape alone, so the answer is a function of positions and of the device, not of where bytes lay.
+
+Shapes: P pages of 128 tokens, T queries, H heads in KVH groups of G, D head size; rows R = T * G within a KV head, token-major.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..layout import PAGE
+
+SCORES = 1 << 25  # scores held at once: 128 MiB of float32
+
+Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # o [P, KVH, R, D], m [P, KVH, R, 1], l [P, KVH, R, 1]
+
+
+def pages_at_once(heads: int, tokens: int) -> int:
+    """Pages in a group."""
+    return max(1, SCORES // (heads * tokens * PAGE))
+
+
+def hidden_keys(first: torch.Tensor, counts: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [P, T, 128]: the keys that a query does not see: not yet written, later than itself, or out of its window."""
+    row = torch.arange(PAGE, device=first.device)
+    at = (first[:, None] + row)[:, None]
+    query = positions[None, :, None]
+    hidden = (at > query) | (row >= counts[:, None])[:, None]
+    return hidden | (at <= query - window) if window else hidden
+
+
+def page_partials(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor, scale: float,
+                  softcap: float | None) -> Partial:
+    """q [KVH, R, D], keys and values [P, KVH, 128, D] float32, hidden [P, T, 128] -> a partial per page."""
+    scores = torch.matmul(q * scale, keys.transpose(-1, -2))
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    pages, tokens, _ = hidden.shape
+    scores = scores.unflatten(2, (tokens, -1)).masked_fill_(hidden[:, None, :, None], -torch.inf).flatten(2, 3)
+    m = scores.amax(-1, keepdim=True)
+    # A page in which a row sees nothing has m = -inf and weighs nothing; subtracting it from itself would make NaN.
+    weights = torch.exp(scores - m.masked_fill(m == -torch.inf, 0.0))
+    return torch.matmul(weights, values), m, weights.sum(-1, keepdim=True)
+
+
+def merge(partial: Partial) -> Partial:
+    """Merge the pages of the first axis, in order, into one."""
+    o, m, l = partial
+    top = m.amax(0, keepdim=True)
+    share = torch.exp(m - top.masked_fill(top == -torch.inf, 0.0))
+    return (o * share).sum(0, keepdim=True), top, (l * share).sum(0, keepdim=True)
+
+
+def attend_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
+                  positions: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    """q [T, H, D] at `positions` [T] over pages keys, values [P, KVH, 128, D] that hold `counts` [P] tokens from `first` [P] -> [T, H * D].
+
+    Pages are in position order and may be 16-bit. Rows from a page's count on may hold anything, NaN included.
+    """
+    tokens, heads, depth = q.shape
+    kv_heads, group = keys.shape[1], heads // keys.shape[1]
+    rows = q.unflatten(1, (kv_heads, group)).permute(1, 0, 2, 3).reshape(kv_heads, tokens * group, depth)
+    step, merged = pages_at_once(heads, tokens), None
+    for begin in range(0, len(keys), step):
+        page = slice(begin, begin + step)
+        unwritten = torch.arange(PAGE, device=q.device) >= counts[page, None]
+        clean = values[page].float().masked_fill(unwritten[:, None, :, None], 0.0)
+        hidden = hidden_keys(first[page], counts[page], positions, window)
+        part = merge(page_partials(rows, keys[page].float(), clean, hidden, scale, softcap))
+        merged = part if merged is None else merge(tuple(torch.cat(pair) for pair in zip(merged, part)))
+    o, _, l = merged
+    return (o / l)[0].unflatten(1, (tokens, group)).permute(1, 0, 2, 3).reshape(tokens, heads * depth)

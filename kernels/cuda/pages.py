@@ -1,0 +1,83 @@
+"""One layer's KV pages on a torch device: the bytes of `layout.PageLayout`, seen as strided tensors.
+
+Exact slots and sealed pages are uint8 memory with the records of the CPU, byte for byte, so a page can move between tiers as it is;
+K and V are strided views `[page, KVH, 128, D]` into it. Attention copies the visible pages of a layer side by side before it reads
+them: one temporary as large as what is seen, and no kernel that follows a table of addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..layout import F32, HEADER_NBYTES, PAGE, STORED_BYTES, PageLayout
+from .attention import attend_blocks
+
+SEALED, INDEX, FIRST, COUNT = range(4)
+HALF_MAX = 65504.0
+
+
+class Codec(Protocol):
+    """What seals a page (`quant/kv.py`), on the host."""
+
+    def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None: ...
+
+
+def sides(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of every layer-page in uint8 `memory`, as views [pages, KVH, 128, D]."""
+    item = STORED_BYTES[layout.stored]
+    typed = memory.view(torch.float32 if layout.stored == F32 else torch.float16)
+    shape = (len(memory) // layout.layer_page_nbytes, layout.kv_heads, PAGE, layout.head_dim)
+    strides = (layout.layer_page_nbytes // item, layout.record_nbytes // item, layout.head_dim, 1)
+    return tuple(typed.as_strided(shape, strides, offset // item) for offset in (HEADER_NBYTES, HEADER_NBYTES + layout.side_nbytes))
+
+
+class TorchLayerPages:
+    """`exact` and `sealed` are uint8 tensors on the device; scale, window (None: all) and softcap are the layer's attention.
+
+    `upload` brings a NumPy array to the device, once per step for arrays that every layer is given.
+    """
+
+    choice = "torch"
+
+    def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
+                 scale: float, window: int | None, softcap: float | None) -> None:
+        self.upload, self.layout, self.exact, self.sealed = upload, layout, exact, sealed
+        self.scale, self.window, self.softcap = scale, window, softcap
+        self._exact_sides, self._sealed_sides = sides(exact, layout), sides(sealed, layout)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
+        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. Halves saturate, as on the CPU."""
+        slot, row = self.upload(slots), self.upload(rows)
+        for side, new in zip(self._exact_sides, (k, v)):
+            new = new.unflatten(1, (self.layout.kv_heads, self.layout.head_dim))
+            side[slot, :, row] = (new if self.layout.stored == F32 else new.clamp(-HALF_MAX, HALF_MAX)).to(side.dtype)
+
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
+        """Let the codec write exact slot `slot` as sealed page `page`; the bytes pass through the host."""
+        size = self.layout.layer_page_nbytes
+        record = np.zeros(size, np.uint8)
+        codec.seal(self.exact[slot * size : (slot + 1) * size].cpu().numpy(), self.layout, layer, first_token, record)
+        self.sealed[page * size : (page + 1) * size] = torch.from_numpy(record).to(self.sealed.device)
+
+    def attend(self, q: torch.Tensor, position: int, blocks: np.ndarray) -> torch.Tensor:
+        """q `[T, H * D]` at positions `position`... over the blocks, in position order -> `[T, H * D]`."""
+        tokens = len(q)
+        seen = blocks[:, FIRST] < position + tokens
+        if self.window:
+            seen &= blocks[:, FIRST] + blocks[:, COUNT] - 1 > position - self.window
+        visible = np.flatnonzero(seen)
+        span = slice(visible[0], visible[-1] + 1)
+        table = self.upload(blocks)[span]
+        keys, values = self._gather(blocks[span, SEALED], table[:, INDEX])
+        return attend_blocks(q.unflatten(1, (-1, self.layout.head_dim)), keys, values, table[:, FIRST], table[:, COUNT],
+                             torch.arange(position, position + tokens, device=q.device), self.scale, self.window, self.softcap)
+
+    def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
+        """K, then V, of the blocks in their order: one copy per run of sealed or of exact blocks."""
+        cuts = [0, *(np.flatnonzero(np.diff(is_sealed)) + 1), len(is_sealed)]
+        for exact, sealed in zip(self._exact_sides, self._sealed_sides):
+            yield torch.cat([(sealed if is_sealed[begin] else exact)[index[begin:end]] for begin, end in zip(cuts, cuts[1:])])

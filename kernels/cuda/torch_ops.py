@@ -1,0 +1,161 @@
+"""The ops of a transformer block on torch tensors, for a GPU; the same code runs on CPU tensors, which is how it is tested everywhere.
+
+Only this folder imports torch. Activations are float32 tensors `[T, N]`; the residual stream is updated in place, as on the CPU.
+Weights stay in their stored type: products with 16-bit weights widen a tile of rows to float32 first, because rounding activations
+to 16 bits would set the two backends apart by more than they may differ. The price is memory traffic in decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..layout import STORED_TYPES, PageLayout
+from ..registry import Call, Candidate, Registry
+from .pages import TorchLayerPages
+
+if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
+    from ...quant.weight import Linear, Norm, Weight
+    from ...runtime.rope import RopeTable
+
+TILE = 1 << 24  # weights widened at once: 64 MiB of float32
+UPLOADS = 4  # index arrays of one step, and one to spare
+NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+ACTIVATE = {"silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu, "none": lambda x: x,
+            "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+
+
+def cuda_available() -> bool:
+    """Does torch find a GPU that it can use?"""
+    return torch.cuda.is_available()
+
+
+def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Over the last axis: rms, rms+1 (weight stored minus one), layer or none, in float32."""
+    if norm.kind == "none":
+        return x
+    if norm.kind == "layer":
+        return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return x * scale * (norm.weight + 1.0 if norm.kind == "rms+1" else norm.weight)
+
+
+def default_registry() -> Registry:
+    """One way per stored type; torch picks the kernel beneath."""
+    stored = lambda kinds: lambda call: "" if call.stored in kinds else f"no product with {call.stored}"  # noqa: E731
+    return Registry([Candidate("matrix", "torch", stored(("f32",)), TorchOps._product),
+                     Candidate("matrix", "torch, tiles widened to float32", stored(tuple(STORED_TYPES)), TorchOps._widened_product)])
+
+
+class TorchOps:
+    """See the module. `device` is a torch device name; one instance serves every block placed on it."""
+
+    name = "torch"
+
+    def __init__(self, device: str, registry: Registry | None = None) -> None:
+        self.device = torch.device(device)
+        self.registry = registry or default_registry()
+        self._angles: tuple[object, object, torch.Tensor, torch.Tensor] | None = None
+        self._uploads: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
+
+    def close(self) -> None:
+        """Let go of what was kept between steps."""
+        self._angles = None
+        self._uploads.clear()
+
+    # -- the ops ---------------------------------------------------------------------------------------------------------------
+
+    def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0) -> torch.Tensor:
+        """Rows of the embedding table as the residual stream x[T, D]."""
+        return table.parts["data"][torch.from_numpy(ids).to(self.device)].to(torch.float32, copy=True) * scale
+
+    def norm_linear(self, x: torch.Tensor, norm: Norm, linears: Sequence[Linear]) -> list[torch.Tensor]:
+        """[norm(x) @ W.T + b for each]."""
+        n = normalise(x, norm)
+        return [self._linear(n, each) for each in linears]
+
+    def linear_add(self, x: torch.Tensor, each: Linear, residual: torch.Tensor) -> torch.Tensor:
+        """residual + x @ W.T + b, in place."""
+        return residual.add_(self._linear(x, each))
+
+    def gated_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str) -> torch.Tensor:
+        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place. Raises ValueError for an unknown activation."""
+        if act not in ACTIVATE:
+            raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
+        n = normalise(x, norm)
+        return self.linear_add(ACTIVATE[act](self._linear(n, gate)).mul_(self._linear(n, up)), down, x)
+
+    def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
+        """Scores of the next token, float32 [T, V]."""
+        out = self._linear(normalise(x, norm), head)
+        return softcap * torch.tanh(out / softcap) if softcap else out
+
+    def rope_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
+                   norm: Norm | None) -> torch.Tensor:
+        """Per-head norm if any, then rotary position on y[T, heads * head_dim], in place."""
+        split = y.view(len(y), heads, head_dim)
+        if norm is not None:
+            split.copy_(normalise(split, norm))
+        if table is not None:
+            cos, sin = self._cos_sin(positions, table)
+            half = cos.shape[-1]
+            low, high = split[..., :half].clone(), split[..., half : 2 * half].clone()
+            split[..., :half] = low * cos - high * sin
+            split[..., half : 2 * half] = high * cos + low * sin
+        return y
+
+    def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
+        """A parameter in its stored type (16-bit types arrive as uint16 patterns) on this device. The host's array stays its own."""
+        host = torch.from_numpy(np.ascontiguousarray(data).view(np.int16 if scheme != "f32" else np.float32))
+        return host.view(NATIVE[scheme]).to(self.device, copy=True)
+
+    def from_host(self, x: np.ndarray) -> torch.Tensor:
+        """Activations from another backend; a copy, because the stream is updated in place."""
+        return torch.tensor(x, device=self.device)
+
+    def to_host(self, x: torch.Tensor) -> np.ndarray:
+        return x.cpu().numpy()
+
+    def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
+                 softcap: float | None) -> TorchLayerPages:
+        """One layer's pages on this device, as large as the host memory that stands for them."""
+        memory = (torch.zeros(host.nbytes, dtype=torch.uint8, device=self.device) for host in (exact, sealed))
+        return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap)
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """An index array on this device. The last few are remembered: every layer of a step passes the same, unchanged ones."""
+        if id(array) not in self._uploads:
+            if len(self._uploads) == UPLOADS:
+                del self._uploads[next(iter(self._uploads))]
+            self._uploads[id(array)] = (array, torch.from_numpy(array).to(self.device))
+        return self._uploads[id(array)][1]
+
+    # -- beneath ---------------------------------------------------------------------------------------------------------------
+
+    def _linear(self, x: torch.Tensor, each: Linear) -> torch.Tensor:
+        weight = each.weight
+        run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
+        return run(self, x, weight.parts["data"], each.bias)
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(x, weight, bias)
+
+    def _widened_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """By tiles of rows, so that no float32 copy of a whole matrix is ever held."""
+        rows = max(1, TILE // weight.shape[1])
+        out = torch.empty(len(x), len(weight), device=x.device)
+        for begin in range(0, len(weight), rows):
+            out[:, begin : begin + rows] = x @ weight[begin : begin + rows].float().T
+        return out if bias is None else out.add_(bias)
+
+    def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables [T, 1, R/2] for these positions, made once per step on the host, so that every backend turns by the same angles."""
+        if self._angles is None or self._angles[0] is not positions or self._angles[1] is not table:
+            angles = positions.astype(np.float32)[:, None] * table.inv_freq
+            scale = np.float32(table.attention_scaling)
+            self._angles = (positions, table, *(self.from_host(each * scale)[:, None] for each in (np.cos(angles), np.sin(angles))))
+        return self._angles[2], self._angles[3]

@@ -1,0 +1,187 @@
+"""CPU kernels against the float64 reference: stored types, odd shapes, numbers of tokens and threads, with and without half conversion."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from effllm.kernels import reference
+from effllm.kernels.cpu.arithmetic import exp, narrow_half, widen_half
+from effllm.kernels.cpu.ops import FEW, CpuOps, default_registry
+from effllm.kernels.registry import Call
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims, Workspace
+from effllm.quant.weight import Linear, Norm, Weight, from_f32, to_f32
+from effllm.runtime.rope import RopeTable
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 96, 6, 2, 24, 137, 301
+DIMS = Dims(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, chunk=256, ctx=512, rows=64)
+TOKENS = (1, 2, FEW, FEW + 1, 33, 130)
+
+
+@pytest.fixture(scope="module", params=(1, 2, 3), ids=lambda workers: f"{workers} threads")
+def pool(request):
+    pool = ThreadPool(request.param)
+    yield pool
+    pool.close()
+
+
+def weight(rng: np.random.Generator, rows: int, depth: int, stored: str) -> Weight:
+    return Weight.raw(stored, (rows, depth), from_f32(rng.standard_normal((rows, depth), np.float32) / 10, stored))
+
+
+def linears(rng: np.random.Generator, stored: str) -> dict[str, Linear]:
+    bias = lambda n: rng.standard_normal(n, np.float32)  # noqa: E731
+    return {"q": Linear(weight(rng, HEADS * HEAD_DIM, HIDDEN, stored), bias(HEADS * HEAD_DIM)),
+            "k": Linear(weight(rng, KV_HEADS * HEAD_DIM, HIDDEN, stored)), "gate": Linear(weight(rng, FFN, HIDDEN, stored), bias(FFN)),
+            "up": Linear(weight(rng, FFN, HIDDEN, stored), bias(FFN)), "down": Linear(weight(rng, HIDDEN, FFN, stored), bias(HIDDEN)),
+            "head": Linear(weight(rng, VOCAB, HIDDEN, stored))}
+
+
+def run_all(ops: CpuOps, parts: dict[str, Linear], norm: Norm, x: np.ndarray, act: str) -> list[np.ndarray]:
+    """Every matrix op once, as copies."""
+    outs = [y.copy() for y in ops.norm_linear(x, norm, [parts["q"], parts["k"]])]
+    outs.append(ops.gated_mlp(x.copy(), norm, parts["gate"], parts["up"], parts["down"], act).copy())
+    outs.append(ops.linear_add(np.ascontiguousarray(x), parts["k"], np.ones((len(x), KV_HEADS * HEAD_DIM), np.float32)).copy())
+    outs.append(ops.logits(x[-1:], norm, parts["head"], 30.0).copy())
+    return outs
+
+
+@pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
+@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu"))
+def test_matrix_ops_match_the_reference(pool, stored, act):
+    rng = np.random.default_rng(1)
+    parts = linears(rng, stored)
+    vector = lambda: rng.standard_normal(HIDDEN, np.float32)  # noqa: E731
+    ops, exact = CpuOps(pool, DIMS), CpuOps(pool, DIMS, default_registry("reference"))
+    norms = (Norm("rms", vector()), Norm("rms+1", vector(), eps=1e-3), Norm("layer", vector(), vector()), Norm("none"))
+    for tokens, norm in zip(TOKENS, norms + norms[:2], strict=True):
+        x = rng.standard_normal((tokens, HIDDEN), np.float32)
+        for fast, slow in zip(run_all(ops, parts, norm, x, act), run_all(exact, parts, norm, x, act), strict=True):
+            assert np.abs(fast - slow).max() <= 3e-6 * np.abs(slow).max()
+
+
+@pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
+def test_results_do_not_depend_on_threads_or_on_few_columns(stored):
+    rng = np.random.default_rng(2)
+    parts, norm = linears(rng, stored), Norm("rms", rng.standard_normal(HIDDEN, np.float32))
+    x = rng.standard_normal((130, HIDDEN), np.float32)
+    results = []
+    for workers in (1, 2, 4):
+        pool = ThreadPool(workers)
+        results.append({tokens: run_all(CpuOps(pool, DIMS), parts, norm, x[:tokens], "silu") for tokens in TOKENS})
+        pool.close()
+    for other in results[1:]:
+        for tokens in TOKENS:
+            assert all(np.array_equal(a, b) for a, b in zip(results[0][tokens], other[tokens], strict=True))
+    # a token's row has the same bits whatever came with it: among few tokens, and among many
+    for few, whole in ((1, FEW), (FEW + 1, 130)):
+        for a, b in zip(results[0][few][:4], results[0][whole][:4], strict=True):
+            assert np.array_equal(a, b[:few])
+
+
+def test_tiles_longer_than_a_depth_block():
+    rng = np.random.default_rng(3)
+    depth, rows = 1100, 97
+    dims = Dims(depth, 1, 1, 64, rows, 11, chunk=128, ctx=128, rows=1)
+    pool = ThreadPool(2)
+    each = Linear(weight(rng, rows, depth, "bf16"))
+    x = rng.standard_normal((40, depth), np.float32)
+    got = CpuOps(pool, dims).linear_add(x, each, np.zeros((40, rows), np.float32))
+    pool.close()
+    want = reference.linear(x, reference.widen(each.weight.parts["data"], "bf16"), None)
+    assert np.abs(got - want).max() <= 3e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("norm", (None, Norm("rms", np.linspace(0.5, 2, HEAD_DIM, dtype=np.float32), eps=1e-6)))
+@pytest.mark.parametrize("rotary", (HEAD_DIM, HEAD_DIM - 8))
+def test_rope_heads_match_the_reference(pool, norm, rotary):
+    rng = np.random.default_rng(4)
+    table = RopeTable((1 / 10_000 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32), 1.25, rotary)
+    y = rng.standard_normal((40, HEADS * HEAD_DIM), np.float32)
+    positions = np.arange(7, 47)
+    fast = CpuOps(pool, DIMS).rope_heads(y.copy(), HEADS, HEAD_DIM, positions, table, norm)
+    slow = CpuOps(pool, DIMS, default_registry("reference")).rope_heads(y.copy(), HEADS, HEAD_DIM, positions, table, norm)
+    assert np.abs(fast - slow).max() < 5e-6
+    assert not np.array_equal(fast, y)
+
+
+@pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
+def test_embed_reads_rows_in_their_stored_type(pool, stored):
+    table = weight(np.random.default_rng(5), VOCAB, HIDDEN, stored)
+    ids = np.array([0, 7, VOCAB - 1, 7])
+    got = CpuOps(pool, DIMS).embed(ids, table, 2.0)
+    assert np.array_equal(got, to_f32(table.parts["data"], stored)[ids] * 2)
+
+
+def test_exp_is_accurate_and_exact_zero_below():
+    x = np.linspace(-87, 88, 20_001, dtype=np.float32)
+    got = np.array([exp(v) for v in x], np.float64)
+    assert np.abs(got / np.exp(x.astype(np.float64)) - 1).max() < 2e-7
+    assert exp(np.float32(-np.inf)) == 0 and exp(np.float32(-200)) == 0 and np.isnan(exp(np.float32(np.nan)))
+
+
+def check_half() -> None:
+    """Every half bit pattern widens as NumPy does, and every float32 near a half narrows to the nearest even."""
+    bits = np.arange(65536, dtype=np.uint16)
+    wide = np.array([widen_half(b) for b in bits], np.float32)
+    assert np.array_equal(wide.view(np.uint32)[~np.isnan(wide)], bits.view(np.float16).astype(np.float32).view(np.uint32)[~np.isnan(wide)])
+    assert np.array_equal(np.isnan(wide), np.isnan(bits.view(np.float16)))
+    finite = np.sort(bits[: 0x7C00].view(np.float16).astype(np.float32))
+    middle = (finite[:-1].astype(np.float64) + finite[1:]) / 2
+    values = np.concatenate([finite, middle, np.nextafter(middle.astype(np.float32), np.float32(0)), middle * 1.0000001]).astype(np.float32)
+    values = np.concatenate([values, -values])
+    got = np.array([narrow_half(v) for v in values], np.uint16)
+    assert np.array_equal(got, np.clip(values, -65504, 65504).astype(np.float16).view(np.uint16))
+    assert narrow_half(np.float32(1e9)) == 0x7BFF and narrow_half(np.float32(-np.inf)) == 0xFBFF
+    assert np.isnan(np.uint16(narrow_half(np.float32(np.nan))).view(np.float16))
+
+
+def test_half_conversion():
+    check_half()
+
+
+def test_without_half_conversion_in_the_cpu(tmp_path):
+    """The portable path: features forced off in a child. Same conversions, and the fallback is announced once."""
+    features = "+sse,+sse2,+64bit,+cx8,+fxsr,+mmx" if os.uname().machine == "x86_64" else None
+    if features is None:
+        pytest.skip("the other architectures always convert half precision")
+    code = f"""
+import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
+import numpy as np, test_kernels as t
+from effllm.kernels.cpu import intrinsics
+assert not intrinsics.HAS_HALF and intrinsics.VECTOR == 4
+t.check_half()
+pool = t.ThreadPool(2); ops = t.CpuOps(pool, t.DIMS); exact = t.CpuOps(pool, t.DIMS, t.default_registry("reference"))
+for stored in ("f16", "bf16"):
+    rng = np.random.default_rng(1); parts = t.linears(rng, stored); norm = t.Norm("rms", np.ones(t.HIDDEN, np.float32))
+    for tokens in (1, 33):
+        x = rng.standard_normal((tokens, t.HIDDEN), np.float32)
+        for a, b in zip(t.run_all(ops, parts, norm, x, "silu"), t.run_all(exact, parts, norm, x, "silu")):
+            assert np.abs(a - b).max() <= 3e-6 * np.abs(b).max()
+said = ops.registry.announcements()
+assert len(said) == 2 and "half by shifts" in said[0] and not ops.registry.announcements(), said
+"""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "EFFLLM_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_choice_says_why():
+    registry = default_registry()
+    choice = registry.select(Call("matrix", "bf16", FEW + 1))
+    assert choice.candidate.name == "register tiles" and choice.declined == (("few columns", f"more than {FEW} columns"),)
+    odd = registry.select(Call("matrix", "int3", 1))
+    assert odd.candidate.name == "NumPy reference" and "no kernel for int3" in str(odd)
+    assert len(registry.announcements()) == 1 and registry.announcements() == []
+    with pytest.raises(LookupError, match="no kernel"):
+        registry.select(Call("convolution"))
+
+
+def test_the_workspace_never_grows():
+    workspace = Workspace({"x": 100})
+    assert workspace.take("x", 10, 10).shape == (10, 10) and workspace.take("x", 3, 4).ctypes.data % 64 == 0
+    with pytest.raises(RuntimeError, match="101 floats asked, 100 planned"):
+        workspace.take("x", 101)

@@ -1,0 +1,96 @@
+"""The thread pool and the cold start: real threads, real processes."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+
+from effllm.kernels import warm
+from effllm.kernels.compile import cache_folder, cache_key, kernel
+from effllm.kernels.cpu.intrinsics import fetch_add, i64_at
+from effllm.kernels.threads import ThreadPool
+
+ROOT = os.path.dirname(os.path.dirname(__file__))
+
+
+@kernel()
+def count_blocks(args, worker, counter):
+    """Adds 1 to slot b for each block b below args[0]; the slots begin at address args[1]."""
+    a = i64_at(args)
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= a[0]:
+            return
+        i64_at(a[1])[block] = i64_at(a[1])[block] + 1
+
+
+def run_jobs(pool: ThreadPool, jobs: int, blocks: int, pause: float = 0.0) -> np.ndarray:
+    done = np.zeros(blocks, np.int64)
+    args = np.array([blocks, done.ctypes.data], np.int64)
+    for job in range(jobs):
+        pool.run(count_blocks, args.ctypes.data, parallel=job % 7 != 0)
+        time.sleep(pause)
+    return done
+
+
+def test_every_block_once_whatever_the_threads_do():
+    for workers, spins in ((1, 100), (2, 20_000), (2, 0), (5, 3), (8, 1000)):
+        pool = ThreadPool(workers, spins)
+        assert (run_jobs(pool, 2000, 13) == 2000).all()
+        pool.close()
+
+
+def test_parked_workers_wake_up():
+    pool = ThreadPool(3, spins=10)
+    assert (run_jobs(pool, 20, 50, pause=0.005) == 20).all()
+    assert sum(thread.name.startswith("effllm-") for thread in threading.enumerate()) >= 2
+    pool.close()
+    pool.close()
+    assert not any(thread.is_alive() for thread in pool._threads)
+
+
+def test_a_waiting_worker_does_not_hold_the_interpreter():
+    """Python code runs at full speed while the workers spin."""
+    pool = ThreadPool(2, spins=2_000_000_000)
+    run_jobs(pool, 10, 10)
+    ticks = []
+    ticker = threading.Thread(target=lambda: [ticks.append(i) for i in range(1000)])
+    ticker.start()
+    ticker.join(10)
+    assert len(ticks) == 1000
+    pool.close()
+
+
+def cold(folder) -> subprocess.Popen:
+    code = "from effllm.kernels import warm\nassert warm.is_cold()\nprint([p for p in warm.warm()][-1])\nassert not warm.is_cold()"
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "EFFLLM_CACHE_DIR": str(folder)}, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def test_two_cold_starts_at_once_share_one_compilation(tmp_path):
+    both = [cold(tmp_path), cold(tmp_path)]
+    count = len(warm.compiled_functions())
+    for process in both:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0 and f"({count}, {count})" in out, err[-2000:]
+    stamped = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb[ci]")}
+    third = cold(tmp_path)
+    _, err = third.communicate(timeout=120)
+    assert "AssertionError" in err  # it is warm now
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb[ci]")} == stamped and len(stamped) >= 2 * count
+
+
+def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    code = ("from effllm.kernels import compile, warm, threads\nassert compile.cache_folder() is None and not warm.is_cold()\n"
+            "p = threads.ThreadPool(2); p.close(); print('ran')")
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "EFFLLM_CACHE_DIR": str(tmp_path / "file")}, capture_output=True, text=True)
+    assert done.stdout == "ran\n", done.stderr
+
+
+def test_the_cache_is_named_by_all_kernel_sources():
+    folder = cache_folder()
+    assert folder is not None and folder.name == cache_key() and len(cache_key()) == 16
