@@ -1,0 +1,175 @@
+"""From logits to a token: penalties, temperature, top-k, top-p, min-p, typical, in the order of transformers.
+
+The filters run in one compiled kernel over buffers that the sampler owns (28 bytes a token of the vocabulary); how often each
+token occurred is kept between calls and extended by what is new, so a long history costs no more than a short one. One 64-bit
+number of a counter-based generator is used per drawn token and none for a greedy one: the same seed, flags and logits give the
+same tokens, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from .. import EffllmError, UsageError
+from ..kernels.cpu import sampling
+
+SMALLEST_TEMPERATURE = 1e-6
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """Temperature 0 is greedy. Neutral: top_k 0, top_p 1, min_p 0, typical_p 1, repetition_penalty 1, presence and frequency 0.
+
+    The penalties look at the newest `penalty_last_n` tokens of the history, prompt included; -1 is all of it (as transformers).
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_last_n: int = -1
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "penalty_last_n", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) and not (name == "seed" and value is None):
+                raise UsageError(f"{name} must be a whole number, not {value!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):
+                raise UsageError(f"{field.name} must be a number, not {value!r}")
+        self._demand(self.temperature == 0 or self.temperature >= SMALLEST_TEMPERATURE, "temperature", "0 (greedy) or positive")
+        self._demand(self.top_k >= 0, "top_k", "0 (off) or more")
+        self._demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
+        self._demand(0 <= self.min_p <= 1, "min_p", "between 0 (off) and 1")
+        self._demand(0 < self.typical_p <= 1, "typical_p", "above 0 and at most 1 (off)")
+        self._demand(self.repetition_penalty > 0, "repetition_penalty", "above 0; 1 is off")
+        self._demand(self.penalty_last_n >= -1, "penalty_last_n", "-1 (the whole history) or more")
+        self._demand(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2**64 - 1")
+
+    def _demand(self, holds: bool, name: str, range_: str) -> None:
+        if not holds:
+            raise UsageError(f"{name} must be {range_}, not {getattr(self, name)}")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the history matters at all."""
+        neutral = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
+        return not neutral and self.penalty_last_n != 0
+
+    @classmethod
+    def from_generation_config(cls, raw: Mapping[str, object], **overrides: object) -> SamplerSettings:
+        """Overrides that are not None win, then `generation_config.json`, then the built-in defaults.
+
+        A file that states any filter is a recipe and is taken whole: what it leaves out is off, not our default.
+        """
+        stated = {name: raw[name] for name in (field.name for field in fields(cls)) if raw.get(name) is not None and name != "seed"}
+        if stated.get("top_k") == -1:
+            stated["top_k"] = 0
+        recipe = {**OFF, **stated} if stated.keys() & OFF.keys() else stated
+        if raw.get("do_sample") is False:
+            recipe["temperature"] = 0.0
+        try:
+            settings = cls(**recipe)
+        except UsageError as error:
+            hint = "correct the file, or remove it to use the built-in defaults"
+            raise EffllmError(f"generation_config.json: {error.message}", hint) from error
+        return replace(settings, **{name: value for name, value in overrides.items() if value is not None})
+
+
+class TokenCounts:
+    """The distinct tokens of a history and how often each occurs, kept in step with a list that grows, or is cut or changed."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.counts, self.distinct, self.known = np.zeros(vocab_size, np.int64), np.empty(vocab_size, np.int32), 0
+        self._counted: list[int] = []
+
+    def follow(self, history: Sequence[int], last_n: int) -> None:
+        """Count the newest `last_n` tokens (-1: all). Ids outside the vocabulary have no logit and are left out."""
+        history = history if isinstance(history, list) else list(history)
+        first = 0 if last_n < 0 else max(0, len(history) - last_n)
+        held = len(self._counted)
+        if first or history[:held] != self._counted:
+            self.counts[self.distinct[:self.known]] = 0
+            self._counted, self.known, held = [], 0, first
+        new = list(history[held:])
+        self.known = sampling.count_tokens(np.array(new, np.int64), self.counts, self.distinct, self.known)
+        self._counted += new
+
+
+class Sampler:
+    """Draws tokens from logits[V]. `seed` is the one in use, also when none was asked for."""
+
+    def __init__(self, settings: SamplerSettings, vocab_size: int) -> None:
+        self.settings, self.vocab_size = settings, vocab_size
+        self._seen = TokenCounts(vocab_size)
+        self._logits = np.empty(vocab_size, np.float32)
+        self._ids, self._weights = np.empty(vocab_size, np.int32), np.empty(vocab_size, np.float32)
+        self._keys, self._mass = np.empty(vocab_size, np.uint32), np.empty(sampling.BINS, np.float64)
+        self.reset(settings.seed)
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start the random numbers again, from `seed` or from a fresh one."""
+        self.seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
+        self._random = np.random.Philox(key=self.seed)
+
+    def sample(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
+        """The next token after `history`, from float32 logits[V]. Raises EffllmError when they hold NaN or infinity."""
+        values = self._penalised(logits, history)
+        if self.settings.temperature == 0:
+            token = int(values.argmax())  # a NaN wins every comparison, ties go to the lowest id
+            self._refuse_broken(values[token])
+            return token
+        count = self._survivors(values)
+        uniform = (int(self._random.random_raw()) >> 11) * 2.0**-53
+        return int(sampling.draw(self._ids, self._weights, count, uniform))
+
+    def distribution(self, logits: np.ndarray, history: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """(ids[n] ascending, probabilities float64[n]) that `sample` draws from; draws nothing."""
+        values = self._penalised(logits, history)
+        if self.settings.temperature == 0:
+            token = int(values.argmax())
+            self._refuse_broken(values[token])
+            return np.array([token], np.int32), np.ones(1)
+        count = self._survivors(values)
+        weights = self._weights[:count].astype(np.float64)
+        return self._ids[:count].copy(), weights / weights.sum()
+
+    def _penalised(self, logits: np.ndarray, history: Sequence[int]) -> np.ndarray:
+        if logits.shape != (self.vocab_size,):
+            raise ValueError(f"logits of shape {logits.shape} for a vocabulary of {self.vocab_size}")
+        np.copyto(self._logits, logits)
+        settings = self.settings
+        if settings.penalises and len(history):
+            seen = self._seen
+            seen.follow(history, settings.penalty_last_n)
+            sampling.penalise(self._logits, seen.counts, seen.distinct, seen.known,
+                              settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty)
+        return self._logits
+
+    def _survivors(self, values: np.ndarray) -> int:
+        s = self.settings
+        count = sampling.survivors(values, s.top_k, s.temperature, s.top_p, s.min_p, s.typical_p,
+                                   self._ids, self._weights, self._keys, self._mass)
+        if count < 0:
+            self._refuse_broken({sampling.FOUND_NAN: math.nan, sampling.FOUND_INFINITY: math.inf}.get(count, -math.inf))
+        return count
+
+    @staticmethod
+    def _refuse_broken(largest: float) -> None:
+        """`largest` is the best logit: NaN if any is."""
+        if not math.isfinite(largest):
+            what = "NaN" if math.isnan(largest) else "infinite logits"
+            raise EffllmError(f"the model produced {what} instead of a next token",
+                              "the weights may be damaged, or overflow in 16 bits: run again with `--kv 32bit`, else fetch the model again")
