@@ -1,0 +1,240 @@
+"""What this process may use of the machine: cores, memory, graphics cards.
+
+A container sees the whole host in /proc/cpuinfo and /proc/meminfo; its true limits are the affinity mask and the cgroup files, of
+which version 1 and version 2 can be mounted at once. A limit set on any ancestor binds as well, so both are read at every level from the
+process's own group up to the mount. Files are read below `root`, so that a tree copied from another machine can be judged here;
+figures that a system does not publish in /proc come from psutil (host-wide: such systems have no cgroups).
+"""
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+# What the kernels may ask for, in the order in which a reader looks for it.
+_SIMD = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8",
+         "asimd", "asimddp", "i8mm", "sve")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One look at the machine, for `doctor` and for the record beside a measurement."""
+
+    system: str
+    cpu: str
+    simd: tuple[str, ...]
+    cores: int
+    threads: int
+    cpu_quota: float | None
+    memory_total: int
+    memory_available: int
+    memory_limit: int | None
+    huge_pages: str
+    gpus: tuple[str, ...]
+
+
+def describe(root: Path = ROOT) -> Machine:
+    """Everything at once. `cores` is the whole machine, `threads` what we use; `memory_limit` is the cgroup's, None without one."""
+    return Machine(
+        system=f"{platform.system()} {platform.release()}",
+        cpu=cpu_name(root),
+        simd=simd_features(root),
+        cores=_physical_cores(_online(root), root),
+        threads=cpu_threads(root),
+        cpu_quota=cpu_quota(root),
+        memory_total=memory_total(root),
+        memory_available=memory_available(root),
+        memory_limit=_memory_limit(root),
+        huge_pages=_huge_pages(root),
+        gpus=gpu_names(root),
+    )
+
+
+def cpu_threads(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
+    """Threads that pay: one per physical core among the `allowed` CPUs (default: our affinity), at most the cgroup's quota."""
+    cores = _physical_cores(_affinity() if allowed is None else allowed, root)
+    quota = cpu_quota(root)
+    # Rounded down: with more workers than quota the group is stopped for part of each period, and all wait for the stopped one.
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """CPUs' worth of time per second that the cgroups allow; None where unlimited."""
+    quotas = []
+    for version, folder in _cgroup_levels("cpu", root):
+        if version == 2:
+            words = (_text(folder / "cpu.max") or "max").split()
+            quota, period = _number(words[0]), _number(words[1]) if len(words) > 1 else 100_000
+        else:
+            quota, period = _number(_text(folder / "cpu.cfs_quota_us")), _number(_text(folder / "cpu.cfs_period_us"))
+        if quota and period:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def cpu_name(root: Path = ROOT) -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def simd_features(root: Path = ROOT) -> tuple[str, ...]:
+    """Instruction sets that the processor and system both offer, under /proc/cpuinfo's names."""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
+    flags = set(found.group(1).split()) if found else set()
+    return tuple(name for name in _SIMD if name in flags)
+
+
+def gpu_names(root: Path = ROOT) -> tuple[str, ...]:
+    """Names of NVIDIA cards that the driver announces: a way to know without importing torch that there is none."""
+    names = []
+    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        found = re.search(r"^Model:\s*(.+)$", _text(file) or "", re.MULTILINE)
+        names.append(found.group(1).strip() if found else "NVIDIA GPU")
+    return tuple(names)
+
+
+def memory_total(root: Path = ROOT) -> int:
+    """Bytes that this process could ever have: the machine's memory or the tightest cgroup limit."""
+    total = _table(root / "proc/meminfo").get("MemTotal") or _psutil_memory()[0]
+    limit = _memory_limit(root)
+    return total if limit is None else min(total, limit)
+
+
+def memory_available(root: Path = ROOT) -> int:
+    """Bytes that can be taken now without swapping or being killed; caches of files count as free."""
+    available = _table(root / "proc/meminfo").get("MemAvailable") or _psutil_memory()[1]
+    for limit, used in _memory_levels(root):
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def rss(root: Path = ROOT) -> int:
+    """Bytes of memory this process holds now."""
+    return _table(root / "proc/self/status").get("VmRSS") or _psutil_rss()
+
+
+def peak_rss(root: Path = ROOT) -> int:
+    """The most this process has held. Not getrusage's figure: that one starts from the parent's peak where the parent forked."""
+    return _table(root / "proc/self/status").get("VmHWM") or rss(root)
+
+
+def _memory_limit(root: Path) -> int | None:
+    return min((limit for limit, _ in _memory_levels(root)), default=None)
+
+
+def _memory_levels(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes used that cannot be dropped) of every cgroup level that has a limit."""
+    for version, folder in _cgroup_levels("memory", root):
+        if version == 2:
+            # memory.high throttles rather than kills; a model that lives in the throttle is as good as dead.
+            limits = [_number(_text(folder / name)) for name in ("memory.max", "memory.high")]
+            used, prefix = _number(_text(folder / "memory.current")), ""
+        else:
+            limits = [_number(_text(folder / "memory.limit_in_bytes"))]
+            used, prefix = _number(_text(folder / "memory.usage_in_bytes")), "total_"
+        # Version 1 writes "unlimited" as a number near 2^63.
+        limits = [limit for limit in limits if limit is not None and limit < 1 << 60]
+        if limits:
+            cached = _table(folder / "memory.stat")
+            files = sum(cached.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            yield min(limits), max(0, (used or 0) - files)
+
+
+def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of each cgroup that holds this process under `controller`, from its own up to the mount's root."""
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        number, controllers, path = line.split(":", 2)
+        version = 2 if number == "0" and not controllers else 1
+        if version == 1 and controller not in controllers.split(","):
+            continue
+        for mount_root, mount_point in _cgroup_mounts(version, controller, root):
+            top = root / mount_point.lstrip("/")
+            folder = top / _below(path, mount_root)
+            # In a container the path may name a group of the host that its own mount does not show.
+            folder = folder if folder.is_dir() else top
+            while True:
+                yield version, folder
+                if folder == top:
+                    break
+                folder = folder.parent
+
+
+def _cgroup_mounts(version: int, controller: str, root: Path) -> Iterator[tuple[str, str]]:
+    """(path that is mounted, where) of the first mount of the hierarchy, from /proc/self/mountinfo."""
+    for line in (_text(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, *rest) = before.split(), after.split()
+        if version == 2 and kind == "cgroup2" or version == 1 and kind == "cgroup" and controller in rest[-1].split(","):
+            yield _unescape(fields[3]), _unescape(fields[4])
+            return
+
+
+def _unescape(path: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), path)
+
+
+def _below(path: str, mount_root: str) -> str:
+    """`path` relative to what is mounted; the mount itself where it lies outside (a container's view of its host)."""
+    wanted, base = PurePosixPath(path), PurePosixPath(mount_root)
+    if ".." in wanted.parts or not wanted.is_relative_to(base):
+        return "."
+    return str(wanted.relative_to(base))
+
+
+def _affinity() -> frozenset[int]:
+    if platform.system() == "Linux":
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _online(root: Path) -> frozenset[int]:
+    folders = (root / "sys/devices/system/cpu").glob("cpu[0-9]*")
+    return frozenset(int(folder.name[3:]) for folder in folders if folder.name[3:].isdigit()) or _affinity()
+
+
+def _physical_cores(cpus: frozenset[int], root: Path) -> int:
+    """Distinct cores behind the logical `cpus`; each counts as one where the system says nothing about siblings."""
+    siblings = (_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus)
+    return max(1, len({text.strip() for text in siblings}))
+
+
+def _huge_pages(root: Path) -> str:
+    """The mode of transparent huge pages: "always", "madvise", "never", or "absent"."""
+    found = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
+    return found.group(1) if found else "absent"
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The numeric lines of a `name value [kB]` file, in bytes."""
+    found = re.findall(r"^(\w+):?\s+(\d+)( kB)?$", _text(path) or "", re.MULTILINE)
+    return {name: int(value) * (1024 if unit else 1) for name, value, unit in found}
+
+
+def _number(text: str | None) -> int | None:
+    """A non-negative integer, None for anything else ("max", "-1", an absent file)."""
+    text = (text or "").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        # Absent on this kernel, or hidden from this user: both mean that nothing is known.
+        return None
+
+
+def _psutil_memory() -> tuple[int, int]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def _psutil_rss() -> int:
+    import psutil
+
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,38 @@
+"""Anonymous memory for what is large and long-lived: weights, KV pages.
+
+From 2 MiB up it starts on a huge-page border and its whole huge pages are advised huge; the last part stays on small pages, so
+that filling `nbytes` costs `nbytes` rounded up to a small page, whatever the machine's default for huge pages is.
+"""
+
+import mmap
+import sys
+
+import numpy as np
+
+HUGE_PAGE = 2 << 20
+
+
+def anonymous(nbytes: int) -> np.ndarray:
+    """Zeroed private memory as uint8, on a page border at least; the system backs a page when it is first touched."""
+    if nbytes < HUGE_PAGE:
+        return np.frombuffer(_private(max(nbytes, 1)), np.uint8, nbytes)
+    # Older kernels place a mapping on any small-page border: ask for one huge page more (address space, not memory), align by hand.
+    area = _private(nbytes + HUGE_PAGE)
+    begin = -np.frombuffer(area, np.uint8).ctypes.data % HUGE_PAGE
+    if sys.platform == "linux":
+        _advise(area, mmap.MADV_NOHUGEPAGE, 0, len(area))
+        _advise(area, mmap.MADV_HUGEPAGE, begin, nbytes // HUGE_PAGE * HUGE_PAGE)
+    return np.frombuffer(area, np.uint8, nbytes, begin)
+
+
+def _private(nbytes: int) -> mmap.mmap:
+    # mmap's default for anonymous memory is shared, which is accounted as files in memory and gets no huge pages.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _advise(area: mmap.mmap, advice: int, begin: int, nbytes: int) -> None:
+    try:
+        area.madvise(advice, begin, nbytes)
+    except OSError:
+        # A kernel built without huge pages refuses the advice; small pages hold the same bytes.
+        return

@@ -1,0 +1,115 @@
+"""Weights resident in memory, handed out by lease.
+
+A group (a layer, or what surrounds the layers) is one anonymous mapping with its tensors on 64-byte borders. Groups of 2 MiB and
+more start on a huge-page border and are advised huge: decode reads every weight once per token, and 4 KiB pages would cost it a
+TLB miss per page. The last part of a group that fills no huge page stays on small pages, so that `nbytes` is what the group costs.
+Reads are 4 MiB each from a few threads, which is what NVMe disks and cold page caches want; `mmap=True` maps the files instead:
+an instant start and pages shared between processes, but small pages, and a file that is cut while in use ends the process.
+"""
+
+import mmap as maps
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+
+from .checkpoint import TensorInfo, TensorStore
+from .memory import anonymous
+
+ALIGNMENT = 64
+READ_NBYTES = 4 << 20
+READ_THREADS = 4
+
+
+class ResidentPager:
+    """All groups in memory after `load()`; `lease(key)` gives a group's tensors as raw bytes by name.
+
+    The store must stay open until `load()` has ended. Leased views keep their memory alive even past `close()`.
+    """
+
+    def __init__(self, store: TensorStore, groups: Mapping[Hashable, Sequence[TensorInfo]], mmap: bool = False) -> None:
+        self._store = store
+        self._groups = {key: tuple(infos) for key, infos in groups.items()}
+        self._mmap = mmap
+        self._leases: dict[Hashable, dict[str, np.ndarray]] = {}
+        self._loaded = False
+        # Exact bytes of memory that load() takes (with mmap: the bytes of the files that a token touches).
+        if mmap:
+            self.nbytes = sum(info.nbytes for infos in self._groups.values() for info in infos)
+        else:
+            self.nbytes = sum(_round_up(_group_nbytes(infos), maps.PAGESIZE) for infos in self._groups.values())
+
+    def load(self) -> Iterator[tuple[int, int]]:
+        """Bring every group in, yielding (bytes done, bytes in all); CheckpointError where a file changes meanwhile."""
+        yield from self._map() if self._mmap else self._read()
+        self._store.check_unchanged()
+        self._loaded = True
+
+    def lease(self, key: Hashable) -> AbstractContextManager[Mapping[str, np.ndarray]]:
+        """The group's tensors as uint8 arrays, not to be written to, for the time of a `with`."""
+        if not self._loaded:
+            raise RuntimeError("lease() before load() has ended, or after close()")
+        return nullcontext(self._leases[key])
+
+    def release(self, key: Hashable) -> None:
+        """Forget one group (its bytes went to another device); the memory goes when its last view does."""
+        del self._leases[key]
+
+    def close(self) -> None:
+        self._leases, self._loaded = {}, False
+
+    def _read(self) -> Iterator[tuple[int, int]]:
+        chunks: list[tuple[Path, int, memoryview]] = []
+        for key, infos in self._groups.items():
+            buffer, begin = anonymous(_group_nbytes(infos)), 0
+            self._leases[key] = {}
+            for info in infos:
+                view = buffer[begin : begin + info.nbytes]
+                self._leases[key][info.name] = view
+                for at in range(0, info.nbytes, READ_NBYTES):
+                    chunks.append((info.file, info.offset + at, memoryview(view[at : at + READ_NBYTES])))
+                begin += _round_up(info.nbytes, ALIGNMENT)
+        done, total = 0, sum(len(out) for _, _, out in chunks)
+        yield done, total
+        with ThreadPoolExecutor(READ_THREADS, "effllm-read") as pool:
+            try:
+                reads = {pool.submit(self._store.read_at, *chunk): len(chunk[2]) for chunk in chunks}
+                for read in as_completed(reads):
+                    read.result()
+                    done += reads[read]
+                    yield done, total
+            finally:
+                # Reached as well when the reader of progress walks away or one read fails: the rest need not be read.
+                pool.shutdown(cancel_futures=True)
+
+    def _map(self) -> Iterator[tuple[int, int]]:
+        total = self.nbytes
+        yield 0, total
+        # Before mapping: a view past the end of a file that was cut would raise a signal, not an error.
+        self._store.check_unchanged()
+        # Private and writable, though nobody writes: a read-only array is another type to a compiled kernel. The file never changes.
+        used = {info.file for infos in self._groups.values() for info in infos if info.nbytes}
+        mapped = {file: np.frombuffer(maps.mmap(self._store.descriptor(file), 0, access=maps.ACCESS_COPY), np.uint8) for file in used}
+        for key, infos in self._groups.items():
+            self._leases[key] = {info.name: self._mapped_view(info, mapped) for info in infos}
+        yield total, total
+
+    def _mapped_view(self, info: TensorInfo, mapped: Mapping[Path, np.ndarray]) -> np.ndarray:
+        if info.nbytes == 0:
+            return np.empty(0, np.uint8)
+        # A header of odd length shifts the elements off their natural border; such a tensor is copied.
+        if info.offset % 8:
+            copy = anonymous(info.nbytes)
+            self._store.read_into(info, copy)
+            return copy
+        return mapped[info.file][info.offset : info.offset + info.nbytes]
+
+
+def _group_nbytes(infos: Sequence[TensorInfo]) -> int:
+    return sum(_round_up(info.nbytes, ALIGNMENT) for info in infos)
+
+
+def _round_up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to

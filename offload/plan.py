@@ -1,0 +1,211 @@
+"""What goes where, decided from headers alone: pure arithmetic over byte counts, so `effllm plan` and a run cannot disagree.
+
+Memory = (baseline + workspace + weights + KV cache) + 5%, where the 5% pays for allocator slack and small objects. The baseline is
+measured by the caller after its imports, so a RAM budget is a figure for the whole process. Embedding and head stay on the host; the
+card takes the last layers of the model, so that activations cross to it once and come back once.
+Sliding-window layers are planned as if they kept the whole context; exact per-layer figures belong to the cache, which passes its sum.
+"""
+
+from dataclasses import dataclass
+
+from .. import DoesNotFit, UsageError
+from .size import format_size
+
+# With the device left open, layers move back to the host only for a context up to this; longer ones fill what memory is left.
+AUTO_CTX = 4096
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Weights that are placed together: a layer, named by its number, or what surrounds the layers (embedding, norm, head)."""
+
+    name: str
+    nbytes: int
+
+    @property
+    def layer(self) -> int | None:
+        return int(self.name) if self.name.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks for, in bytes; the KV figures are sums over all layers."""
+
+    baseline: int
+    workspace: int
+    weights: tuple[BlockBytes, ...]
+    kv_bytes_per_token: int
+    kv_fixed: int
+    layers: int
+
+    def __post_init__(self) -> None:
+        placed = sorted(block.layer for block in self.weights if block.layer is not None)
+        if placed != list(range(self.layers)):
+            raise ValueError(f"{self.layers} layers need one block of weights each, got blocks for {placed}")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that may be used: `ram` by the whole process, `vram` on the card."""
+
+    ram: int
+    vram: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` the card's, slack included;
+    the weights and KV figures are sums over both."""
+
+    devices: tuple[str, ...]
+    ctx: int
+    weights_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    baseline_bytes: int
+    total_bytes: int
+    budget: Budget
+    notes: tuple[str, ...] = ()
+    vram_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Byte counts of one choice of (layers on the card, context); pairs are (host, card)."""
+
+    gpu_layers: int
+    ctx: int
+    weights: tuple[int, int]
+    kv: tuple[int, int]
+    ram: int
+    vram: int
+
+
+def plan(
+    demand: Demand,
+    budget: Budget,
+    ctx_max: int,
+    ctx_wanted: int | None = None,
+    device: str = "auto",
+    gpu_layers: int | None = None,
+    quantum: int = 128,
+) -> Placement:
+    """Place every layer and choose the context: `ctx_wanted`, or else the largest up to `ctx_max` that fits.
+
+    Raises DoesNotFit with the figures and what would fit instead, UsageError where the request contradicts itself.
+    """
+    _check(budget, ctx_wanted, device, gpu_layers)
+    count = _gpu_count(demand, budget, ctx_wanted or min(ctx_max, AUTO_CTX), device, gpu_layers, quantum)
+    ctx = ctx_wanted or _largest_ctx(demand, budget, count, ctx_max, quantum)
+    split = _split(demand, count, ctx or min(quantum, ctx_max), quantum)
+    if not _fits(split, budget):
+        raise _does_not_fit(demand, budget, split, ctx_max, quantum)
+    host = demand.layers - count
+    return Placement(
+        devices=("cpu",) * host + ("cuda",) * count,
+        ctx=split.ctx,
+        weights_bytes=sum(split.weights),
+        kv_bytes=sum(split.kv),
+        workspace_bytes=demand.workspace,
+        baseline_bytes=demand.baseline,
+        total_bytes=split.ram,
+        budget=budget,
+        notes=tuple(_notes(demand, split, ctx_max, ctx_wanted)),
+        vram_bytes=split.vram,
+    )
+
+
+def _check(budget: Budget, ctx_wanted: int | None, device: str, gpu_layers: int | None) -> None:
+    if device not in ("cpu", "cuda", "auto"):
+        raise UsageError(f"{device!r} is not a device", "use --device cpu, cuda or auto")
+    if ctx_wanted is not None and ctx_wanted < 1:
+        raise UsageError(f"a context of {ctx_wanted} tokens holds nothing", "give -c a positive number")
+    if gpu_layers is not None and gpu_layers < 0:
+        raise UsageError(f"-ngl {gpu_layers} is not a number of layers", "give -ngl 0 or more")
+    if device == "cpu" and gpu_layers:
+        raise UsageError(f"-ngl {gpu_layers} asks for a GPU, --device cpu rules it out", "drop one of the two")
+    if not budget.vram and (device == "cuda" or gpu_layers):
+        raise UsageError("no GPU memory is available to this process", "use --device cpu, or see effllm doctor")
+
+
+def _gpu_count(demand: Demand, budget: Budget, ctx: int, device: str, gpu_layers: int | None, quantum: int) -> int:
+    """Layers for the card: as asked, or as many as fit beside their share of a context of `ctx`."""
+    if device == "cpu" or not budget.vram:
+        return 0
+    if gpu_layers is not None:
+        return min(gpu_layers, demand.layers)
+    if device == "cuda":
+        return demand.layers
+    counts = range(demand.layers, 0, -1)
+    return next((count for count in counts if _split(demand, count, ctx, quantum).vram <= budget.vram), 0)
+
+
+def _largest_ctx(demand: Demand, budget: Budget, count: int, ctx_max: int, quantum: int) -> int:
+    """The largest context that fits: `ctx_max`, or whole quanta of it; 0 when not even one quantum does."""
+    if _fits(_split(demand, count, ctx_max, quantum), budget):
+        return ctx_max
+    fits, fails = 0, -(-ctx_max // quantum)
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if _fits(_split(demand, count, middle * quantum, quantum), budget):
+            fits = middle
+        else:
+            fails = middle
+    return fits * quantum
+
+
+def _split(demand: Demand, count: int, ctx: int, quantum: int) -> _Split:
+    first = demand.layers - count
+    everything = sum(block.nbytes for block in demand.weights)
+    on_card = sum(block.nbytes for block in demand.weights if block.layer is not None and block.layer >= first)
+    # The cache grows by whole pages.
+    kv = demand.kv_fixed + demand.kv_bytes_per_token * -(-ctx // quantum) * quantum
+    kv_card = -(-kv * count // demand.layers) if count else 0
+    weights, caches = (everything - on_card, on_card), (kv - kv_card, kv_card)
+    ram = _with_slack(demand.baseline + demand.workspace + weights[0] + caches[0])
+    vram = _with_slack(demand.workspace + weights[1] + caches[1]) if count else 0
+    return _Split(count, ctx, weights, caches, ram, vram)
+
+
+def _with_slack(nbytes: int) -> int:
+    return -(-nbytes * 105 // 100)
+
+
+def _fits(split: _Split, budget: Budget) -> bool:
+    return split.ram <= budget.ram and split.vram <= budget.vram
+
+
+def _notes(demand: Demand, split: _Split, ctx_max: int, ctx_wanted: int | None) -> list[str]:
+    notes = []
+    if split.ctx > ctx_max:
+        notes.append(f"a context of {split.ctx} is beyond the {ctx_max} tokens that the model was made for")
+    elif ctx_wanted is None and split.ctx < ctx_max:
+        notes.append(f"context {split.ctx} of the model's {ctx_max}: the most that the memory budget holds")
+    if 0 < split.gpu_layers < demand.layers:
+        notes.append(f"{split.gpu_layers} of {demand.layers} layers on the GPU, the rest on the CPU")
+    return notes
+
+
+def _does_not_fit(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantum: int) -> DoesNotFit:
+    """The error for the memory that runs out first, with the nearest request that fits."""
+    side, where = (0, "memory") if split.ram > budget.ram else (1, "GPU memory")
+    needs, limit = ((split.ram, budget.ram), (split.vram, budget.vram))[side]
+    weights, kv = split.weights[side], split.kv[side]
+    message = (
+        f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for {split.ctx} tokens"
+        f" + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}"
+    )
+    return DoesNotFit(message, _nearest(demand, budget, split, ctx_max, quantum))
+
+
+def _nearest(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantum: int) -> str:
+    """What to ask for instead: less context, else other layers on the card, else the memory it takes."""
+    smaller = _largest_ctx(demand, budget, split.gpu_layers, min(ctx_max, split.ctx), quantum)
+    if smaller:
+        return f"-c {smaller} fits"
+    counts = range(demand.layers, -1, -1) if budget.vram else range(0)
+    count = next((n for n in counts if _fits(_split(demand, n, split.ctx, quantum), budget)), None)
+    if count is not None:
+        return f"-ngl {count} fits" if count else "--device cpu fits"
+    flag, needs = ("--ram", split.ram) if split.ram > budget.ram else ("--vram", split.vram)
+    return f"no context is short enough: it takes {flag} {-(-needs // 2**20)}Mi, or a smaller model"

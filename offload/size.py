@@ -1,0 +1,37 @@
+"""Sizes as people write them: "6G", "512MiB", "16k" to bytes and back.
+
+A bare letter is decimal, as disks and --ram flags are sold (1G = 10^9); an `i` makes it binary (1Gi = 2^30). Printing is always
+binary with the unit spelled out, so that a printed figure can be given back as an option and no reader has to guess.
+"""
+
+import re
+from fractions import Fraction
+
+from .. import UsageError
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE | re.ASCII)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# Longer than any size a person means; keeps a pasted megabyte of digits from becoming a slow integer.
+_LONGEST = 32
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `text`; UsageError where it is no size."""
+    match = _SIZE.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+    if match is None:
+        raise UsageError(f"{text[:_LONGEST]!r} is not a size", "write it as 6G, 512MiB or a number of bytes")
+    number, prefix, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(Fraction(number) * base ** _POWER[(prefix or "").lower()])
+
+
+def format_size(nbytes: int) -> str:
+    """`nbytes` in the largest binary unit that keeps it at 1 or more: "1.23 GiB"."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    unit, value = 0, float(nbytes)
+    # 1023.995 and above would print as 1024.00 of the smaller unit.
+    while value >= 1023.995 and unit < len(_UNITS) - 1:
+        unit, value = unit + 1, value / 1024
+    return f"{value:.2f} {_UNITS[unit]}"

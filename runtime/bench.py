@@ -1,0 +1,155 @@
+"""Tokens per second of a model: reading a prompt (pp) and writing an answer (tg), at a depth, as llama-bench defines them.
+
+Its field names come first in a row, ours after: bytes read per forward pass and the share of the machine's read bandwidth, which is
+measured in the same run over memory as large as the weights (at most 1 GiB).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, median, stdev
+
+import numpy as np
+
+from .. import UsageError
+from ..kernels.layout import PAGE
+from ..kernels.cpu.roof import read_bandwidth
+from ..offload import hardware
+from ..offload.memory import anonymous
+from .engine import Engine, EngineOptions, Prepared, prepare_with
+from .events import Progress
+from .model import parameters
+from .synthetic import SyntheticStore, synthetic_config
+
+ROOF_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """`prompt` and `gen` tokens after `depth` tokens, `repetitions` times; `columns` tokens per forward pass of the answer."""
+
+    prompt: int = 512
+    gen: int = 128
+    depth: int = 0
+    repetitions: int = 3
+    columns: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt", 0), ("gen", 0), ("depth", 0), ("repetitions", 1), ("columns", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} {getattr(self, name)} is too small", f"at least {least}")
+        if not self.prompt and not self.gen:
+            raise UsageError("nothing to measure", "give -p or -n")
+
+    @property
+    def ctx(self) -> int:
+        """Context that the measurement needs."""
+        return self.depth + max(self.prompt, self.gen * self.columns) + 1
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second."""
+
+    model_type: str
+    model_size: int
+    model_n_params: int
+    backend: str
+    n_threads: int
+    type_k: str
+    type_v: str
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    avg_ns: int
+    stddev_ns: int
+    avg_ts: float
+    stddev_ts: float
+    samples_ns: tuple[int, ...]
+    samples_ts: tuple[float, ...]
+    median_ts: float
+    columns: int
+    bytes_per_pass: int
+    read_bandwidth: float
+    roof_bandwidth: float
+    roof_fraction: float
+    peak_rss_bytes: int
+
+    @property
+    def test(self) -> str:
+        """llama-bench's name of the test: pp512, tg128 @ d1024."""
+        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return name + (f" @ d{self.n_depth}" if self.n_depth else "")
+
+    def to_json(self) -> dict[str, object]:
+        return {**asdict(self), "test": self.test}
+
+
+def prepare_synthetic(shape: str, options: EngineOptions) -> Prepared:
+    """Like `engine.prepare`, for random weights of a named shape."""
+    config = synthetic_config(shape)
+    return prepare_with(None, config, SyntheticStore(config), options)
+
+
+def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress | BenchRow]:
+    """Measure; yields Progress per repetition and a BenchRow per test. Each test warms up once first."""
+    if options.ctx > engine.n_ctx:
+        raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}", f"-c {options.ctx}")
+    roof = _roof(engine)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, engine.config.vocab_size, options.ctx).tolist()
+    for prompt, gen in ((options.prompt, 0), (0, options.gen)):
+        if not prompt and not gen:
+            continue
+        samples = []
+        _once(engine, ids, options.depth, min(prompt, PAGE), min(gen, 2), options.columns)
+        for done in range(options.repetitions):
+            yield Progress(f"measuring {'pp' if prompt else 'tg'}", done, options.repetitions, "runs")
+            samples.append(_once(engine, ids, options.depth, prompt, gen, options.columns))
+        yield _row(engine, options, name, prompt, gen, samples, roof)
+
+
+def _once(engine: Engine, ids: list[int], depth: int, prompt: int, gen: int, columns: int) -> float:
+    """Seconds for one test, its depth not counted."""
+    engine.reset()
+    if depth:
+        for _ in engine.prefill(ids[:depth]):
+            continue
+    started = time.perf_counter()
+    if prompt:
+        for _ in engine.prefill(ids[: depth + prompt]):
+            continue
+    for step in range(gen):
+        at = depth + step * columns
+        engine.forward_logits(ids[at : at + columns])
+    return time.perf_counter() - started
+
+
+def _row(engine: Engine, options: BenchOptions, name: str, prompt: int, gen: int, samples: list[float], roof: float) -> BenchRow:
+    tokens = prompt or gen * options.columns
+    rates = [tokens / seconds for seconds in samples]
+    nanoseconds = [round(seconds * 1e9) for seconds in samples]
+    spread = (lambda values: stdev(values) if len(values) > 1 else 0.0)
+    nbytes = engine.model.bytes_per_pass + engine.cache.read_nbytes
+    bandwidth = nbytes * gen / median(samples) if gen else 0.0
+    return BenchRow(
+        model_type=name, model_size=engine.model.nbytes, model_n_params=parameters(engine.model.tensors),
+        backend="+".join(dict.fromkeys(engine.placement.devices)), n_threads=engine.backends["cpu"].pool.workers, type_k=engine.options.kv,
+        type_v=engine.options.kv, n_prompt=prompt, n_gen=gen, n_depth=options.depth, avg_ns=round(fmean(nanoseconds)),
+        stddev_ns=round(spread(nanoseconds)), avg_ts=fmean(rates), stddev_ts=spread(rates), samples_ns=tuple(nanoseconds),
+        samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=nbytes,
+        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=hardware.peak_rss())
+
+
+def _roof(engine: Engine) -> float:
+    """Read bandwidth of this machine with the engine's threads."""
+    memory = anonymous(min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes)))
+    memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
+    return read_bandwidth(engine.backends["cpu"].pool, memory)
+
+
+def context_for(options: EngineOptions, bench_options: BenchOptions) -> EngineOptions:
+    """Engine options with just the context that the measurement needs, unless one was asked for."""
+    return options if options.ctx else replace(options, ctx=max(PAGE, bench_options.ctx))

@@ -1,0 +1,206 @@
+"""The KV cache: a codec, a page pool and a policy, composed. It never hands out K and V; it answers `attend`.
+
+Tokens lie on a fixed page grid: the first S are sinks, then page i holds tokens S + 128 i and on. The newest W tokens or more are
+exact: they live in open pages, in numbered slots. When the last token of a page is W tokens old the page is sealed by the codec into
+its place in the pool and never reopened. A chunk of a prompt ends on a page boundary and sees packed what was sealed before it
+began, so the result depends on positions, not on how the prompt was cut.
+
+A block, for attention, is (sealed?, slot or page, first position, tokens held); the list of a step serves every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..kernels.layout import PAGE, PageLayout
+from ..quant.kv import RawCodec
+from .policy.keep import Action, PageStats, Policy
+
+
+@dataclass(frozen=True)
+class AttnSpec:
+    """Attention of one layer, bound when the cache is made. `window`: a query at p sees keys later than p - window."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """How many tokens the cache is for: context, sinks, exact window, longest chunk."""
+
+    ctx: int
+    sink: int = 64
+    window: int = 128
+    chunk: int = 512
+
+    @property
+    def sinks(self) -> int:
+        """Sinks rounded up to 16, at most a page."""
+        return min(PAGE, -(-self.sink // 16) * 16)
+
+    @property
+    def slots(self) -> int:
+        """Open pages held at once: the sinks', the window's, the chunk's, and one at either end."""
+        return 1 + -(-self.window // PAGE) + -(-self.chunk // PAGE) + 2
+
+    @property
+    def pages(self) -> int:
+        return max(1, -(-(self.ctx - self.sinks) // PAGE))
+
+
+class LayerPages(Protocol):
+    """A backend's storage for one layer (`kernels/cpu/pages.py`, `kernels/cuda/pages.py`)."""
+
+    def write(self, k: object, v: object, slots: np.ndarray, rows: np.ndarray) -> None: ...
+    def attend(self, q: object, position: int, blocks: np.ndarray) -> object: ...
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: RawCodec) -> None: ...
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What a block sees of the cache."""
+
+    pages: LayerPages
+    cache: KVCache
+
+    def attend(self, q: object, k: object, v: object) -> object:
+        """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`."""
+        step = self.cache.step
+        self.pages.write(k, v, step.slots, step.rows)
+        return self.pages.attend(q, step.position, step.blocks)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the tokens of one forward pass go: first position, exact slot and row of each, and the blocks they see."""
+
+    position: int
+    positions: np.ndarray
+    slots: np.ndarray
+    rows: np.ndarray
+    blocks: np.ndarray
+
+
+class KVCache:
+    """`layers` are the backends' storages in layer order. `n` tokens are held."""
+
+    def __init__(self, layers: Sequence[LayerPages], codec: RawCodec, policy: Policy, shape: CacheShape, layout: PageLayout) -> None:
+        self.shape, self.codec, self.policy, self.layout = shape, codec, policy, layout
+        self._layers = [LayerCache(pages, self) for pages in layers]
+        self.step: Step | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        self.n = 0
+        self.sealed = 0  # pages sealed so far: they are sealed in order
+        self._slot_of: dict[int, int] = {-1: 0}  # page -> slot; -1 are the sinks
+        self._free = list(range(self.shape.slots - 1, 0, -1))
+
+    def layer(self, index: int) -> LayerCache:
+        return self._layers[index]
+
+    def _start(self, page: int) -> int:
+        return self.shape.sinks + PAGE * page if page >= 0 else 0
+
+    def _page(self, position: int) -> int:
+        return (position - self.shape.sinks) // PAGE if position >= self.shape.sinks else -1
+
+    def pieces(self, tokens: int, pages: int | None = None) -> Iterator[int]:
+        """Cut `tokens` more tokens into chunks. All but the last end on a fixed grid of page boundaries, `pages` (or the chunk) apart."""
+        at, end = self.n, self.n + tokens
+        span = PAGE * (pages or max(1, self.shape.chunk // PAGE))
+        offset = (self.shape.sinks - PAGE) % span
+        while at < end:
+            boundary = at + span - (at - offset) % span
+            stop = min(end, boundary)
+            yield stop - at
+            at = stop
+
+    def begin(self, tokens: int) -> Step:
+        """Make room for `tokens` more. They count as held after `commit`. Raises ValueError beyond the context."""
+        if self.n + tokens > self.shape.ctx:
+            raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
+        positions = np.arange(self.n, self.n + tokens, dtype=np.int64)
+        last = self._page(self.n + tokens - 1)
+        for page in range(max(0, self._page(self.n)), last + 1):
+            if page not in self._slot_of:
+                self._slot_of[page] = self._free.pop()
+        pages = np.where(positions < self.shape.sinks, -1, (positions - self.shape.sinks) // PAGE)
+        starts = np.where(pages < 0, 0, self.shape.sinks + PAGE * pages)
+        slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
+        self.step = Step(self.n, positions, slots, positions - starts, self._blocks(self.n + tokens))
+        return self.step
+
+    def _blocks(self, end: int) -> np.ndarray:
+        """All blocks that hold a token before `end`, in position order."""
+        rows = [(0, 0, 0, min(end, self.shape.sinks))] if self.shape.sinks else []
+        for page in range(self._page(end - 1) + 1):
+            first = self._start(page)
+            rows.append((1, page, first, PAGE) if page < self.sealed else (0, self._slot_of[page], first, min(PAGE, end - first)))
+        return np.array(rows, np.int64)
+
+    def commit(self) -> None:
+        """The step's tokens are held now; pages that left the window are sealed."""
+        self.n += len(self.step.slots)
+        while self._start(self.sealed + 1) <= self.n - self.shape.window:
+            page, slot = self.sealed, self._slot_of.pop(self.sealed)
+            if self.policy.act(PageStats(page, self._start(page), PAGE)) is Action.KEEP:
+                for index, layer in enumerate(self._layers):
+                    layer.pages.seal(slot, page, index, self._start(page), self.codec)
+            self._free.append(slot)
+            self.sealed += 1
+
+    def truncate(self, n: int) -> int:
+        """Forget tokens from `n` on. Returns how many are held: fewer than `n` where a sealed page would have to be exact again, and
+        then the caller prefills the rest, so that the cache is what it would be had the later tokens never come."""
+        if n >= self.n:
+            return self.n
+        sealed = max(0, (n - self.shape.window - self.shape.sinks) // PAGE)
+        if self.sealed > sealed:
+            self.sealed, n = sealed, min(n, self._start(sealed))
+        keep = self._page(n - 1) if n else -1
+        for page in [page for page in self._slot_of if page > keep]:
+            self._free.append(self._slot_of.pop(page))
+        self.n = n
+        return n
+
+    # -- what it cost ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes in use: sealed pages and every exact slot, all layers."""
+        return (self.sealed + self.shape.slots) * self.layout.layer_page_nbytes * len(self._layers)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of keys and values that attention over everything held reads."""
+        return self.n * 2 * self.layout.side_nbytes // PAGE * self.layout.kv_heads * len(self._layers)
+
+    @property
+    def exact_tokens(self) -> int:
+        return self.n - self.sealed * PAGE
+
+    @property
+    def bits_per_value(self) -> float:
+        """Allocated bits over values held."""
+        values = 2 * self.layout.kv_heads * self.layout.head_dim * len(self._layers) * self.n
+        return 8 * self.allocated_nbytes / values if values else 0.0
+
+    @property
+    def packed_bits(self) -> float:
+        """Bits per value of a sealed page, header and alignment included, sinks and window left out."""
+        return 8 * self.layout.layer_page_nbytes / (2 * PAGE * self.layout.kv_heads * self.layout.head_dim)
+
+
+def cache_nbytes(layers: int, layout: PageLayout, shape: CacheShape) -> tuple[int, int]:
+    """(fixed bytes of the exact slots, bytes per page of the grid), over all layers: what the planner counts."""
+    return layers * shape.slots * layout.layer_page_nbytes, layers * layout.layer_page_nbytes

@@ -1,0 +1,147 @@
+"""Values out of `config.json`, taken as an attacker's: every one has a type and a range before it sizes anything.
+
+`Keys` reads by name and remembers which names were asked for, so that a test can hold a family's list of keys against what its
+code really reads. A JSON `true` is no number here, nor is NaN (which Python's parser accepts).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from .. import EffllmError, ModelNotFound
+
+FILE_LIMIT = 10 * 2**20
+REQUIRED = object()
+
+
+class ConfigError(EffllmError):
+    """The model's config is malformed, absurd, or asks for something that effllm does not do."""
+
+
+def show(value: object) -> str:
+    """A value from a file, for an error's one line: control characters escaped, length bounded."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file of at most FILE_LIMIT bytes. Raises ModelNotFound where none can be read, ConfigError for anything else."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            text = file.read(FILE_LIMIT + 1)
+    except FileNotFoundError as error:
+        if path.parent.is_dir():
+            raise ModelNotFound(f"{path.parent} has no {path.name}, so it is not a model folder",
+                                "a model folder holds config.json, tokenizer.json and *.safetensors") from error
+        raise ModelNotFound(f"there is no folder {path.parent}", "effllm list shows the models that are here") from error
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}", f"check its permissions: ls -ld {path.parent}") from error
+    if len(text) > FILE_LIMIT:
+        raise ConfigError(f"{path} is larger than {FILE_LIMIT >> 20} MiB, no config is")
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the decoder's own errors are ValueErrors
+        raise ConfigError(f"{path} is not valid JSON: {show(str(error))}", "the download may be incomplete") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds {type(raw).__name__}, not a JSON object")
+    return raw
+
+
+class Keys:
+    """Typed access to a JSON object; `where` begins every error. null counts as absent. All methods raise ConfigError."""
+
+    def __init__(self, raw: Mapping[str, object], where: str = "config.json") -> None:
+        self.raw, self.where = raw, where
+        self.asked: set[str] = set()
+
+    def _get(self, name: str, default: object) -> object:
+        self.asked.add(name)
+        value = self.raw.get(name)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            raise ConfigError(f"{self.where}: {name} is missing")
+        return default
+
+    def fail(self, name: str, expected: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {name} is {show(self.raw.get(name))}, expected {expected}")
+
+    def holds(self, name: str) -> bool:
+        """Whether the key is there at all, null included."""
+        self.asked.add(name)
+        return name in self.raw
+
+    def integer(self, name: str, default: object = REQUIRED, low: int = 1, high: int = 2**31) -> int:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(name, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: object = REQUIRED, above: float = 0.0) -> float:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < 1e30 or not math.isfinite(value):
+            raise self.fail(name, f"a number above {above:g}")
+        return float(value)
+
+    def flag(self, name: str, default: object = REQUIRED) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.fail(name, "true or false")
+        return value
+
+    def text(self, name: str, default: object = REQUIRED) -> str:
+        value = self._get(name, default)
+        if value is not default and not isinstance(value, str):
+            raise self.fail(name, "a string")
+        return value
+
+    def choice(self, name: str, table: Mapping[str, str], default: str) -> str:
+        value = self.text(name, default)
+        if value not in table:
+            raise ConfigError(f"{self.where}: {name} {show(value)} is not supported", f"known: {', '.join(table)}")
+        return table[value]
+
+    def section(self, name: str) -> Mapping[str, object] | None:
+        """A nested object, None when absent or empty."""
+        value = self._get(name, None)
+        if value is not None and not isinstance(value, dict):
+            raise self.fail(name, "an object")
+        return value or None
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of exactly `length` positive numbers."""
+        value = self._get(name, REQUIRED)
+        if not isinstance(value, list) or len(value) != length:
+            raise self.fail(name, f"a list of {length} numbers")
+        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < 1e30 for v in value):
+            raise self.fail(name, f"a list of {length} positive numbers")
+        return tuple(float(v) for v in value)
+
+    def words(self, name: str, length: int) -> tuple[str, ...] | None:
+        """A list of exactly `length` strings, None when absent."""
+        value = self._get(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(isinstance(v, str) for v in value):
+            raise self.fail(name, f"a list of {length} strings")
+        return tuple(value)
+
+    def token_ids(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """A token id or a list of them; absent is `default`, null is none at all."""
+        if name in self.raw and self.raw[name] is None:
+            default = ()
+        value = self._get(name, default)
+        ids = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) for v in ids):
+            raise self.fail(name, "a token id or a list of token ids")
+        return tuple(ids)

@@ -1,0 +1,125 @@
+"""What a model, a weight format or a cache costs in quality: perplexity, and KL divergence from a reference run.
+
+Texts are cut into windows of `ctx` tokens that share nothing. Every token after a window's first is scored, through the same
+kernels, chunks and cache that answer people. Log-probabilities are float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from .. import UsageError
+from .engine import Engine
+from .events import Progress
+from .text import Tokenizer
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """`ppl_error` is the standard error of the perplexity."""
+
+    tokens: int
+    ppl: float
+    ppl_error: float
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class KldResult:
+    """KL divergence of the run from the reference, in nats per token; `same_top` is the share of tokens with the same likeliest next token.
+
+    `floor_kld_mean` is the reference against itself with the prompt cut into single pages: rounding alone.
+    """
+
+    tokens: int
+    ppl: float
+    ppl_ref: float
+    kld_mean: float
+    kld_median: float
+    kld_p99: float
+    kld_p999: float
+    same_top: float
+    kv_bits_per_value: float
+    packed_bits: float
+    weight_bits_per_value: float
+    floor_kld_mean: float
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def windows(tokenizer: Tokenizer, text: str, ctx: int) -> list[list[int]]:
+    """The text in windows of `ctx` tokens; a last window of fewer than two tokens is dropped. Raises UsageError for a text too short."""
+    ids = tokenizer.encode(text)
+    cut = [ids[start : start + ctx] for start in range(0, len(ids), ctx)]
+    cut = [window for window in cut if len(window) > 1]
+    if not cut or ctx < 2:
+        raise UsageError(f"the text has {len(ids)} tokens: nothing to score in windows of {ctx}", "a longer --text, or --ctx of at least 2")
+    return cut
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities of logits [n, V], float64."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+
+
+def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int) -> Iterator[Progress | PerplexityResult]:
+    """Score a text; yields Progress per piece and the result last."""
+    losses: list[np.ndarray] = []
+    cut = windows(tokenizer, text, min(ctx, engine.n_ctx))
+    done, total = 0, sum(map(len, cut))
+    for window in cut:
+        for start, logits in engine.score(window):
+            targets = np.array(window[start + 1 : start + 1 + len(logits)], np.int64)
+            losses.append(-log_softmax(logits[: len(targets)])[np.arange(len(targets)), targets])
+            done += len(logits)
+            yield Progress("scoring", done, total, "tokens")
+    loss = np.concatenate(losses)
+    ppl = math.exp(loss.mean())
+    yield PerplexityResult(len(loss), ppl, ppl * float(loss.std(ddof=1)) / math.sqrt(len(loss)) if len(loss) > 1 else 0.0)
+
+
+def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int) -> Iterator[Progress | KldResult]:
+    """Compare `engine` with `reference` on the same tokens; yields Progress per piece and the result last."""
+    if engine.config.vocab_size != reference.config.vocab_size:
+        raise UsageError(f"vocabularies differ: {engine.config.vocab_size} and {reference.config.vocab_size} tokens",
+                         "compare models of one tokenizer")
+    cut = windows(tokenizer, text, min(ctx, engine.n_ctx, reference.n_ctx))
+    done, total = 0, sum(map(len, cut))
+    divergence, loss, loss_ref, same = [], [], [], []
+    bits = 0.0
+    for window in cut:
+        for (start, logits), (_, wanted) in zip(engine.score(window), reference.score(window), strict=True):
+            targets = np.array(window[start + 1 : start + 1 + len(logits)], np.int64)
+            at = np.arange(len(targets))
+            here, there = log_softmax(logits[: len(targets)]), log_softmax(wanted[: len(targets)])
+            divergence.append((np.exp(there) * (there - here)).sum(-1))
+            loss.append(-here[at, targets])
+            loss_ref.append(-there[at, targets])
+            same.append(here.argmax(-1) == there.argmax(-1))
+            done += len(logits)
+            yield Progress("scoring", done, total, "tokens")
+        if len(window) == len(cut[0]):  # a short last window would count its exact tokens too heavily
+            bits = engine.cache.bits_per_value
+    floor = _floor(reference, cut[0])
+    each = np.concatenate(divergence)
+    yield KldResult(
+        tokens=len(each), ppl=math.exp(np.concatenate(loss).mean()), ppl_ref=math.exp(np.concatenate(loss_ref).mean()),
+        kld_mean=float(each.mean()), kld_median=float(np.median(each)), kld_p99=float(np.quantile(each, 0.99)),
+        kld_p999=float(np.quantile(each, 0.999)), same_top=float(np.concatenate(same).mean()), kv_bits_per_value=bits,
+        packed_bits=engine.cache.packed_bits, weight_bits_per_value=engine.model.bits_per_value, floor_kld_mean=floor)
+
+
+def _floor(reference: Engine, window: list[int]) -> float:
+    """The reference against itself on one window, the prompt cut into single pages the second time."""
+    whole = np.concatenate([log_softmax(logits) for _, logits in reference.score(window)])
+    cut = np.concatenate([log_softmax(logits) for _, logits in reference.score(window, pages=1)])
+    return float((np.exp(whole) * (whole - cut)).sum(-1).mean())

@@ -1,0 +1,94 @@
+"""What the runtime tells whoever listens: small frozen values, yielded in order. Nothing here knows a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A long operation moved on: `done` of `total` in `unit` (bytes, kernels, tokens)."""
+
+    phase: str
+    done: int
+    total: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A decision or a fallback, in one line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """New text of the answer. `kind` is answer or thinking."""
+
+    text: str
+    kind: str = "answer"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an answer cost. Times in seconds, rates in tokens a second, sizes in bytes.
+
+    `ttft_s` counts from the start of the process for the first answer, from the request for later ones; `decode_tps` is what a
+    person sees: sampling and text included.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    seed: int
+    prompt_tokens: int
+    cached_tokens: int
+    load_s: float
+    ttft_s: float
+    prefill_s: float
+    decode_s: float
+    peak_rss_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    kv_bits_per_value: float
+    packed_bits: float
+    exact_tokens: int
+    packed_tokens: int
+    disk_bytes_read: int
+    placement: Mapping[str, int]
+    context_used: int
+    context_max: int
+    truncated: bool
+
+    @property
+    def prefill_tps(self) -> float:
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """The first token comes out of the prompt's pass, so it is not counted."""
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s and len(self.token_ids) > 1 else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """The object that `--json` prints."""
+        return {
+            "text": self.text, "token_ids": list(self.token_ids), "finish_reason": self.finish_reason, "seed": self.seed,
+            "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids), "cached_tokens": self.cached_tokens},
+            "timings": {"load_s": self.load_s, "ttft_s": self.ttft_s, "prefill_tps": self.prefill_tps, "decode_tps": self.decode_tps},
+            "memory": {"peak_rss_bytes": self.peak_rss_bytes, "weights_bytes": self.weights_bytes, "kv_bytes": self.kv_bytes,
+                       "kv_bits_per_value": self.kv_bits_per_value, "packed_bits": self.packed_bits},
+            "io": {"disk_bytes_read": self.disk_bytes_read},
+            "placement": dict(self.placement), "truncated": self.truncated,
+        }
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of an answer."""
+
+    stats: Stats
+
+
+Event = Progress | Notice | TextDelta | Done

@@ -1,0 +1,75 @@
+"""Llama 2, 3, 3.1, 3.2 and their many relatives: the pre-norm decoder block with grouped-query attention and a gated MLP.
+
+The math of a block is written here once. The other families in this folder are this one with other biases, norms or windows, all
+of which are data: a bias sits in its Linear, a per-head norm is an argument of `rope_heads`, a window is bound in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ..cache import LayerCache
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..rope import RopeTable
+from . import LayerWeights, TensorRule
+
+KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias,
+                          mlp_bias=keys.flag("mlp_bias", False))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, `[N, K]` as stored."""
+    hidden, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    linears = {  # role: name, out, in, has a bias
+        "q": ("self_attn.q_proj", q, hidden, config.qkv_bias), "k": ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        "v": ("self_attn.v_proj", kv, hidden, config.qkv_bias), "o": ("self_attn.o_proj", hidden, q, config.o_bias),
+        "gate": ("mlp.gate_proj", ffn, hidden, config.mlp_bias), "up": ("mlp.up_proj", ffn, hidden, config.mlp_bias),
+        "down": ("mlp.down_proj", hidden, ffn, config.mlp_bias),
+    }
+    norms = {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
+    if config.qk_norm:
+        norms |= {"q_norm": ("self_attn.q_norm", head_dim), "k_norm": ("self_attn.k_norm", head_dim)}
+    prefix = f"model.layers.{layer}."
+    rules = {role: TensorRule(f"{prefix}{name}.weight", (size,)) for role, (name, size) in norms.items()}
+    for role, (name, out, width, biased) in linears.items():
+        rules[role] = TensorRule(f"{prefix}{name}.weight", (out, width))
+        if biased:
+            rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", (out,))
+    return rules
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    """Embedding, last norm and, unless tied to the embedding, the head."""
+    table = (config.vocab_size, config.hidden_size)
+    rules = {"embed": TensorRule("model.embed_tokens.weight", table), "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
+
+
+def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite; q and k come after the rotation, attn_out before `o`."""
+    tap("block_in", layer, x)
+    q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * head_dim], [T, KVH * head_dim] twice
+    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, w.q_norm)
+    k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, w.k_norm)
+    tap("q", layer, q)
+    tap("k", layer, k)
+    tap("v", layer, v)
+    attended = kv.attend(q, k, v)  # [T, H * head_dim]
+    tap("attn_out", layer, attended)
+    x = ops.linear_add(attended, w.o, x)
+    tap("mlp_in", layer, x)
+    x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act)
+    tap("block_out", layer, x)
+    return x

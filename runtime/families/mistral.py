@@ -1,0 +1,22 @@
+"""Mistral: the Llama block, with one sliding window for all layers (null in the releases after 0.1: full attention)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from .llama import block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"sliding_window"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    # An absent key is the first release's 4096, null is no window: transformers makes the same difference.
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,))
+    return decoder_config(keys, base, windows=(window,) * keys.integer("num_hidden_layers", high=2048))

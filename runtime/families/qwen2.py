@@ -1,0 +1,39 @@
+"""Qwen 2 and 2.5: the Llama block, with biases on q, k and v, and sliding windows in the upper layers where they are switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from .llama import block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "qwen_windows"]
+
+KEYS_USED = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_mrope": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    return decoder_config(keys, Defaults(max_position_embeddings=32_768, num_key_value_heads=32), windows=qwen_windows(keys), qkv_bias=True)
+
+
+def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
+    """Each layer's window: as `layer_types` says, else sliding from layer `max_window_layers` on; none unless `use_sliding_window`."""
+    layers = keys.integer("num_hidden_layers", high=2048)
+    default = None if keys.holds("sliding_window") else 4096
+    window = keys.integer("sliding_window", default)
+    window = window if keys.flag("use_sliding_window", False) else None
+    first = keys.integer("max_window_layers", 28, low=0)
+    kinds = keys.words("layer_types", layers)
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(layers))
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention", "attention"):
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported",
+                              "known: full_attention, sliding_attention")
+        if kind == "sliding_attention" and window is None:
+            raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
+                              "use_sliding_window and sliding_window must say how wide it is")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

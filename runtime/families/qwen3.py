@@ -1,0 +1,23 @@
+"""Qwen 3 (dense): the Llama block with a norm on every head of q and k before the rotation, and its own head_dim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from .llama import block, layer_tensors, outer_tensors
+from .qwen2 import KEYS_USED as QWEN2_KEYS
+from .qwen2 import qwen_windows
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = QWEN2_KEYS | {"attention_bias"}
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_mrope": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=32, head_dim=128)
+    return decoder_config(keys, base, windows=qwen_windows(keys), qkv_bias=bias, o_bias=bias, qk_norm=True)

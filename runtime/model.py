@@ -1,0 +1,199 @@
+"""A model: tensors by role, blocks on their backends, one forward pass.
+
+Shapes and types are checked against the config before a byte of weights is read. A block runs on the backend of its placement;
+activations cross through the host where two neighbours differ. Weights are leased layer by layer even when all are resident, so
+that a pager that streams them changes nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from ..kernels.workspace import Dims
+from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
+from ..offload.pager import ResidentPager
+from ..quant.spec import QuantSpec
+from ..quant.weight import Linear, Norm, Weight, to_f32
+from . import families
+from .cache import AttnSpec, KVCache
+from .config import ModelConfig
+from .families import LayerWeights, TensorRule
+from .rope import RopeTable, rope_table
+
+SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+Tap = Callable[[str, int, object], None]
+
+
+def no_tap(name: str, layer: int, value: object) -> None:
+    """The tap of a run that records nothing."""
+
+
+def check_tensors(config: ModelConfig, store: TensorStore) -> dict[int | str, dict[str, TensorInfo]]:
+    """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type."""
+    family = families.get(config.family)
+    groups: dict[int | str, dict[str, TensorRule]] = {"outer": family.outer_tensors(config)}
+    groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
+    found: dict[int | str, dict[str, TensorInfo]] = {}
+    for key, rules in groups.items():
+        found[key] = {}
+        for role, rule in rules.items():
+            info = store.tensors.get(rule.name)
+            if info is None:
+                raise CheckpointError(f"tensor {rule.name} is missing", "the config and the weights are of different models, or the download is incomplete")
+            if tuple(info.shape) != tuple(rule.shape):
+                raise CheckpointError(f"tensor {rule.name} has shape {list(info.shape)}, the config says {list(rule.shape)}",
+                                      "the config and the weights are of different models")
+            if info.dtype not in SCHEMES:
+                raise CheckpointError(f"tensor {rule.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}")
+            found[key][role] = info
+    return found
+
+
+def attention_specs(config: ModelConfig) -> list[AttnSpec]:
+    """Each layer's attention."""
+    return [AttnSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim**-0.5, window)
+            for window in config.windows]
+
+
+def dims(config: ModelConfig, ctx: int, chunk: int, rows: int) -> Dims:
+    """The widths that size a workspace."""
+    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size,
+                config.vocab_size, min(chunk, ctx), ctx, rows)
+
+
+class Model:
+    """`backends` maps device names to ops; `devices` names each layer's. The embedding and the head run on the host's backend."""
+
+    def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
+                 mmap: bool = False) -> None:
+        self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
+        self.tensors = check_tensors(config, store)
+        self.rope: RopeTable | None = rope_table(config.rope, config.head_dim, ctx, config.max_position_embeddings)
+        host = {key: list(roles.values()) for key, roles in self.tensors.items() if key == "outer" or devices[key] == "cpu"}
+        self.pager = ResidentPager(store, host, mmap=mmap)
+        self._block = families.get(config.family).block
+        self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
+        self._on_device: dict[int, LayerWeights] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights, on every tier."""
+        return sum(info.nbytes for roles in self.tensors.values() for info in roles.values())
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes of weights that one forward pass reads: all but an embedding table that is not the head too."""
+        outer = self.tensors["outer"]
+        return self.nbytes - (outer["embed"].nbytes if "head" in outer else 0)
+
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits over parameters."""
+        return 8 * self.nbytes / parameters(self.tensors)
+
+    def load(self) -> Iterator[tuple[int, int]]:
+        """Read the weights; yields (bytes done, bytes in total)."""
+        total, done = self.nbytes, 0
+        for done, _ in self.pager.load():
+            yield done, total
+        for layer, device in enumerate(self.devices):
+            if device != "cpu":
+                roles = self.tensors[layer]
+                raw = {info.name: self.store.read(info) for info in roles.values()}
+                self._on_device[layer] = self._layer_weights(roles, raw, self.backends[device])
+                done += sum(info.nbytes for info in roles.values())
+                yield done, total
+
+    def close(self) -> None:
+        self._wrapped.clear()
+        self._on_device.clear()
+        self.pager.close()
+        self.store.close()
+
+    # -- weights ---------------------------------------------------------------------------------------------------------------
+
+    def _layer_weights(self, roles: Mapping[str, TensorInfo], raw: Mapping[str, np.ndarray], ops: object) -> LayerWeights:
+        """Wrap raw bytes as the records that a block takes."""
+        config = self.config
+
+        def vector(role: str) -> object | None:
+            info = roles.get(role)
+            return None if info is None else ops.put(to_f32(_typed(raw[info.name], info.dtype), SCHEMES[info.dtype]), "f32")
+
+        def linear(role: str) -> Linear:
+            info = roles[role]
+            scheme = SCHEMES[info.dtype]
+            data = ops.put(_typed(raw[info.name], info.dtype).reshape(info.shape), scheme)
+            return Linear(Weight(QuantSpec.raw(scheme), tuple(info.shape), {"data": data}), vector(f"{role}_bias"))
+
+        def norm(role: str) -> Norm | None:
+            return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
+
+        return LayerWeights(input_norm=norm("input_norm"), q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
+                            k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm"), gate=linear("gate"), up=linear("up"),
+                            down=linear("down"))
+
+    def _outer(self, raw: Mapping[str, np.ndarray]) -> tuple[Weight, Norm, Linear]:
+        roles, host = self.tensors["outer"], self.backends["cpu"]
+
+        def weight(role: str) -> Weight:
+            info = roles[role]
+            return Weight.raw(SCHEMES[info.dtype], tuple(info.shape), raw[info.name])
+
+        info = roles["norm"]
+        norm = Norm(self.config.norm_kind, host.put(to_f32(_typed(raw[info.name], info.dtype), SCHEMES[info.dtype]), "f32"), None, self.config.norm_eps)
+        embed = weight("embed")
+        return embed, norm, Linear(weight("head") if "head" in roles else embed)
+
+    def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
+        """Records over leased memory; made once while the memory stays where it is."""
+        if key not in self._wrapped or self._wrapped[key][0] is not raw:
+            made = self._outer(raw) if key == "outer" else self._layer_weights(self.tensors[key], raw, self.backends["cpu"])
+            self._wrapped[key] = (raw, made)
+        return self._wrapped[key][1]
+
+    def find_nan(self) -> str | None:
+        """The name of a tensor that holds NaN or infinity, if one does."""
+        for roles in self.tensors.values():
+            for info in roles.values():
+                values = to_f32(_typed(self.store.read(info), info.dtype), SCHEMES[info.dtype])
+                if not np.isfinite(values).all():
+                    return info.name
+        return None
+
+    # -- forward ---------------------------------------------------------------------------------------------------------------
+
+    def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap) -> np.ndarray:
+        """Run `ids` int64 [T] after what the cache holds; returns the last hidden states on the host, float32 [T, D], before the final norm."""
+        step = cache.begin(len(ids))
+        here, ops = "cpu", self.backends["cpu"]
+        with self.pager.lease("outer") as raw:
+            x = ops.embed(ids, self._lease("outer", raw)[0])
+        for layer, device in enumerate(self.devices):
+            if device != here:
+                x, here, ops = self.backends[device].from_host(ops.to_host(x)), device, self.backends[device]
+            if device == "cpu":
+                with self.pager.lease(layer) as raw:
+                    x = self._block(ops, self._lease(layer, raw), x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
+            else:
+                x = self._block(ops, self._on_device[layer], x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
+        cache.commit()
+        return x if here == "cpu" else self.backends["cpu"].from_host(ops.to_host(x))
+
+    def logits(self, x: np.ndarray) -> np.ndarray:
+        """Scores for hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
+        with self.pager.lease("outer") as raw:
+            _, norm, head = self._lease("outer", raw)
+            return self.backends["cpu"].logits(x, norm, head)
+
+
+def _typed(raw: np.ndarray, dtype: str) -> np.ndarray:
+    return raw.view(np.float32 if dtype == "F32" else np.uint16)
+
+
+def parameters(tensors: Mapping[int | str, Mapping[str, TensorInfo]]) -> int:
+    """Number of parameters."""
+    return sum(prod(info.shape) for roles in tensors.values() for info in roles.values())

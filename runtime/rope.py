@@ -1,0 +1,114 @@
+"""Rotary position tables: one frequency per channel pair and a scale of cos and sin, fixed when the engine starts.
+
+Five ways to stretch a trained context are known besides the plain table; transformers defines their meaning. Two of them (dynamic,
+longrope) depend on the length: transformers recomputes them as the text grows, which would contradict keys already cached, so here
+the context size decides once. Arithmetic is float32 in the order that checkpoints were trained with: at position 100,000 a
+"more exact" frequency is a different angle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .config import RopeConfig
+
+F32 = np.float32
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Channel i turns with channel i + rotary_dim/2 by `position * inv_freq[i]`; cos and sin are times `attention_scaling`."""
+
+    inv_freq: np.ndarray  # float32 [rotary_dim / 2]
+    attention_scaling: float
+    rotary_dim: int
+
+
+def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddings: int) -> RopeTable:
+    """The table of a model for a context of `ctx` tokens. Raises KeyError for a kind that `config.ROPE_KEYS` does not list."""
+    dim = int(head_dim * config.partial_rotary_factor)
+    theta, params = config.theta, config.params
+    scaling = 1.0
+    if config.kind == "default":
+        inv_freq = _plain(theta, dim)
+    elif config.kind == "linear":
+        inv_freq = _plain(theta, dim) / F32(params["factor"])
+    elif config.kind == "dynamic":
+        inv_freq = _plain(_dynamic_theta(theta, params["factor"], dim, max(ctx, max_position_embeddings) / max_position_embeddings), dim)
+    elif config.kind == "llama3":
+        inv_freq = _llama3(_plain(theta, dim), params)
+    elif config.kind == "yarn":
+        inv_freq, scaling = _yarn(theta, dim, params), _yarn_scaling(params)
+    elif config.kind == "longrope":
+        factors = params["long_factor" if ctx > params["original_max_position_embeddings"] else "short_factor"]
+        inv_freq, scaling = F32(1.0) / (np.array(factors, F32) * _periods(theta, dim)), _longrope_scaling(params)
+    else:
+        raise KeyError(config.kind)
+    return RopeTable(inv_freq.astype(F32), float(scaling), dim)
+
+
+def _periods(theta: float, dim: int) -> np.ndarray:
+    return F32(theta) ** (np.arange(0, dim, 2).astype(F32) / F32(dim))
+
+
+def _plain(theta: float, dim: int) -> np.ndarray:
+    return F32(1.0) / _periods(theta, dim)
+
+
+def _dynamic_theta(theta: float, factor: float, dim: int, stretch: float) -> float:
+    """NTK-aware scaling: a larger base, so that the slowest channel reaches as far as the context, `stretch` >= 1 times the trained one."""
+    if dim <= 2:
+        return theta  # a single pair has frequency 1 for every base
+    return theta * (factor * stretch - (factor - 1)) ** (dim / (dim - 2))
+
+
+def _llama3(inv_freq: np.ndarray, params: Mapping[str, object]) -> np.ndarray:
+    """Slow channels are divided by the factor, fast ones kept, those between blended."""
+    factor, original = params["factor"], params["original_max_position_embeddings"]
+    low, high = params["low_freq_factor"], params["high_freq_factor"]
+    wavelength = F32(2 * math.pi) / inv_freq
+    smooth = (F32(original) / wavelength - F32(low)) / F32(high - low)
+    blended = (F32(1) - smooth) * inv_freq / F32(factor) + smooth * inv_freq
+    slowest = np.where(wavelength > original / low, inv_freq / F32(factor), blended)
+    return np.where(wavelength < original / high, inv_freq, slowest)
+
+
+def _yarn(theta: float, dim: int, params: Mapping[str, object]) -> np.ndarray:
+    """Channels that turn more than `beta_fast` times within the trained context are kept, fewer than `beta_slow` times are
+    interpolated, with a linear ramp over the channel index between (https://arxiv.org/abs/2309.00071)."""
+    original = params["original_max_position_embeddings"]
+
+    def channel_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel_of(params["beta_fast"]), channel_of(params["beta_slow"])
+    if params["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+    kept = F32(1) - np.clip((np.arange(dim // 2).astype(F32) - F32(low)) / F32(high - low), F32(0), F32(1))
+    periods = _periods(theta, dim)
+    return F32(1) / (F32(params["factor"]) * periods) * (F32(1) - kept) + F32(1) / periods * kept
+
+
+def _yarn_scaling(params: Mapping[str, object]) -> float:
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(params["factor"]) + 1.0 if params["factor"] > 1 else 1.0
+
+    if params["attention_factor"] is not None:
+        return params["attention_factor"]
+    if params["mscale"] and params["mscale_all_dim"]:
+        return magnitude(params["mscale"]) / magnitude(params["mscale_all_dim"])
+    return magnitude(1.0)
+
+
+def _longrope_scaling(params: Mapping[str, object]) -> float:
+    """https://arxiv.org/abs/2402.13753"""
+    if params["attention_factor"] is not None:
+        return params["attention_factor"]
+    factor = params["factor"]
+    return math.sqrt(1 + math.log(factor) / math.log(params["original_max_position_embeddings"])) if factor > 1 else 1.0

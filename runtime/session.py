@@ -1,0 +1,277 @@
+"""A conversation: text in, events out. Holds the messages, the sampler and the filters between token ids and what a person reads.
+
+The engine's cache stays between turns. A turn renders the whole history through the chat template, and the engine runs only the
+tokens after the common prefix with what it holds. `cancel` may be called from a signal handler: it sets a flag that the running
+answer looks at between tokens and between chunks of the prompt, so nothing is ever left half done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from .. import EffllmError, UsageError
+from ..offload import hardware
+from .engine import Engine
+from .events import Done, Event, Notice, Stats, TextDelta
+from .sampler import Sampler, SamplerSettings
+from .stream_filters import StopStrings, ThinkFilter
+from .text import Tokenizer
+
+SESSION_FORMAT, SESSION_VERSION = "effllm-session", 1
+SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
+NO_TEMPLATE = "this is a base model without a chat template: it continues the text as it stands"
+Message = dict[str, str]
+
+
+class Session:
+    """`think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` are strings that end an answer.
+
+    Messages are dicts with `role` and `content`, the system prompt kept apart in `system`.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
+                 stops: Sequence[str] = (), max_tokens: int | None = None, raw: bool = False, ignore_eos: bool = False) -> None:
+        self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
+        self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
+        self.raw = raw or tokenizer.template is None
+        self.settings = settings
+        self.messages: list[Message] = []
+        self.stats: Stats | None = None
+        self._cancelled = False
+        self._first = True
+        self._said_raw = raw
+        self._held: tuple[str, list[int]] = ("", [])
+
+    @property
+    def settings(self) -> SamplerSettings:
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: SamplerSettings) -> None:
+        """New settings start a new sampler; the old random state ends with it."""
+        self._settings = settings
+        self._sampler = Sampler(settings, self.engine.config.vocab_size)
+
+    @property
+    def used(self) -> int:
+        """Tokens that the context holds."""
+        return len(self.engine.tokens)
+
+    @property
+    def n_ctx(self) -> int:
+        return self.engine.n_ctx
+
+    def cancel(self) -> None:
+        """End the running answer after the current token. Safe in a signal handler."""
+        self._cancelled = True
+
+    # -- turns -----------------------------------------------------------------------------------------------------------------
+
+    def ask(self, text: str) -> Iterator[Event]:
+        """One turn: append the user's message, answer it. A prompt that cannot be answered leaves the history as it was."""
+        if not text.strip():
+            raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
+        before = list(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        try:
+            yield from self._turn()
+        except EffllmError:
+            self.messages = before
+            raise
+
+    def complete(self, text: str) -> Iterator[Event]:
+        """Continue a text as it stands, without a template and without a history."""
+        if not text:
+            raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
+        yield from self._answer(self.tokenizer.encode(text), "")
+
+    def regenerate(self) -> Iterator[Event]:
+        """Answer the last user message again; the random state goes on, so the answer may differ."""
+        if not any(message["role"] == "user" for message in self.messages):
+            raise UsageError("nothing to answer again", "ask something first")
+        while self.messages[-1]["role"] != "user":
+            self.messages.pop()
+        yield from self._turn()
+
+    def continue_(self) -> Iterator[Event]:
+        """Go on with the last answer where it was cut."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise UsageError("there is no answer to continue", "ask something first")
+        said = self.messages.pop()["content"]
+        yield from self._turn(said)
+
+    def undo(self) -> bool:
+        """Forget the last question and its answer; False when there is none."""
+        for index in range(len(self.messages) - 1, -1, -1):
+            if self.messages[index]["role"] == "user":
+                del self.messages[index:]
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Forget the conversation; the system prompt stays."""
+        self.messages = []
+        self.engine.reset()
+
+    def compact(self) -> Iterator[Event]:
+        """Ask the model for a summary and put it in the place of the history."""
+        if not self.messages:
+            raise UsageError("there is nothing to summarise", "ask something first")
+        before = list(self.messages)
+        self.messages.append({"role": "user", "content": SUMMARISE})
+        finished = False
+        try:
+            yield from self._turn()
+            finished = self.stats is not None and self.stats.finish_reason == "stop" and bool(self.messages[-1]["content"].strip())
+        finally:
+            summary = self.messages[-1]["content"].strip() if finished else ""
+            self.messages = [{"role": "user", "content": SUMMARISE}, {"role": "assistant", "content": summary}] if finished else before
+        if not finished:
+            yield Notice("no summary came to its end: the history stays as it was")
+
+    def _turn(self, said: str = "") -> Iterator[Event]:
+        """Answer `messages`; `said` is the beginning of the answer that was given before."""
+        prompt = self._prompt() + said
+        if self.raw and not self._said_raw:
+            self._said_raw = True
+            yield Notice(NO_TEMPLATE)
+        ids = self._encode(prompt)
+        yield from self._answer(ids, said, self.messages)
+        answer = self.messages[-1]["content"][len(said) :]
+        made = list(self.stats.token_ids)[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]
+        self._held = (prompt + answer, ids + made) if self.tokenizer.decode(made) == answer else ("", [])
+
+    def _encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its
+        text again may cut it differently, and the cache would be thrown away from there on."""
+        text, ids = self._held
+        if text and prompt.startswith(text):
+            rest = self.tokenizer.encode(prompt[len(text) :], add_special_tokens=False)
+            if not rest or rest[0] in self.tokenizer.stop_ids:
+                return ids + rest
+        return self.tokenizer.encode(prompt, add_special_tokens=self.raw)
+
+    def _prompt(self) -> str:
+        """The history as the model reads it."""
+        if self.raw:
+            return "".join([self.system or "", *(message["content"] for message in self.messages)])
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        thinking = {} if self.think == "auto" else {"enable_thinking": self.think == "on"}
+        return self.tokenizer.render_chat([*system, *self.messages], add_generation_prompt=True, **thinking)
+
+    # -- the answer ------------------------------------------------------------------------------------------------------------
+
+    def _answer(self, ids: list[int], said: str, history: list[Message] | None = None) -> Iterator[Event]:
+        """Run the prompt and stream the answer. However it ends, what was said goes into `history`."""
+        engine = self.engine
+        self._cancelled = False
+        started, first_at = time.monotonic(), None
+        prefill_before, decode_before = engine.prefill_s, engine.decode_s
+        tokens: list[int] = []
+        shown: list[str] = [said]
+        thought: list[str] = []
+        stops = StopStrings(self.stops)
+        think = ThinkFilter(started=self.tokenizer.opens_thinking(ids)) if self.tokenizer.thinks else None
+        stream = self.tokenizer.stream(ids if self.raw else ())
+        finish = "length"
+
+        def split(text: str) -> list[tuple[str, str]]:
+            parts = think.push(text) if think else [("answer", text)] if text else []
+            for kind, part in parts:
+                (shown if kind == "answer" else thought).append(part)
+            return parts
+
+        try:
+            held = len(engine.tokens)
+            for progress in engine.prefill(ids):
+                yield progress
+                if self._cancelled:
+                    finish = "cancelled"
+                    break
+            cached = max(0, min(held, len(ids)) if engine.tokens == ids and held <= len(ids) else 0)
+            if finish != "cancelled" and self.max_tokens != 0:
+                for step in engine.generate(self._sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos):
+                    tokens.append(step.token)
+                    first_at = first_at or time.monotonic()
+                    ends = step.finish == "stop"
+                    text = "" if ends else stream.push(step.token)
+                    for kind, part in split(stops.push(text)):
+                        yield TextDelta(part, kind)
+                    yield from (Notice(line) for line in engine.announcements())
+                    finish = "stop" if stops.hit else "cancelled" if self._cancelled else step.finish or finish
+                    if stops.hit or self._cancelled or step.finish:
+                        break
+            if not stops.hit:
+                tail = stops.push(stream.flush()) + stops.flush()
+                parts = split(tail)
+                if think:
+                    for kind, part in (rest := think.flush()):
+                        (shown if kind == "answer" else thought).append(part)
+                    parts = parts + rest
+                for kind, part in parts:
+                    yield TextDelta(part, kind)
+        finally:
+            if history is not None and (tokens or said):
+                history.append({"role": "assistant", "content": "".join(shown)})
+        origin = _process_start() if self._first else started
+        self._first = False
+        self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids), cached,
+                                (first_at or time.monotonic()) - origin, engine.prefill_s - prefill_before, engine.decode_s - decode_before)
+        if finish == "context":
+            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here (-c for a larger one, --overflow shift to go on)")
+        yield Done(self.stats)
+
+    def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, cached: int, ttft: float, prefill: float, decode: float) -> Stats:
+        engine, cache = self.engine, self.engine.cache
+        devices = engine.placement.devices
+        return Stats(
+            text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens, cached_tokens=cached,
+            load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
+            weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
+            packed_bits=cache.packed_bits, exact_tokens=cache.exact_tokens, packed_tokens=len(engine.tokens) - cache.exact_tokens,
+            disk_bytes_read=engine.model.nbytes, placement={device: devices.count(device) for device in dict.fromkeys(devices)},
+            context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated)
+
+    # -- files -----------------------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write the conversation as JSON, whole or not at all."""
+        settings = {key: value for key, value in asdict(self.settings).items() if value is not None}
+        content = {"format": SESSION_FORMAT, "version": SESSION_VERSION, "system": self.system, "messages": self.messages, "settings": settings}
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise EffllmError(f"cannot write {path}: {error.strerror}", "choose another place: /save FILE") from None
+
+    def load(self, path: Path) -> None:
+        """Read a conversation back. Raises EffllmError for a file that is not one; the current conversation is then untouched."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise EffllmError(f"cannot read {path}: {error}", "give a file that /save wrote") from None
+        if not isinstance(content, dict) or content.get("format") != SESSION_FORMAT or content.get("version") != SESSION_VERSION:
+            raise EffllmError(f"{path} is not a conversation of this version", "give a file that /save wrote")
+        messages = content.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and set(m) == {"role", "content"} and all(isinstance(v, str) for v in m.values())
+                                                     for m in messages):
+            raise EffllmError(f"{path}: the messages are malformed", "give a file that /save wrote")
+        try:
+            settings = SamplerSettings(**content.get("settings", {}))
+        except TypeError as error:
+            raise EffllmError(f"{path}: unknown setting ({error})", "give a file that /save wrote") from None
+        self.messages, self.system, self.settings = messages, content.get("system"), settings
+
+
+def _process_start() -> float:
+    """When this process began, on the clock of `time.monotonic`."""
+    import psutil
+
+    return time.monotonic() - (time.time() - psutil.Process().create_time())

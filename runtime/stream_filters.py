@@ -1,0 +1,162 @@
+"""Filters on the text of an answer as it streams: stop strings, reasoning between <think> tags, and what a terminal must not receive.
+
+Each takes pieces of any size through `push` and gives the same result however the text was cut; `flush` ends it. A filter holds back only
+what could still become a tag, a stop string or an escape sequence, so text appears as early as is safe. A stop string counts
+from the moment it is complete: of two, the one completed first wins, which lets generation end at once.
+"""
+
+import re
+from collections.abc import Sequence
+
+from .. import UsageError
+
+Part = tuple[str, str]  # (kind "answer" | "thinking", text)
+
+
+def held_suffix(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest suffix of `text` that is the beginning, but not the whole, of one of `marks`."""
+    longest = min(len(text), max(map(len, marks), default=0))
+    for length in range(longest, 0, -1):
+        if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0
+
+
+class StopStrings:
+    """Ends the text where the first stop string is complete; nothing of that stop string leaks."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise UsageError("a stop string is empty", "give --stop at least one character")
+        self.stops = tuple(dict.fromkeys(stops))
+        self.matched: str | None = None
+        self._held = ""
+
+    @property
+    def hit(self) -> bool:
+        return self.matched is not None
+
+    def push(self, text: str) -> str:
+        """The text that is safe to show now; after a hit always empty."""
+        if self.hit:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, begin, self.matched = min(found)
+            self._held = ""
+            return text[:begin]
+        cut = len(text) - held_suffix(text, self.stops)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """The text ended without completing a stop string: what was held back belongs to the answer."""
+        text, self._held = self._held, ""
+        return text
+
+
+class ThinkFilter:
+    """Tells reasoning from the answer.
+
+    A block counts where the text begins with it (after white space): later tags are words of the answer, which may well be about tags.
+    `started`: the prompt already ended with the opening tag. White space around the block belongs to neither part.
+    """
+
+    def __init__(self, open: str = "<think>", close: str = "</think>", started: bool = False) -> None:
+        self.open, self.close = open, close
+        self._state = "thinking" if started else "before"
+        self._trim = started  # drop white space at the start of the next part
+        self._held = ""
+
+    def push(self, text: str) -> list[Part]:
+        """Parts that are certain now, in order, none empty."""
+        parts: list[Part] = []
+        self._held += text
+        if self._state == "before":
+            self._decide_beginning()
+        if self._state == "thinking":
+            self._think(parts)
+        if self._state == "answer":
+            self._emit("answer", self._held, parts)
+            self._held = ""
+        return parts
+
+    def flush(self) -> list[Part]:
+        """The text ended: what is held is not a tag."""
+        parts: list[Part] = []
+        kind = "thinking" if self._state == "thinking" else "answer"
+        self._emit(kind, self._held.rstrip() if kind == "thinking" else self._held, parts)
+        self._held = ""
+        return parts
+
+    def _decide_beginning(self) -> None:
+        body = self._held.lstrip()
+        if body.startswith(self.open):
+            self._state, self._trim, self._held = "thinking", True, body[len(self.open) :]
+        elif not self.open.startswith(body):
+            self._state = "answer"
+
+    def _think(self, parts: list[Part]) -> None:
+        before, close, after = self._held.partition(self.close)
+        if close:
+            self._emit("thinking", before.rstrip(), parts)
+            self._state, self._trim, self._held = "answer", True, after
+            return
+        # white space is held too: if the closing tag follows, it is trimmed
+        certain = self._held[: len(self._held) - held_suffix(self._held, (self.close,))].rstrip()
+        self._emit("thinking", certain, parts)
+        self._held = self._held[len(certain) :]
+
+    def _emit(self, kind: str, text: str, parts: list[Part]) -> None:
+        if self._trim:
+            text = text.lstrip()
+        if text:
+            self._trim = False
+            parts.append((kind, text))
+
+
+def strip_thinking(text: str, started: bool = False) -> str:
+    """The answer without the reasoning before it, as it goes into the history of a chat."""
+    block = ThinkFilter(started=started)
+    return "".join(part for kind, part in block.push(text) + block.flush() if kind == "answer")
+
+
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # OSC, DCS, SOS, PM, APC: titles, links, clipboard
+    r"|\x9b[0-?]*[ -/]*[@-~]"  # CSI as one character
+    r"|\x1b[ -/]*[0-~]"  # other escapes
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"  # the carriage return too: it would overwrite its line
+    r"|[\u202a-\u202e\u2066-\u2069]"  # bidirectional overrides: text that reads otherwise than it is
+)
+_UNFINISHED = re.compile(r"(?:\x1b\[[0-?]*[ -/]*|\x9b[0-?]*[ -/]*|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*\x1b?|\x1b[ -/]*)\Z")
+_SURROGATES = re.compile(r"[\ud800-\udfff]")
+HELD_LIMIT = 256  # an escape sequence longer than this is not waited for: its first character is dropped and the rest shown
+
+
+class TerminalFilter:
+    """Removes control characters and whole escape sequences, also when one is spread over several pieces. Keeps newline and tab."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        text = self._held + text
+        unfinished = _UNFINISHED.search(text, max(0, len(text) - HELD_LIMIT))
+        cut = unfinished.start() if unfinished else len(text)
+        self._held = text[cut:]
+        return _clean(text[:cut])
+
+    def flush(self) -> str:
+        text, self._held = self._held, ""
+        return _clean(text)
+
+
+def _clean(text: str) -> str:
+    return _SURROGATES.sub("\ufffd", _CONTROL.sub("", text))
+
+
+def sanitize(text: str) -> str:
+    """`text` as a terminal may show it: no control characters, no escape sequences; newline and tab stay."""
+    return _clean(text)

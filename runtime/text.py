@@ -1,0 +1,241 @@
+"""Text to token ids and back: the tokenizer of a model folder, streaming decode, and the tokens that end a turn.
+
+Reads tokenizer.json (through the `tokenizers` library), tokenizer_config.json, special_tokens_map.json and generation_config.json. The
+engine knows token ids only; everything about text lives here. A character may be spread over several tokens, so `TextStream` shows it when
+its last byte has come. Padding and truncation stored in tokenizer.json are training settings and are switched off.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from .. import EffllmError, ModelNotFound
+from .template import ChatTemplate, TemplateError, load_template
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+
+JSON_LIMIT, TOKENIZER_LIMIT = 32 << 20, 256 << 20  # bytes; the largest published ones have 3 MB and 35 MB
+REFETCH = "fetch the model's files again"
+END_OF_TURN = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end_of_turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+    "<|eos|>",
+    "<eos>",
+    "</s>",
+    "<EOT>",
+)
+HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a channel and the turn goes on
+THINK_TAGS = ("<think>", "</think>")
+
+
+class TokenizerError(EffllmError):
+    """The tokenizer files are malformed or do not belong to the model."""
+
+
+class TextStream:
+    """Token ids in, text out, as soon as whole characters are known. The pieces add up to `Tokenizer.decode` of all ids."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, context: Sequence[int], visible: Mapping[int, str]) -> None:
+        self._backend, self._visible = backend, visible
+        self._stream = DecodeStream(ids=list(context), skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty inside a character and for special tokens."""
+        if token in self._visible:
+            return self.flush() + self._visible[token]
+        self._pending.append(token)
+        text = self._stream.step(self._backend, token)
+        if text is None:
+            return ""
+        self._pending.clear()
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end: the bytes of an unfinished character become U+FFFD."""
+        rest = self._backend.decode(self._pending, skip_special_tokens=True) if self._pending else ""
+        if self._pending:
+            self._pending = []
+            self._stream = DecodeStream(skip_special_tokens=True)
+        return rest
+
+
+class Tokenizer:
+    """The text side of a model folder. Open one with `Tokenizer.load`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        add_bos: bool,
+        bos_id: int | None,
+        model_rows: int,
+        eos_ids: Iterable[int],
+        template: ChatTemplate | None,
+        source: Path,
+    ) -> None:
+        self._backend, self._add_bos, self._model_rows, self._eos_ids = backend, add_bos, model_rows, tuple(eos_ids)
+        self.special_tokens = dict(special_tokens)  # role ("bos_token") -> text
+        self.bos_id = bos_id
+        self.template = template
+        self.source = source
+
+    @classmethod
+    def load(cls, folder: Path, config: "ModelConfig") -> "Tokenizer":
+        """Read the tokenizer of a model folder. Raises ModelNotFound (no tokenizer.json), TokenizerError, TemplateError."""
+        path = folder / "tokenizer.json"
+        backend = _open_backend(path)
+        settings = _read_json(folder / "tokenizer_config.json")
+        special = _special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(settings)
+        template = load_template(folder, settings, special)
+        bos = special.get("bos_token")
+        bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
+        # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.
+        add_bos = settings.get("add_bos_token") is True and backend.post_processor is None
+        eos = [*config.eos_token_ids, *_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))]
+        return cls(backend, special, add_bos, bos_id, config.vocab_size, eos, template, path)
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary, added tokens included (the model's table may have more rows, for padding)."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def _added(self) -> dict[str, int]:
+        return {token.content: number for number, token in self._backend.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end the model's turn, from every place that states one, and the known end-of-turn tokens among the added ones."""
+        added = self._added
+        names = [n for n in END_OF_TURN if n in added and self._ends_turn(n)]
+        named = {added[n] for n in names}
+        eos = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return frozenset(named.union(self._eos_ids, () if eos is None else (eos,)))
+
+    def _ends_turn(self, name: str) -> bool:
+        return name != "<|end|>" or not all(n in self._added for n in HARMONY)
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the model may reason between <think> tags before it answers."""
+        return self._backend.token_to_id("<think>") is not None or (self.template is not None and self.template.thinks)
+
+    @cached_property
+    def _visible(self) -> dict[int, str]:
+        """Think tags that this vocabulary marks as special: decoding would drop them, and with them the border of the answer."""
+        added = self._backend.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items() if token.special and token.content in THINK_TAGS}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in the text count as such. A beginning-of-text token is added once, where the
+        model wants one. Raises TokenizerError for an id that the model has no row for."""
+        ids = self._encode(text, add_special_tokens)
+        if add_special_tokens and self.bos_id is not None:
+            if self._add_bos and ids[:1] != [self.bos_id]:
+                ids.insert(0, self.bos_id)
+            elif ids[:2] == [self.bos_id, self.bos_id]:
+                del ids[0]
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        text = text.encode("utf-8", "replace").decode() if not text.isascii() else text  # a lone surrogate has no UTF-8
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if ids and max(ids) >= self._model_rows:
+            raise TokenizerError(
+                f"{self.source} makes token {max(ids)}, but the model has only {self._model_rows} embedding rows",
+                f"{REFETCH}: these two do not belong together",
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if skip_special_tokens and self._visible and not self._visible.keys().isdisjoint(ids):
+            stream = self.stream()
+            return "".join(map(stream.push, ids)) + stream.flush()
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self, context: Sequence[int] = ()) -> TextStream:
+        """A decoder for one answer. `context`: the tokens before it, for a raw completion, where the first piece may begin with a space."""
+        return TextStream(self._backend, context[-16:], self._visible)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt text of a chat. Raises TemplateError, also where the model has no template."""
+        if self.template is None:
+            raise TemplateError("this is a base model: it has no chat template", 'let it continue a text: effllm run MODEL --raw "…"')
+        return self.template.render(messages, **options)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a chat: the template writes all special tokens itself, so none is added."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends with an open <think> tag, so that the answer begins inside the reasoning."""
+        return self.thinks and self.decode(prompt[-16:], skip_special_tokens=False).rstrip().endswith(THINK_TAGS[0])
+
+
+def _open_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        if not path.is_file():
+            raise ModelNotFound(f"{path.parent} has no tokenizer.json", _without_tokenizer(path.parent))
+        if path.stat().st_size > TOKENIZER_LIMIT:
+            raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for a tokenizer", REFETCH)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelNotFound(f"cannot read {path}: {error}", "check the permissions of the folder, or " + REFETCH) from None
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{path} is not a tokenizer that can be read: {str(error)[:200]}", REFETCH) from None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _without_tokenizer(folder: Path) -> str:
+    if (folder / "tokenizer.model").exists() or (folder / "vocab.json").exists():
+        return "write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    return "copy tokenizer.json from the model's repository into the folder"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty when the file is absent."""
+    try:
+        if not path.exists():
+            return {}
+        if path.stat().st_size > JSON_LIMIT:
+            raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for its purpose", REFETCH)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"cannot read {path}: {error}", REFETCH) from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} does not hold a JSON object", REFETCH)
+    return content
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """role -> text of every `*_token` entry, written as text or as an object with `content`."""
+    entries = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
+    return {k: v for k, v in entries.items() if isinstance(v, str)}
+
+
+def _ids(value: Any) -> list[int]:
+    """`eos_token_id` as models write it: a number, a list, or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]

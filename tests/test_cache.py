@@ -1,0 +1,234 @@
+"""The KV cache: the page grid, attention against plain softmax, sealing, truncation, and how little depends on how a prompt was cut."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import UsageError
+from effllm.kernels import reference
+from effllm.kernels.cpu.ops import CpuOps, default_registry
+from effllm.kernels.layout import EXTENT, F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.offload.memory import anonymous
+from effllm.offload.pages import PagePool
+from effllm.quant.kv import codec
+from effllm.runtime.cache import CacheShape, KVCache, cache_nbytes
+from effllm.runtime.policy.keep import Keep
+
+CTX = 1024
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = ThreadPool(2)
+    yield pool
+    pool.close()
+
+
+def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softcap=None, shape=CacheShape(CTX), layers=1, only=None) -> KVCache:
+    """A cache with CPU storage for every layer."""
+    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1), default_registry(only))
+    kind = codec(kv)
+    layout = kind.layout(kv_heads, head_dim)
+    pages = PagePool(layers, shape.pages, layout.layer_page_nbytes)
+    stores = [ops.kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pages.extent(i), head_dim**-0.5, window, softcap)
+              for i in range(layers)]
+    return KVCache(stores, kind, Keep(), shape, layout)
+
+
+class Feed:
+    """Random q, k, v for every position, and what a cache made of them."""
+
+    def __init__(self, cache: KVCache, heads: int, tokens: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.cache, layout = cache, cache.layout
+        self.q = rng.standard_normal((tokens, heads * layout.head_dim), np.float32) * 2
+        self.k, self.v = (rng.standard_normal((tokens, layout.kv_heads * layout.head_dim), np.float32) for _ in range(2))
+        self.out = np.full_like(self.q, np.nan)
+
+    def run(self, tokens: int) -> None:
+        for piece in self.cache.pieces(tokens):
+            span = slice(self.cache.n, self.cache.n + piece)
+            self.cache.begin(piece)
+            self.out[span] = self.cache.layer(0).attend(*(np.ascontiguousarray(part[span]) for part in (self.q, self.k, self.v)))
+            self.cache.commit()
+
+    def expected(self, window=None, softcap=None) -> np.ndarray:
+        n, layout = self.cache.n, self.cache.layout
+        split = lambda x: x[:n].reshape(n, -1, layout.head_dim)  # noqa: E731
+        return reference.attend(split(self.q), split(self.k), split(self.v), 0, np.arange(n), layout.head_dim**-0.5, window, softcap).reshape(n, -1)
+
+
+@pytest.mark.parametrize("heads,kv_heads,head_dim", ((6, 2, 24), (4, 4, 64), (8, 1, 80), (2, 2, 128)))
+@pytest.mark.parametrize("kv,bound", (("32bit", 2e-5), ("16bit", 5e-3)))
+@pytest.mark.parametrize("window,softcap", ((None, None), (50, None), (200, 5.0)))
+def test_attention_equals_softmax(pool, heads, kv_heads, head_dim, kv, bound, window, softcap):
+    for cuts in ([700], [1] * 20 + [300, 5, 9, 1, 1, 364], [64, 128, 508]):
+        feed = Feed(make(pool, kv, heads, kv_heads, head_dim, window, softcap), heads, 700)
+        for cut in cuts:
+            feed.run(cut)
+        assert np.abs(feed.out - feed.expected(window, softcap)).max() < bound
+
+
+@pytest.mark.parametrize("end", (1, 15, 63, 64, 65, 191, 192, 193, 319, 320, 321, CTX))
+@pytest.mark.parametrize("shape", (CacheShape(CTX), CacheShape(CTX, sink=0, window=0, chunk=PAGE), CacheShape(CTX, sink=5, window=300, chunk=256)))
+def test_page_edges(pool, end, shape):
+    feed = Feed(make(pool, shape=shape), 6, end)
+    feed.run(end)
+    assert np.abs(feed.out - feed.expected()).max() < 2e-5
+    exact = feed.cache.exact_tokens
+    assert exact >= min(end, shape.sinks + shape.window) and exact < shape.sinks + shape.window + PAGE
+
+
+def test_the_reference_candidate_reads_the_same_pages(pool):
+    fast, slow = Feed(make(pool, "16bit"), 6, 400), Feed(make(pool, "16bit", only="reference"), 6, 400)
+    for feed in (fast, slow):
+        feed.run(380)
+        for _ in range(20):
+            feed.run(1)
+    assert np.abs(fast.out - slow.out).max() < 2e-5
+
+
+def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(pool):
+    outs = []
+    for workers, cuts in ((1, [300] + [1] * 16), (2, [300] + [2] * 8), (4, [300, 8, 8]), (3, [300, 3, 5, 8])):
+        other = ThreadPool(workers)
+        feed = Feed(make(other, "16bit"), 6, 316)
+        for cut in cuts:
+            feed.run(cut)
+        outs.append(feed.out)
+        other.close()
+    assert all(np.array_equal(outs[0], out) for out in outs[1:])
+
+
+def test_a_prompt_cut_by_turns_gives_the_same_bits(pool):
+    """Chunks end on a grid of positions, so only the rounding of few against many tokens could differ, and here neither piece is few."""
+    whole, cut = Feed(make(pool, shape=CacheShape(CTX, chunk=PAGE)), 6, 700), Feed(make(pool, shape=CacheShape(CTX, chunk=PAGE)), 6, 700)
+    whole.run(700)
+    for tokens in (100, 92, 208, 300):
+        cut.run(tokens)
+    assert np.array_equal(whole.out, cut.out)
+
+
+@settings(max_examples=60, deadline=None)
+@given(held=st.integers(1, 900), more=st.integers(0, 900), chunk=st.integers(1, 5), sink=st.integers(0, 130), pages=st.one_of(st.none(), st.integers(1, 3)))
+def test_pieces_cover_the_prompt_and_end_on_pages(held, more, chunk, sink, pages):
+    shape = CacheShape(4096, sink=sink, chunk=chunk * PAGE)
+    cache = KVCache([], codec("32bit"), Keep(), shape, codec("32bit").layout(1, 8))
+    cache.n = held
+    pieces = list(cache.pieces(more, pages))
+    assert sum(pieces) == more and all(0 < piece <= (pages or chunk) * PAGE for piece in pieces)
+    ends = held + np.cumsum(pieces)
+    assert all((end - shape.sinks) % PAGE == 0 for end in ends[:-1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(1, 600), keep=st.integers(0, 600), window=st.sampled_from((0, 1, 128, 300)), sink=st.sampled_from((0, 16, 64)))
+def test_truncate_then_prefill_again_is_as_if_the_rest_never_came(tokens, keep, window, sink):
+    pool = ThreadPool(1)
+    shape = CacheShape(CTX, sink=sink, window=window, chunk=256)
+    feed = Feed(make(pool, shape=shape), 6, 600)
+    feed.run(tokens)
+    held = feed.cache.truncate(keep)
+    assert held == feed.cache.n <= min(tokens, keep)
+    boundary = max(0, (min(keep, tokens) - window - shape.sinks) // PAGE) * PAGE
+    assert held >= min(keep, tokens, boundary)
+    fresh = Feed(make(pool, shape=shape), 6, 600)
+    fresh.run(held)
+    assert feed.cache.sealed <= max(0, (keep - window - shape.sinks) // PAGE) or held == tokens
+    feed.run(600 - held)
+    fresh.run(600 - held)
+    assert np.array_equal(feed.out, fresh.out) or np.abs(feed.out - fresh.out).max() < 2e-5
+    pool.close()
+
+
+def test_truncating_into_a_sealed_page_goes_back_to_its_boundary(pool):
+    cache = make(pool, shape=CacheShape(CTX, sink=64, window=128))
+    feed = Feed(cache, 6, 800)
+    feed.run(800)
+    assert cache.sealed == 4 and cache.exact_tokens == 800 - 4 * PAGE
+    assert cache.truncate(790) == 790  # the same pages would be sealed: nothing is lost
+    assert cache.truncate(500) == 64 + 2 * PAGE and cache.sealed == 2
+    assert cache.truncate(70) == 64 and cache.sealed == 0
+    assert cache.truncate(10) == 10
+    assert cache.truncate(0) == 0
+
+
+def test_the_context_is_a_limit(pool):
+    cache = make(pool, shape=CacheShape(200))
+    feed = Feed(cache, 6, 200)
+    feed.run(200)
+    with pytest.raises(ValueError, match=r"200 \+ 1 tokens in a cache for 200"):
+        cache.begin(1)
+
+
+def test_sealed_records_carry_header_and_checksum(pool):
+    cache = make(pool, "16bit", shape=CacheShape(CTX, sink=16, window=0, chunk=PAGE))
+    feed = Feed(cache, 6, 300)
+    feed.run(300)
+    layer, layout = cache.layer(0).pages, cache.layout
+    assert cache.sealed == 2
+    page = layer.sealed[layout.layer_page_nbytes : 2 * layout.layer_page_nbytes].copy()
+    header = PageHeader.unpack(page[layout.record_nbytes : layout.record_nbytes + HEADER_NBYTES].tobytes())
+    assert (header.layer, header.head, header.first_token, header.count, header.bits_k, header.bits_v) == (0, 1, 16 + PAGE, PAGE, 16, 16)
+    body = page[layout.record_nbytes + HEADER_NBYTES :][: 2 * layout.side_nbytes]
+    assert header.crc32 == zlib.crc32(body)
+    keys = body[: layout.side_nbytes].view(np.float16).reshape(PAGE, layout.head_dim)
+    assert np.array_equal(keys, feed.k[16 + PAGE : 16 + 2 * PAGE, layout.head_dim :].astype(np.float16))
+    cache.codec.check(page, layout)
+    page[layout.key_offset(1) + 5] ^= 1
+    with pytest.raises(ValueError, match="layer 0, head 1, token 144: checksum differs"):
+        cache.codec.check(page, layout)
+
+
+def test_golden_header_bytes():
+    header = PageHeader(layer=3, head=1, first_token=64, count=128, bits_k=16, bits_v=16, base_position=-1, profile=7, crc32=0xDEADBEEF)
+    golden = "45464b5601000300010000004000000000000000800000001010" + "0000" + "ffffffffffffffff" + "0700000000000000" + "efbeadde"
+    assert header.pack().hex() == golden.ljust(128, "0")
+    assert PageHeader.unpack(header.pack()) == header
+    with pytest.raises(ValueError, match="not a KV page"):
+        PageHeader.unpack(b"XXXX" + header.pack()[4:])
+    with pytest.raises(ValueError, match="version 9"):
+        PageHeader.unpack(header.pack()[:4] + struct.pack("<H", 9) + header.pack()[6:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.builds(PageHeader, layer=st.integers(0, 65535), head=st.integers(0, 65535), first_token=st.integers(-(2**63), 2**63 - 1),
+                 count=st.integers(0, 2**32 - 1), bits_k=st.integers(0, 255), bits_v=st.integers(0, 255),
+                 base_position=st.integers(-(2**63), 2**63 - 1), profile=st.integers(0, 2**64 - 1), crc32=st.integers(0, 2**32 - 1)))
+def test_headers_round_trip(header):
+    assert PageHeader.unpack(header.pack()) == header and len(header.pack()) == HEADER_NBYTES
+
+
+def test_golden_layout():
+    layout = PageLayout(kv_heads=2, head_dim=64, stored=F16)
+    assert (layout.side_nbytes, layout.record_nbytes, layout.layer_page_nbytes) == (16384, 32832, 69632)
+    assert (layout.key_offset(1), layout.value_offset(1)) == (32896, 49280)
+    assert layout.layer_page_nbytes % EXTENT == 0
+    assert PageLayout(1, 80, F32).record_nbytes == 64 + 2 * 128 * 80 * 4
+
+
+def test_the_byte_count_is_the_memory_in_use(pool):
+    shape = CacheShape(CTX)
+    cache = make(pool, "16bit", layers=3, shape=shape)
+    for piece in cache.pieces(600):
+        cache.begin(piece)
+        for layer in range(3):
+            rows = np.ones((piece, 48), np.float32)
+            cache.layer(layer).attend(np.ones((piece, 144), np.float32), rows, rows)
+        cache.commit()
+    fixed, per_page = cache_nbytes(3, cache.layout, shape)
+    assert cache.allocated_nbytes == fixed + cache.sealed * per_page
+    assert cache.bits_per_value == pytest.approx(8 * cache.allocated_nbytes / (2 * 48 * 3 * 600))
+    assert cache.packed_bits == 8 * cache.layout.layer_page_nbytes / (2 * PAGE * 48) >= 16
+
+
+def test_unknown_kv_is_refused_with_what_exists():
+    with pytest.raises(UsageError, match="--kv 4bit is not in this version") as caught:
+        codec("4bit")
+    assert caught.value.hint == "use --kv 32bit or 16bit"

@@ -1,0 +1,297 @@
+"""config.json: what transformers writes is read as transformers means it; what is malformed, absurd or unsupported is named."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from effllm import EffllmError, ModelNotFound, UsageError
+from effllm.runtime import config as config_module
+from effllm.runtime import families
+from effllm.runtime.config import ModelConfig, parse_config, read_config
+from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
+
+WRITERS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
+         "num_key_value_heads": 2}
+LLAMA = {"model_type": "llama", **SMALL}
+
+
+def refused(raw: dict[str, object], *words: str, strict: bool = False) -> EffllmError:
+    """The config is refused in one line that holds `words`."""
+    with pytest.raises(EffllmError) as caught:
+        parse_config(raw, strict)
+    for word in words:
+        assert word in caught.value.message, caught.value.message
+    assert "\n" not in caught.value.message and "\n" not in caught.value.hint and len(caught.value.message) < 400
+    return caught.value
+
+
+# ---- against transformers
+
+
+@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("changes", [{}, SMALL, {**SMALL, "head_dim": 32, "tie_word_embeddings": True, "eos_token_id": [7, 9],
+                                                 "bos_token_id": None}],
+                         ids=["defaults", "small", "own head_dim"])
+def test_what_transformers_writes(family: str, changes: dict[str, object]) -> None:
+    written = WRITERS[family](**changes)
+    config = parse_config(json.loads(written.to_json_string()), strict=True)
+    assert config.family == family and config.warnings == ()
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id"):
+        assert getattr(config, name) == getattr(written, name), name
+    assert config.norm_eps == written.rms_norm_eps
+    assert config.head_dim == (getattr(written, "head_dim", None) or written.hidden_size // written.num_attention_heads)
+    eos = written.eos_token_id
+    assert list(config.eos_token_ids) == (eos if isinstance(eos, list) else [] if eos is None else [eos])
+    assert config.rope.theta == written.rope_parameters["rope_theta"] and config.rope.kind == "default"
+    assert config.qk_norm == (family == "qwen3") and config.qkv_bias == (family == "qwen2")
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
+    """Old configs leave out what was the default when they were written."""
+    full = json.loads(WRITERS[family]().to_json_string())
+    shape = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    bare = {key: full[key] for key in shape}
+    if family == "llama":
+        bare["num_key_value_heads"] = None
+    assert parse_config(bare) == parse_config(full)
+
+
+def test_the_packaged_model_is_known_to_the_last_key() -> None:
+    folder = Path(__file__).resolve().parent.parent / "models" / "fable"
+    config = read_config(folder, strict=True)
+    raw = json.loads((folder / "config.json").read_text())
+    assert config.warnings == () and config.hidden_size == raw["hidden_size"] and config.dtype == "bfloat16"
+
+
+def test_both_dialects_give_the_same_config() -> None:
+    older = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}, "torch_dtype": "float16"}
+    newer = {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "dtype": "float16"}
+    assert parse_config(older, strict=True) == parse_config(newer, strict=True)
+    assert parse_config(older).rope == config_module.RopeConfig(5e5, "linear", {"factor": 2.0})
+    assert parse_config({**newer, "torch_dtype": "float32"}).dtype == "float16"  # the newer key wins, as in transformers
+
+
+# ---- the lists of keys
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
+    module = families.get(family)
+    keys = Keys({**LLAMA, "model_type": family})
+    module.config(keys)
+    listed = config_module.KEYS_USED | module.KEYS_USED
+    assert keys.asked <= listed
+    assert listed - keys.asked == {"architectures"}  # judged before a family is asked
+    harmless = config_module.KEYS_HARMLESS | module.KEYS_HARMLESS
+    refused_keys = config_module.REFUSED_UNLESS.keys() | module.REFUSED_UNLESS.keys()
+    assert not listed & harmless and not listed & refused_keys and not harmless & refused_keys
+
+
+def test_the_families_are_the_files_of_their_folder() -> None:
+    folder = Path(families.__file__).parent
+    assert sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__") == sorted(families.FAMILIES)
+
+
+def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
+    error = refused({**LLAMA, "model_type": "gpt2\x1b[2J"}, "'gpt2\\x1b[2J'")
+    assert "qwen3" in error.hint
+    refused(SMALL, "model_type is missing")
+    refused({**LLAMA, "model_type": "../cache"}, "not supported")
+    refused({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification")
+
+
+def test_an_unlisted_key_warns_once_and_strict_refuses() -> None:
+    raw = {**LLAMA, "zeta_\x1b": 1, "flux_capacity": 2, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "warp": 9}}
+    (warning,) = parse_config(raw).warnings
+    for name in ("flux_capacity", "'zeta_\\x1b'", "rope_parameters.warp"):
+        assert name in warning
+    assert isinstance(refused(raw, "flux_capacity", strict=True), UsageError)
+    (many,) = parse_config({**LLAMA, **{f"key{i}": i for i in range(500)}}).warnings
+    assert len(many) < 300 and "more" in many
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("quantization_config", {"quant_method": "gptq"}), ("auto_map", {"AutoModel": "evil.py"}), ("num_local_experts", 8),
+    ("partial_rotary_factor", 0.5), ("attn_logit_softcapping", 50.0), ("is_encoder_decoder", True), ("sliding_window", 4096),
+    ("layer_types", ["full_attention"] * 4), ("residual_multiplier", 0.22), ("pruned_heads", {"0": [1]})])
+def test_a_feature_that_is_not_supported_is_refused_by_name(key: str, value: object) -> None:
+    error = refused({**LLAMA, key: value}, key, "not supported")
+    assert isinstance(error, ConfigError) and error.hint
+    assert parse_config({**LLAMA, key: None}, strict=True).warnings == ()
+
+
+@pytest.mark.parametrize("key", ["partial_rotary_factor", "is_encoder_decoder", "residual_multiplier", "pruned_heads", "rope_interleaved"])
+def test_such_a_feature_at_its_default_is_fine(key: str) -> None:
+    assert parse_config({**LLAMA, key: config_module.REFUSED_UNLESS[key]}, strict=True).warnings == ()
+
+
+# ---- families
+
+
+def test_biases() -> None:
+    def biased(**changes: object) -> set[str]:
+        config = parse_config({**LLAMA, **changes})
+        return {role for role in families.get(config.family).layer_tensors(config, 0) if role.endswith("_bias")}
+
+    assert biased() == set()
+    assert biased(attention_bias=True) == {"q_bias", "k_bias", "v_bias", "o_bias"}
+    assert biased(mlp_bias=True) == {"gate_bias", "up_bias", "down_bias"}
+    assert biased(model_type="qwen2") == {"q_bias", "k_bias", "v_bias"}
+    assert biased(model_type="qwen3", attention_bias=True) == {"q_bias", "k_bias", "v_bias", "o_bias"}
+    assert biased(model_type="mistral") == set()
+
+
+def windows(**changes: object) -> tuple[int | None, ...]:
+    return parse_config({**LLAMA, **changes}).windows
+
+
+def test_windows() -> None:
+    assert windows() == (None,) * 4
+    assert windows(model_type="mistral", sliding_window=32) == (32,) * 4
+    assert windows(model_type="mistral", sliding_window=None) == (None,) * 4
+    assert windows(model_type="mistral") == (4096,) * 4
+    qwen = {"model_type": "qwen2", "sliding_window": 32, "max_window_layers": 3}
+    assert windows(**qwen) == (None,) * 4  # switched off unless asked for
+    assert windows(**qwen, use_sliding_window=True) == (None, None, None, 32)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "attention"]
+    assert windows(**qwen, use_sliding_window=True, layer_types=kinds) == (32, None, 32, None)
+    refused({**LLAMA, **qwen, "layer_types": kinds}, "sliding_attention", "no sliding window")
+    refused({**LLAMA, **qwen, "layer_types": ["linear_attention"] * 4}, "linear_attention")
+    refused({**LLAMA, **qwen, "layer_types": ["full_attention"] * 3}, "layer_types")
+
+
+def test_heads() -> None:
+    assert parse_config(LLAMA).head_dim == 16
+    assert parse_config({**LLAMA, "model_type": "qwen3"}).head_dim == 128
+    assert parse_config({**LLAMA, "model_type": "qwen3", "head_dim": None}).head_dim == 16
+    assert parse_config({**LLAMA, "num_key_value_heads": None}).num_key_value_heads == 6
+    refused({**LLAMA, "num_key_value_heads": 4}, "6", "multiple", "4")
+    refused({**LLAMA, "hidden_size": 97}, "97", "multiple")
+    refused({**LLAMA, "head_dim": 15}, "15")
+
+
+def test_special_tokens() -> None:
+    def eos(value: object) -> tuple[int, ...]:
+        return parse_config({**LLAMA, "eos_token_id": value}).eos_token_ids
+
+    assert eos(5) == (5,) and eos([5, 7, 5]) == (5, 7) and eos([]) == () and eos(None) == ()
+    assert parse_config(LLAMA).eos_token_ids == (2,) and parse_config(LLAMA).bos_token_id == 1
+    outside = parse_config({**LLAMA, "eos_token_id": [2, 300], "bos_token_id": -1})
+    assert outside.eos_token_ids == (2,) and outside.bos_token_id is None and len(outside.warnings) == 2
+    refused({**LLAMA, "eos_token_id": "</s>"}, "eos_token_id")
+    refused({**LLAMA, "eos_token_id": [True]}, "eos_token_id")
+
+
+def test_the_context_counts_what_yarn_adds() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+    assert parse_config({**LLAMA, "max_position_embeddings": 1000, "rope_parameters": yarn}).context_length == 4000
+    assert parse_config({**LLAMA, "max_position_embeddings": 4096, "rope_parameters": yarn}).context_length == 4096
+    assert parse_config({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}).context_length == 2048
+
+
+def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    features = {"llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {}, "qwen2": {}, "qwen3": {"attention_bias": True}}
+    for family, writer in WRITERS.items():
+        for changes in ({}, {"tie_word_embeddings": True, **features[family]}):
+            written = writer(**{**SMALL, "head_dim": 32, **changes})
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(written)
+            config = parse_config(json.loads(written.to_json_string()))
+            module = families.get(family)
+            rules = [*module.outer_tensors(config).values()]
+            rules += [rule for layer in range(4) for rule in module.layer_tensors(config, layer).values()]
+            there = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}  # a tied head is listed once
+            assert {rule.name: rule.shape for rule in rules} == there
+            assert len(rules) == len(there)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("value", [0, -1, 1.5, "64", True, [64], 2**40, 10**400], ids=lambda value: repr(value)[:12])
+def test_absurd_sizes_are_named(name: str, value: object) -> None:
+    refused({**LLAMA, name: value}, name)
+
+
+@pytest.mark.parametrize("name", sorted(SMALL.keys() - {"num_key_value_heads"}))
+def test_a_missing_size_is_named(name: str) -> None:
+    refused({**LLAMA, name: None}, name, "missing")
+    refused({key: value for key, value in LLAMA.items() if key != name}, name, "missing")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("rms_norm_eps", 0.0), ("rms_norm_eps", float("nan")), ("rms_norm_eps", "1e-5"), ("hidden_act", "swiglu"), ("hidden_act", 3),
+    ("tie_word_embeddings", "yes"), ("rope_theta", 1.0), ("rope_theta", float("inf")), ("max_position_embeddings", 2**40),
+    ("head_dim", 4096), ("rope_scaling", "linear"), ("rope_scaling", {"type": "spiral"}), ("rope_scaling", {"type": ["linear"]}),
+    ("rope_scaling", {"type": "linear"}), ("rope_scaling", {"type": "linear", "factor": -2}), ("rope_scaling",
+                                                                                               {"type": "linear", "factor": True}),
+    ("rope_scaling", {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+    ("rope_scaling", {"type": "longrope", "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}),
+    ("rope_scaling", {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}),
+    ("rope_parameters", {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}),
+    ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}), ("architectures", "LlamaForCausalLM"), ("dtype", 16)])
+def test_values_of_the_wrong_kind_are_named(name: str, value: object) -> None:
+    refused({**LLAMA, name: value}, name)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(config_module.KEYS_USED | {"attention_bias", "sliding_window", "layer_types",
+                                                                         "use_sliding_window"})),
+                       st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+                                    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["type", "factor", "rope_type"]),
+                                                                                        x), max_leaves=4)),
+       st.sampled_from(families.FAMILIES))
+@settings(max_examples=60, deadline=None)
+def test_any_json_gives_a_config_or_one_line(changes: dict[str, object], family: str) -> None:
+    try:
+        config = parse_config({**LLAMA, **changes, "model_type": family})
+    except EffllmError as error:
+        assert "\n" not in error.message
+    else:
+        assert isinstance(config, ModelConfig) and len(config.windows) == config.num_hidden_layers
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    def message(kind: type[EffllmError]) -> str:
+        with pytest.raises(EffllmError) as caught:
+            read_config(tmp_path)
+        assert type(caught.value) is kind and "\n" not in caught.value.message
+        return caught.value.message
+
+    path = tmp_path / "config.json"
+    assert "has no config.json" in message(ModelNotFound)
+    for text in ("", "{", "[" * 100_000, "[1]", '"text"', "{'a': 1}", '{"vocab_size": ' + "9" * 10_000 + "}"):
+        path.write_text(text)
+        assert "config.json" in message(ConfigError)
+    path.write_bytes(b"\xff\xfe{}")
+    assert "not valid JSON" in message(ConfigError)
+    path.write_bytes(b" " * (FILE_LIMIT + 1))
+    assert "larger than" in message(ConfigError)
+    path.unlink()
+    os.mkfifo(path)  # a pipe would block the reader for ever
+    assert "not a regular file" in message(ConfigError)
+    path.unlink()
+    path.mkdir()
+    assert "not a regular file" in message(ConfigError)
+    with pytest.raises(ModelNotFound, match="no folder"):
+        read_config(tmp_path / "absent")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the administrator reads everything")
+def test_a_config_without_read_permission(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    path.chmod(0)
+    with pytest.raises(ModelNotFound, match="cannot be read"):
+        read_config(tmp_path)

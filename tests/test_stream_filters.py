@@ -1,0 +1,198 @@
+"""Stream filters give the same result however the text was cut, and nothing of a stop string, a tag or an escape sequence leaks."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import UsageError
+from effllm.runtime.stream_filters import StopStrings, TerminalFilter, ThinkFilter, held_suffix, sanitize, strip_thinking
+
+quick = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def cut(draw, texts):
+    """A text and a way to cut it into pieces, some of them empty."""
+    text = draw(texts)
+    borders = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    edges = [0, *borders, len(text)]
+    return text, [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def first_stop(text, stops):
+    """The definition: the stop string that is complete first (of two, the longer) ends the text where it begins."""
+    for end in range(len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            longest = max(done, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut(st.text("abc\n", max_size=40)), st.lists(st.text("abc\n", min_size=1, max_size=5), max_size=4))
+def test_stop_strings_do_not_depend_on_the_pieces(text_and_pieces, stops):
+    text, pieces = text_and_pieces
+    stop = StopStrings(stops)
+    shown = "".join(stop.push(piece) for piece in pieces)
+    shown += stop.flush()
+    expected, matched = first_stop(text, stops)
+    assert (shown, stop.matched, stop.hit) == (expected, matched, matched is not None)
+
+
+@quick
+@given(cut(st.text("ab", max_size=60)), st.text("ab", min_size=1, max_size=6))
+def test_one_stop_string_is_partition(text_and_pieces, mark):
+    text, pieces = text_and_pieces
+    stop = StopStrings([mark])
+    assert "".join([*map(stop.push, pieces), stop.flush()]) == text.partition(mark)[0]
+
+
+@quick
+@given(cut(st.text("abc", max_size=40)), st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3))
+def test_what_is_shown_never_needs_to_be_taken_back(text_and_pieces, stops):
+    text, pieces = text_and_pieces
+    stop, shown, given_text = StopStrings(stops), "", ""
+    for piece in pieces:
+        shown, given_text = shown + stop.push(piece), given_text + piece
+        assert first_stop(text, stops)[0].startswith(shown)
+        assert stop.hit or len(given_text) - len(shown) < max(map(len, stops)), "holds back more than a stop string could need"
+
+
+def test_a_stop_string_over_three_tokens():
+    stop = StopStrings(["\nUser:"])
+    assert [stop.push(p) for p in ("Yes.", "\nUs", "e", "r: no")] == ["Yes.", "", "", ""]
+    assert stop.hit and stop.flush() == "" and stop.push("more") == ""
+
+
+def test_a_false_start_is_shown_as_soon_as_it_is_false():
+    stop = StopStrings(["\nUser:"])
+    assert [stop.push(p) for p in ("a\nUs", "ual")] == ["a", "\nUsual"]
+
+
+def test_flush_gives_back_what_could_have_become_a_stop():
+    stop = StopStrings(["###"])
+    assert stop.push("title ##") == "title " and stop.flush() == "##" and stop.flush() == "" and not stop.hit
+
+
+def test_of_two_stops_the_one_complete_first_ends_the_text():
+    stop = StopStrings(["abcd", "bc"])
+    assert stop.push("xabcd") == "xa" and stop.matched == "bc"
+
+
+def test_an_empty_stop_string_is_a_usage_error():
+    with pytest.raises(UsageError, match="empty"):
+        StopStrings(["ok", ""])
+
+
+def test_no_stop_strings_hold_nothing_back():
+    assert StopStrings([]).push("anything") == "anything"
+
+
+def test_held_suffix():
+    assert held_suffix("ab<", ["<think>"]) == 1 and held_suffix("<think>", ["<think>"]) == 0 and held_suffix("aab", ["aabaab"]) == 3
+
+
+# ---- reasoning ----------------------------------------------------------------------------------------------------------
+
+
+def split_thinking(text, started):
+    """The definition on a whole text: (thinking, answer)."""
+    if not started:
+        if not text.lstrip().startswith("<think>"):
+            return "", text
+        text = text.lstrip().removeprefix("<think>")
+    thinking, _, answer = text.partition("</think>")
+    return thinking.strip(), answer.lstrip()
+
+
+think_texts = st.lists(st.sampled_from(["<think>", "</think>", "<thi", "</", "a", "b ", " ", "\n", "nk>"]), max_size=14).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut(think_texts), st.booleans())
+def test_thinking_does_not_depend_on_the_pieces(text_and_pieces, started):
+    text, pieces = text_and_pieces
+    block = ThinkFilter(started=started)
+    parts = [part for piece in pieces for part in block.push(piece)] + block.flush()
+    thinking, answer = split_thinking(text, started)
+    assert "".join(t for kind, t in parts if kind == "thinking") == thinking
+    assert "".join(t for kind, t in parts if kind == "answer") == answer
+    assert all(t for _, t in parts) and {kind for kind, _ in parts} <= {"answer", "thinking"}
+    assert strip_thinking(text, started) == answer
+
+
+def test_thinking_streams_piece_by_piece():
+    block = ThinkFilter()
+    pushed = [block.push(p) for p in ("\n<th", "ink>\nLet me", " see.", "\n</thi", "nk>\n\nHel", "lo <think>")]
+    assert pushed == [[], [("thinking", "Let me")], [("thinking", " see.")], [], [("answer", "Hel")], [("answer", "lo <think>")]]
+
+
+def test_an_answer_about_tags_is_an_answer():
+    assert strip_thinking("The tag <think> opens it, </think> ends it.") == "The tag <think> opens it, </think> ends it."
+
+
+def test_thinking_that_never_ends_is_no_answer():
+    assert strip_thinking("<think>on and on") == "" and strip_thinking("on and on", started=True) == ""
+
+
+def test_an_unfinished_opening_tag_is_the_answer():
+    block = ThinkFilter()
+    assert block.push(" <thi") == [] and block.flush() == [("answer", " <thi")]
+
+
+def test_other_tags():
+    block = ThinkFilter("[T]", "[/T]")
+    assert block.push("[T]x[/T]y") == [("thinking", "x"), ("answer", "y")]
+
+
+# ---- terminal -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("plain\n\ttext é 日本 🦊", "plain\n\ttext é 日本 🦊"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07x", "x"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b]52;c;ZXZpbA==\x07", ""),
+        ("\x9b2Jx\x9d0;t\x9cy", "xy"),
+        ("\x1bPq#0\x1b\\z", "z"),
+        ("\x1bc\x1b(Breset", "reset"),
+        ("safe\rEVIL\x08\x08\x7f\x00", "safeEVIL"),
+        ("a\r\nb", "a\nb"),
+        ("\u202etxt.exe\u2066", "txt.exe"),
+        ("\x1b", ""),
+        ("lone \ud800 half", "lone \ufffd half"),
+    ],
+)
+def test_sanitize(text, clean):
+    assert sanitize(text) == clean
+
+
+@quick
+@given(st.text())
+def test_sanitize_leaves_no_control_character(text):
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", sanitize(text))
+
+
+escapes = st.lists(
+    st.sampled_from(["\x1b", "[", "]", "31", ";", "m", "\x07", "\\", "\x9b", "\x9d", "\x9c", "a", " ", "\n", "\r", "P", "🦊"]), max_size=20
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut(escapes.map("".join)))
+def test_terminal_filter_does_not_depend_on_the_pieces(text_and_pieces):
+    text, pieces = text_and_pieces
+    terminal = TerminalFilter()
+    assert "".join([*map(terminal.push, pieces), terminal.flush()]) == sanitize(text)
+
+
+def test_terminal_filter_does_not_wait_for_ever():
+    terminal = TerminalFilter()
+    shown = terminal.push("\x1b]0;") + "".join(terminal.push("word ") for _ in range(100))
+    assert len(shown) > 200 and "\x1b" not in shown
