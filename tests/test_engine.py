@@ -1,0 +1,215 @@
+"""The engine on the real model: prompts, the kept cache, limits, damage, and blocks on two backends."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import effllm
+from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError
+from effllm.runtime.engine import Engine, EngineOptions, open_engine, prepare
+from effllm.runtime.events import Notice, Progress
+from effllm.runtime.sampler import Sampler, SamplerSettings
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+GREEDY = SamplerSettings(temperature=0)
+
+
+def opened(folder: Path = FABLE, **options) -> Engine:
+    return list(open_engine(folder, EngineOptions(device="cpu", **options)))[-1]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = opened()
+    yield engine
+    engine.close()
+
+
+def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSettings = GREEDY) -> list[int]:
+    for _ in engine.prefill(prompt):
+        continue
+    return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
+
+
+def test_opening_tells_what_happens(tmp_path):
+    events = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=512)))
+    loads = [event for event in events if isinstance(event, Progress) and event.phase == "loading"]
+    assert loads[-1].done == loads[-1].total == 11_540_992 and all(a.done <= b.done for a, b in zip(loads, loads[1:]))
+    assert events[-1].n_ctx == 512 and events[-1].placement.devices == ("cpu",) * 6
+    events[-1].close()
+
+
+def test_same_seed_same_tokens(engine):
+    settings = SamplerSettings(temperature=0.9, top_k=50, seed=7)
+    prompt = list(range(300, 340))
+    first = answer(engine, prompt, 40, settings)
+    assert answer(engine, prompt, 40, settings) == first
+    assert answer(engine, prompt, 40, SamplerSettings(temperature=0.9, top_k=50, seed=8)) != first
+
+
+def test_threads_do_not_change_the_answer(engine):
+    prompt = list(range(300, 500))
+    expected = answer(engine, prompt, 30)
+    for threads in (1, 3):
+        other = opened(threads=threads)
+        assert answer(other, prompt, 30) == expected
+        other.close()
+
+
+def test_a_prompt_that_goes_on_prefills_only_the_rest(engine):
+    engine.reset()
+    prompt = list(range(300, 700))
+    said = answer(engine, prompt, 10)
+    assert engine.tokens == prompt + said[:-1]
+    events = list(engine.prefill(prompt + said + [50, 51]))
+    assert [event.done for event in events] == [] or events[0].done > len(prompt)
+    kept = engine._logits.copy()
+    engine.reset()
+    list(engine.prefill(prompt + said + [50, 51]))
+    assert np.abs(kept - engine._logits).max() < 2e-2 * np.abs(kept).max()  # 16-bit cache: other roundings in the last bit of k and v
+    assert kept.argmax() == engine._logits.argmax()
+
+
+def test_an_empty_answer_and_limits(engine):
+    assert answer(engine, [300, 301], 0) == []
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        list(engine.prefill([]))
+    with pytest.raises(UsageError, match="token id 4096 is outside the vocabulary of 4096"):
+        list(engine.prefill([4096]))
+    with pytest.raises(ContextOverflow, match="the prompt has 2048 tokens and the context holds 2048"):
+        list(engine.prefill([300] * 2048))
+    list(engine.prefill([300] * 2047))
+
+
+def test_the_context_ends_an_answer_or_shifts():
+    short = opened(ctx=200)
+    list(short.prefill([300] * 190))
+    steps = list(short.generate(Sampler(GREEDY, 4096), None, frozenset(), ignore_eos=True))
+    assert steps[-1].finish == "context" and len(short.tokens) < 200 and not short.truncated
+    short.close()
+    shifting = opened(ctx=200, overflow="shift")
+    list(shifting.prefill([300] * 150))
+    steps = list(shifting.generate(Sampler(SamplerSettings(temperature=1.0, seed=1), 4096), 120, frozenset(), ignore_eos=True))
+    assert len(steps) == 120 and steps[-1].finish == "length" and shifting.truncated and len(shifting.tokens) < 200
+    list(shifting.prefill(list(range(300, 900))))
+    assert shifting.tokens[:50] == list(range(300, 350)) and shifting.tokens[-1] == 899 and len(shifting.tokens) == 100
+    shifting.close()
+
+
+def test_mmap_gives_the_same_answer(engine):
+    mapped = opened(load="mmap")
+    assert answer(mapped, list(range(300, 400)), 20) == answer(engine, list(range(300, 400)), 20)
+    mapped.close()
+
+
+def test_one_token_contexts_and_tiny_ones():
+    with pytest.raises(ContextOverflow):
+        list(opened(ctx=1).prefill([300]))
+    tiny = opened(ctx=2)
+    assert len(answer(tiny, [300], 5)) == 1
+    tiny.close()
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_numbers():
+    with pytest.raises(DoesNotFit, match=r"weights .* KV cache .* the budget is") as caught:
+        prepare(FABLE, EngineOptions(device="cpu", ram="20M"))
+    assert caught.value.exit_code == 4 and caught.value.hint
+
+
+def test_the_plan_is_held(engine):
+    placement = engine.placement
+    layout, shape = engine.cache.layout, engine.cache.shape
+    assert placement.kv_bytes >= 6 * (shape.slots + shape.pages) * layout.layer_page_nbytes
+    assert placement.workspace_bytes == engine.backends["cpu"].workspace.nbytes
+    assert placement.weights_bytes == engine.model.nbytes == 11_540_992
+
+
+def test_beyond_the_trained_positions_needs_force():
+    with pytest.raises(UsageError, match="-c 4096 is more than the 2048 positions"):
+        prepare(FABLE, EngineOptions(device="cpu", ctx=4096))
+    assert prepare(FABLE, EngineOptions(device="cpu", ctx=4096, force=True)).placement.ctx == 4096
+
+
+@pytest.mark.parametrize("bad", ({"device": "tpu"}, {"load": "tape"}, {"overflow": "wrap"}, {"threads": 0}, {"ctx": 0}, {"kv": "4bit"}, {"kv_sink": -1}))
+def test_options_are_checked(bad):
+    with pytest.raises(UsageError):
+        EngineOptions(**bad)
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    return Path(shutil.copytree(FABLE, tmp_path / "model"))
+
+
+def edit(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def damage(folder: Path, name: str, change) -> None:
+    """Rewrite one tensor of the checkpoint (bf16 as float32)."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensors = {key: file.get_tensor(key).float().numpy() for key in file.keys()}
+    tensors[name] = change(tensors[name])
+    save_file(tensors, folder / "model.safetensors")
+    assert name in load_file(folder / "model.safetensors")
+
+
+def test_shapes_that_contradict_the_config_are_named(copy):
+    edit(copy, intermediate_size=1024)
+    with pytest.raises(EffllmError, match=r"tensor model.layers.0.mlp.gate_proj.weight has shape \[768, 256\], the config says \[1024, 256\]"):
+        prepare(copy, EngineOptions(device="cpu"))
+
+
+def test_a_missing_tensor_is_named(copy):
+    edit(copy, num_hidden_layers=7)
+    with pytest.raises(EffllmError, match="tensor model.layers.6.input_layernorm.weight is missing"):
+        prepare(copy, EngineOptions(device="cpu"))
+
+
+def test_nan_in_weights_names_the_tensor(copy):
+    def poke(values):
+        values[3, 5] = np.nan
+        return values
+
+    damage(copy, "model.layers.2.mlp.down_proj.weight", poke)
+    broken = opened(copy)
+    list(broken.prefill([300, 301]))
+    with pytest.raises(EffllmError, match="tensor model.layers.2.mlp.down_proj.weight holds NaN or infinity"):
+        list(broken.generate(Sampler(GREEDY, 4096), 3, frozenset()))
+    broken.close()
+
+
+def test_integer_weights_are_refused_by_type(copy):
+    from safetensors import safe_open
+
+    with safe_open(copy / "model.safetensors", "pt") as file:
+        tensors = {key: file.get_tensor(key).float().numpy() for key in file.keys()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(EffllmError, match="tensor model.norm.weight is I8; this version reads F32, F16, BF16"):
+        prepare(copy, EngineOptions(device="cpu"))
+
+
+def test_unknown_config_keys_warn_once_and_strict_refuses(copy):
+    edit(copy, flux_capacitor=True)
+    prepared = prepare(copy, EngineOptions(device="cpu"))
+    assert sum("flux_capacitor" in notice for notice in prepared.notices) == 1
+    assert any(isinstance(event, Notice) and "flux_capacitor" in event.text for event in open_engine(copy, EngineOptions(device="cpu")))
+    with pytest.raises(UsageError, match="flux_capacitor"):
+        prepare(copy, EngineOptions(device="cpu", strict=True))
+
+
+def test_taps_see_every_layer(engine):
+    engine.reset()
+    seen = {}
+    engine.model.forward(np.arange(300, 310), engine.cache, lambda name, layer, value: seen.setdefault((name, layer), np.array(value)))
+    assert {layer for _, layer in seen} == set(range(6))
+    assert seen["q", 3].shape == (10, 256) and seen["k", 3].shape == (10, 128) and seen["mlp_in", 5].shape == (10, 256)
+    engine.reset()
