@@ -121,8 +121,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
         kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    budget = Budget(ram=ram, vram=parse_size(options.vram) if options.vram else 0)
-    placement = plan(demand, budget, max(config.max_position_embeddings, wanted or 0), wanted, device, options.gpu_layers)
+    budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
+    placement = plan(demand, budget, max(config.max_position_embeddings, wanted or 0), wanted,
+                     options.device if device == "cuda" else "cpu", options.gpu_layers if device == "cuda" else None)
     return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes)
 
 
@@ -148,6 +149,13 @@ def _device(options: EngineOptions, notices: list[str]) -> str:
     if options.device == "cuda":
         raise UsageError("--device cuda: torch finds no GPU here", "--device cpu")
     return "cpu"
+
+
+def _vram(options: EngineOptions) -> int:
+    """Bytes of GPU memory to use: as asked, never more than there is."""
+    from ..kernels.cuda.torch_ops import free_memory
+
+    return min(parse_size(options.vram), free_memory()) if options.vram else free_memory()
 
 
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:

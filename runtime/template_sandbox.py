@@ -82,8 +82,6 @@ class Guards(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(self._guarded("guard_step", line=node.lineno), lineno=node.lineno))
-        if node.test is not None:
-            node.test = nodes.And(self._guarded("guard_step", line=node.lineno), node.test, lineno=node.lineno)
         return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:
@@ -196,9 +194,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     # ---- what the rewritten template calls ----
 
-    def guard_step(self) -> bool:
+    def guard_step(self) -> None:
         self.meter.step()
-        return True
 
     def guard_operand(self, value: Any) -> Any:
         self.meter.step()

@@ -198,7 +198,7 @@ def _open_backend(path: Path) -> tokenizers.Tokenizer:
             raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for a tokenizer", REFETCH)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelNotFound(f"cannot read {path}: {error}", "check the permissions of the folder, or " + REFETCH) from None
+        raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
@@ -223,7 +223,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for its purpose", REFETCH)
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"cannot read {path}: {error}", REFETCH) from None
+        raise TokenizerError(f"cannot read {path}: {_reason(error)}", REFETCH) from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} does not hold a JSON object", REFETCH)
     return content
@@ -239,3 +239,8 @@ def _ids(value: Any) -> list[int]:
     """`eos_token_id` as models write it: a number, a list, or nothing."""
     values = value if isinstance(value, list) else [value]
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+
+
+def _reason(error: Exception) -> str:
+    """Why a file could not be read, without the path that the message already names."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

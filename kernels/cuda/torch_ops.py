@@ -34,6 +34,11 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def free_memory() -> int:
+    """Bytes of GPU memory that this process can still take."""
+    return torch.cuda.mem_get_info()[0]
+
+
 def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """Over the last axis: rms, rms+1 (weight stored minus one), layer or none, in float32."""
     if norm.kind == "none":

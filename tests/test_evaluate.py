@@ -1,0 +1,101 @@
+"""Perplexity and KL divergence against transformers and against arithmetic; the speed measurement's bookkeeping."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm import UsageError
+from effllm.runtime.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
+from effllm.runtime.engine import EngineOptions, open_engine, open_prepared
+from effllm.runtime.evaluate import kld, log_softmax, perplexity, windows
+from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
+from effllm.runtime.text import Tokenizer
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+TEXT = ("The king of the wood said to the fox: you have stolen my bread, and you shall give me three wishes for it. "
+        "The fox bowed low, and asked to be allowed to think until the morning.\n\n") * 12
+
+
+@pytest.fixture(scope="module")
+def engines():
+    pair = [list(open_engine(FABLE, EngineOptions(device="cpu", kv=kv)))[-1] for kv in ("16bit", "32bit")]
+    yield pair
+    for engine in pair:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engines):
+    return Tokenizer.load(FABLE, engines[0].config)
+
+
+def test_perplexity_is_transformers(engines, tokenizer):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    result = list(perplexity(engines[1], tokenizer, TEXT, 200))[-1]
+    model = AutoModelForCausalLM.from_pretrained(FABLE, dtype=torch.float32)
+    losses = []
+    for window in windows(tokenizer, TEXT, 200):
+        with torch.no_grad():
+            logits = model(torch.tensor([window])).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(window[1:]), reduction="none"))
+    losses = torch.cat(losses)
+    assert result.tokens == len(losses)
+    assert result.ppl == pytest.approx(losses.mean().exp().item(), rel=1e-5)
+
+
+def test_kld_of_the_16_bit_cache_is_tiny_and_of_itself_zero(engines, tokenizer):
+    half, full = engines
+    result = list(kld(half, full, tokenizer, TEXT, 400))[-1]
+    assert 0 < result.kld_mean < 1e-6 and result.same_top > 0.995 and result.ppl == pytest.approx(result.ppl_ref, rel=1e-3)
+    assert result.kld_median <= result.kld_p99 <= result.kld_p999 and abs(result.floor_kld_mean) < 1e-9
+    assert result.weight_bits_per_value == 16 and result.packed_bits == 17.0 and result.kv_bits_per_value > 16
+    same = list(kld(full, full, tokenizer, TEXT[:600], 400))[-1]
+    assert abs(same.kld_mean) < 1e-12 and same.same_top == 1
+
+
+def test_windows_cut_the_text_and_refuse_too_little(engines, tokenizer):
+    cut = windows(tokenizer, TEXT, 100)
+    assert sum(map(len, cut)) in (len(tokenizer.encode(TEXT)), len(tokenizer.encode(TEXT)) - 1) and max(map(len, cut)) == 100
+    with pytest.raises(UsageError, match="nothing to score"):
+        windows(tokenizer, "a", 100)
+
+
+def test_log_softmax_sums_to_one():
+    logits = np.random.default_rng(0).standard_normal((5, 300)).astype(np.float32) * 30
+    assert np.allclose(np.exp(log_softmax(logits)).sum(-1), 1)
+
+
+def test_bench_counts_what_it_ran():
+    options = BenchOptions(prompt=140, gen=4, depth=200, repetitions=2)
+    engine = list(open_prepared(lambda: prepare_synthetic(str(FABLE / "config.json"), context_for(EngineOptions(device="cpu"), options))))[-1]
+    rows = [row for row in bench(engine, options, "fable") if isinstance(row, BenchRow)]
+    engine.close()
+    assert [row.test for row in rows] == ["pp140 @ d200", "tg4 @ d200"]
+    for row in rows:
+        assert len(row.samples_ts) == 2 and min(row.samples_ts) <= row.median_ts <= max(row.samples_ts) and row.avg_ts > 0
+        assert row.model_size == 11_540_992 and row.model_n_params == 5_770_496 and row.type_k == "16bit"
+    writing = rows[1].to_json()
+    assert writing["bytes_per_pass"] == 11_540_992 + 204 * 2 * 2 * 6 * 128 and writing["roof_bandwidth"] > 1e9
+
+
+def test_bench_refuses_nonsense():
+    for bad in ({"prompt": 0, "gen": 0}, {"repetitions": 0}, {"depth": -1}, {"columns": 0}):
+        with pytest.raises(UsageError):
+            BenchOptions(**bad)
+
+
+def test_synthetic_weights_are_sane_and_shapes_are_real():
+    config = synthetic_config("tinyllama-1.1b")
+    store = SyntheticStore(config)
+    assert sum(info.nbytes for info in store.tensors.values()) == 2 * 1_100_048_384
+    info = store.tensors["model.layers.3.mlp.up_proj.weight"]
+    values = (store.read(info).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    assert np.isfinite(values).all() and 0.01 < values.std() < 0.03
+    for name in SHAPES:
+        assert synthetic_config(name).num_hidden_layers >= 16
+    with pytest.raises(UsageError, match="no shape 'giraffe'"):
+        synthetic_config("giraffe")

@@ -1,0 +1,211 @@
+"""Conversations on the real model: turns, the kept cache, stopping, regenerating, saving."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.runtime.engine import EngineOptions, open_engine
+from effllm.runtime.events import Done, Notice, TextDelta
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session import NO_TEMPLATE, Session
+from effllm.runtime.text import Tokenizer
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+QUESTION = "Tell me a story about the fox and the king."
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu")))[-1]
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engine):
+    return Tokenizer.load(FABLE, engine.config)
+
+
+@pytest.fixture
+def start(engine, tokenizer):
+    def make(seed=1, **options):
+        engine.reset()
+        options.setdefault("max_tokens", 40)
+        return Session(engine, tokenizer, SamplerSettings(temperature=0.8, top_k=50, seed=seed), **options)
+
+    return make
+
+
+def text_of(events) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def test_a_turn_streams_what_it_says(start):
+    session = start()
+    events = list(session.ask(QUESTION))
+    stats = events[-1].stats
+    assert isinstance(events[-1], Done) and text_of(events) == stats.text == session.messages[-1]["content"]
+    assert session.messages[0] == {"role": "user", "content": QUESTION}
+    assert stats.finish_reason in ("stop", "length") and len(stats.token_ids) <= 40 and stats.seed == 1
+    assert set(stats.to_json()) == {"text", "token_ids", "finish_reason", "seed", "usage", "timings", "memory", "io", "placement", "truncated"}
+    json.dumps(stats.to_json())
+
+
+def test_same_seed_same_text(start):
+    first, second, other = (text_of(start(seed).ask(QUESTION)) for seed in (5, 5, 6))
+    assert first == second != other
+
+
+def test_the_next_turn_prefills_only_what_is_new(start):
+    session = start()
+    list(session.ask(QUESTION))
+    held = session.used
+    stats = list(session.ask("Go on."))[-1].stats
+    assert stats.cached_tokens >= held and stats.prompt_tokens - stats.cached_tokens < 15
+
+
+def test_history_and_fresh_cache_agree(start):
+    """A conversation continued with the kept cache says what one replayed from nothing says."""
+    session = start(3)
+    list(session.ask(QUESTION))
+    kept = text_of(session.ask("Go on."))
+    again = start(3)
+    list(again.ask(QUESTION))
+    again.engine.reset()
+    assert text_of(again.ask("Go on.")) == kept
+
+
+def test_cancel_keeps_the_partial_text(start):
+    session = start(max_tokens=None)
+    said = []
+    for event in session.ask(QUESTION):
+        if isinstance(event, TextDelta):
+            said.append(event.text)
+            if len(said) == 5:
+                session.cancel()
+    assert event.stats.finish_reason == "cancelled" and session.messages[-1]["content"] == "".join(said) != ""
+    session.max_tokens = 10
+    before = session.messages[-1]["content"]
+    events = list(session.continue_())
+    assert session.messages[-1]["content"] == before + text_of(events) and len(session.messages) == 2
+
+
+def test_leaving_in_mid_answer_keeps_the_partial_text(start):
+    session = start()
+    events = session.ask(QUESTION)
+    for event in events:
+        if isinstance(event, TextDelta) and event.text.strip():
+            break
+    events.close()
+    assert session.messages[-1]["role"] == "assistant" and session.messages[-1]["content"].strip()
+
+
+def test_stop_strings_never_leak(start):
+    whole = text_of(start(max_tokens=60).ask(QUESTION))
+    stop = whole[20:25]
+    session = start(max_tokens=60, stops=(stop,))
+    stats = list(session.ask(QUESTION))[-1].stats
+    assert stats.text == whole.partition(stop)[0] and stats.finish_reason == "stop"
+
+
+def test_nothing_is_generated_for_zero_tokens(start):
+    session = start(max_tokens=0)
+    stats = list(session.ask(QUESTION))[-1].stats
+    assert stats.text == "" and stats.token_ids == () and stats.finish_reason == "length" and stats.prompt_tokens == 17
+
+
+def test_regenerate_undo_clear(start):
+    session = start()
+    first = text_of(session.ask(QUESTION))
+    again = text_of(session.regenerate())
+    assert again != first and [m["role"] for m in session.messages] == ["user", "assistant"]
+    assert session.messages[-1]["content"] == again
+    assert session.undo() and session.messages == [] and not session.undo()
+    with pytest.raises(UsageError, match="nothing to answer again"):
+        list(session.regenerate())
+    with pytest.raises(UsageError, match="no answer to continue"):
+        list(session.continue_())
+    list(session.ask(QUESTION))
+    session.clear()
+    assert session.messages == [] and session.used == 0
+
+
+def test_the_system_prompt_comes_first(start, tokenizer):
+    session = start(system="You are a wolf.", max_tokens=2)
+    list(session.ask("Hello."))
+    assert tokenizer.decode(session.engine.tokens, skip_special_tokens=False).startswith("<|system|>\nYou are a wolf.<|end|><|user|>\nHello.")
+
+
+def test_empty_and_too_long_prompts_leave_the_history_alone(start):
+    session = start()
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        list(session.ask("  \n"))
+    with pytest.raises(ContextOverflow, match="tokens and the context holds 2048"):
+        list(session.ask("word " * 5000))
+    assert session.messages == []
+    assert text_of(session.ask(QUESTION))
+
+
+def test_compact_replaces_the_history_or_says_that_it_could_not(start):
+    session = start(max_tokens=200)
+    list(session.ask(QUESTION))
+    before = list(session.messages)
+    events = list(session.compact())
+    if session.stats.finish_reason == "stop":
+        assert len(session.messages) == 2 and session.messages[1]["content"] == session.stats.text.strip()
+    else:
+        assert session.messages == before and any(isinstance(event, Notice) for event in events)
+    session.max_tokens = 1
+    before = list(session.messages)
+    events = list(session.compact())
+    assert session.messages == before and any(isinstance(event, Notice) and "stays as it was" in event.text for event in events)
+
+
+def test_save_and_load(start, tmp_path):
+    session = start(system="You are a wolf.")
+    list(session.ask(QUESTION))
+    session.save(tmp_path / "talk.json")
+    other = start()
+    other.load(tmp_path / "talk.json")
+    assert other.messages == session.messages and other.system == "You are a wolf." and other.settings == session.settings
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+    with pytest.raises(EffllmError, match="cannot write"):
+        session.save(tmp_path / "nowhere" / "talk.json")
+    for content in ("{", "[]", '{"format": "effllm-session", "version": 2}', '{"format": "effllm-session", "version": 1, "messages": [{"role": 1}]}',
+                    '{"format": "effllm-session", "version": 1, "messages": [], "settings": {"heat": 1}}'):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(EffllmError):
+            other.load(tmp_path / "bad.json")
+    assert other.messages == session.messages
+
+
+def test_a_raw_completion_takes_the_text_as_it_stands(start, tokenizer):
+    session = start(max_tokens=5, raw=True)
+    list(session.complete("Once upon a time"))
+    assert tokenizer.decode(session.engine.tokens, skip_special_tokens=False).startswith("Once upon a time") and session.messages == []
+
+
+def test_a_base_model_completes_raw_and_says_so(tmp_path):
+    folder = Path(shutil.copytree(FABLE, tmp_path / "base"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    engine = list(open_engine(folder, EngineOptions(device="cpu")))[-1]
+    session = Session(engine, Tokenizer.load(folder, engine.config), SamplerSettings(seed=1), max_tokens=5)
+    events = list(session.ask("Once upon a time"))
+    assert [event.text for event in events if isinstance(event, Notice)] == [NO_TEMPLATE]
+    assert not [event for event in session.ask("there") if isinstance(event, Notice)]
+    engine.close()
+
+
+def test_ignore_eos_goes_on(start):
+    session = start(max_tokens=400)
+    while (stats := list(session.ask("And then?"))[-1].stats).finish_reason != "stop" and session.used < 1500:
+        continue
+    session = start(max_tokens=400, ignore_eos=True)
+    stats = list(session.ask("And then?"))[-1].stats
+    assert stats.finish_reason == "length" and len(stats.token_ids) == 400
