@@ -152,9 +152,8 @@ def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
             continue
         for mount_root, mount_point in _cgroup_mounts(version, controller, root):
             top = root / mount_point.lstrip("/")
+            # In a container the path may name groups of the host that its own mount does not show: they read as unlimited.
             folder = top / _below(path, mount_root)
-            # In a container the path may name a group of the host that its own mount does not show.
-            folder = folder if folder.is_dir() else top
             while True:
                 yield version, folder
                 if folder == top:

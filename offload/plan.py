@@ -95,9 +95,13 @@ def plan(
     Raises DoesNotFit with the figures and what would fit instead, UsageError where the request contradicts itself.
     """
     _check(budget, ctx_wanted, device, gpu_layers)
+    smallest = ctx_wanted or min(quantum, ctx_max)
     count = _gpu_count(demand, budget, ctx_wanted or min(ctx_max, AUTO_CTX), device, gpu_layers, quantum)
+    if not _fits(_split(demand, count, smallest, quantum), budget):
+        # Host memory is short as well: a shorter context lets more layers leave it.
+        count = _gpu_count(demand, budget, smallest, device, gpu_layers, quantum)
     ctx = ctx_wanted or _largest_ctx(demand, budget, count, ctx_max, quantum)
-    split = _split(demand, count, ctx or min(quantum, ctx_max), quantum)
+    split = _split(demand, count, ctx or smallest, quantum)
     if not _fits(split, budget):
         raise _does_not_fit(demand, budget, split, ctx_max, quantum)
     host = demand.layers - count

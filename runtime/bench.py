@@ -7,20 +7,21 @@ measured in the same run over memory as large as the weights (at most 1 GiB).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median, stdev
 
 import numpy as np
 
 from .. import UsageError
-from ..kernels.layout import PAGE
 from ..kernels.cpu.roof import read_bandwidth
+from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.memory import anonymous
-from .engine import Engine, EngineOptions, Prepared, prepare_with
+from .engine import Engine
 from .events import Progress
 from .model import parameters
+from .prepare import EngineOptions, Prepared, prepare_with
 from .synthetic import SyntheticStore, synthetic_config
 
 ROOF_NBYTES = 1 << 30
@@ -131,16 +132,19 @@ def _row(engine: Engine, options: BenchOptions, name: str, prompt: int, gen: int
     tokens = prompt or gen * options.columns
     rates = [tokens / seconds for seconds in samples]
     nanoseconds = [round(seconds * 1e9) for seconds in samples]
-    spread = (lambda values: stdev(values) if len(values) > 1 else 0.0)
     nbytes = engine.model.bytes_per_pass + engine.cache.read_nbytes
     bandwidth = nbytes * gen / median(samples) if gen else 0.0
     return BenchRow(
         model_type=name, model_size=engine.model.nbytes, model_n_params=parameters(engine.model.tensors),
         backend="+".join(dict.fromkeys(engine.placement.devices)), n_threads=engine.backends["cpu"].pool.workers, type_k=engine.options.kv,
         type_v=engine.options.kv, n_prompt=prompt, n_gen=gen, n_depth=options.depth, avg_ns=round(fmean(nanoseconds)),
-        stddev_ns=round(spread(nanoseconds)), avg_ts=fmean(rates), stddev_ts=spread(rates), samples_ns=tuple(nanoseconds),
+        stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates), stddev_ts=_spread(rates), samples_ns=tuple(nanoseconds),
         samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=nbytes,
         read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=hardware.peak_rss())
+
+
+def _spread(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
 
 
 def _roof(engine: Engine) -> float:

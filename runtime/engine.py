@@ -1,7 +1,7 @@
 """The engine: one sequence of token ids through one model. It yields small frozen steps and knows nothing of text or terminals.
 
-`prepare` reads headers only and plans; `open_engine` compiles what is cold, reads the weights and hands over an Engine. The cache is
-kept between prompts: a prompt that begins with what is held prefills only the rest.
+`open_engine` compiles what is cold, plans (`prepare.py`), reads the weights and hands over an Engine. The cache is kept between
+prompts: a prompt that begins with what is held prefills only the rest.
 """
 
 from __future__ import annotations
@@ -14,68 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from .. import ContextOverflow, EffllmError, UsageError
-from ..kernels.layout import PAGE
 from ..kernels.workspace import Dims
 from ..offload import hardware
-from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.pages import PagePool
-from ..offload.plan import BlockBytes, Budget, Demand, Placement, plan
-from ..offload.size import parse_size
 from ..quant.kv import codec
-from .cache import CacheShape, KVCache, cache_nbytes
-from .config import ModelConfig, read_config
+from .cache import KVCache
 from .events import Notice, Progress
-from .model import Model, attention_specs, check_tensors, dims
+from .model import Model, attention_specs, dims
 from .policy.keep import Keep
+from .prepare import LOGIT_ROWS, EngineOptions, Prepared, prepare
 from .sampler import Sampler
-
-LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
-RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How to run. `ctx` None: the smaller of the model's and what fits. Sizes like "6G". `overflow`: error, or shift (forget the middle)."""
-
-    device: str = "auto"
-    threads: int | None = None
-    ctx: int | None = None
-    kv: str = "16bit"
-    kv_sink: int = 64
-    kv_window: int = 128
-    ram: str | None = None
-    vram: str | None = None
-    gpu_layers: int | None = None
-    load: str = "ram"
-    strict: bool = False
-    force: bool = False
-    overflow: str = "error"
-    chunk: int = 512
-
-    def __post_init__(self) -> None:
-        choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift")}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise UsageError(f"--{name} {getattr(self, name)!r} is not known", f"use {' or '.join(allowed)}")
-        for name, least in (("threads", 1), ("ctx", 1), ("kv_sink", 0), ("kv_window", 0), ("gpu_layers", 0), ("chunk", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {least}")
-        codec(self.kv)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is known before a byte of weights is read."""
-
-    folder: Path | None
-    config: ModelConfig
-    store: TensorStore
-    placement: Placement
-    shape: CacheShape
-    options: EngineOptions
-    notices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -84,78 +33,6 @@ class Step:
 
     token: int
     finish: str | None
-
-
-def prepare(folder: Path, options: EngineOptions) -> Prepared:
-    """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists."""
-    return prepare_with(folder, read_config(folder, strict=options.strict), TensorStore.open(folder), options)
-
-
-def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions) -> Prepared:
-    """`prepare` for a config and a store at hand."""
-    from ..kernels.cpu.ops import plan_workspace
-
-    tensors = check_tensors(config, store)
-    notices = list(config.warnings)
-    device = _device(options, notices)
-    sinks = CacheShape(1, options.kv_sink).sinks
-    if options.kv_sink > PAGE:
-        notices.append(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
-    chunk = max(PAGE, options.chunk // PAGE * PAGE)
-    layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
-    workers = options.threads or hardware.cpu_threads()
-    wanted = options.ctx
-    if wanted is not None and wanted > config.max_position_embeddings and not options.force:
-        raise UsageError(f"-c {wanted} is more than the {config.max_position_embeddings} positions that the model was made for",
-                         "a smaller -c, or --force to try")
-
-    def shape_for(ctx: int) -> CacheShape:
-        return CacheShape(ctx, sinks, options.kv_window, min(chunk, -(-ctx // PAGE) * PAGE))
-
-    def workspace(ctx: int) -> int:
-        return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS), workers).values())
-
-    fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape_for(wanted or config.max_position_embeddings))
-    demand = Demand(
-        baseline=hardware.rss(), workspace=workspace(wanted or config.max_position_embeddings),
-        weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
-        kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
-    ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
-    placement = plan(demand, budget, max(config.max_position_embeddings, wanted or 0), wanted,
-                     options.device if device == "cuda" else "cpu", options.gpu_layers if device == "cuda" else None)
-    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes)
-
-
-def _device(options: EngineOptions, notices: list[str]) -> str:
-    """cpu or cuda. auto takes a GPU only where there is one and torch is installed."""
-    if options.device == "cpu":
-        return "cpu"
-    from importlib.util import find_spec
-
-    driver = Path("/dev/nvidiactl").exists()
-    torch = find_spec("torch") is not None
-    if options.device == "auto":
-        if driver and not torch:
-            notices.append("a GPU is here but torch is not installed: running on the CPU (pip install 'effllm[cuda]')")
-        if not (driver and torch):
-            return "cpu"
-    if not torch:
-        raise UsageError("--device cuda needs torch, which is not installed", "pip install 'effllm[cuda]'")
-    from ..kernels.cuda.torch_ops import cuda_available
-
-    if cuda_available():
-        return "cuda"
-    if options.device == "cuda":
-        raise UsageError("--device cuda: torch finds no GPU here", "--device cpu")
-    return "cpu"
-
-
-def _vram(options: EngineOptions) -> int:
-    """Bytes of GPU memory to use: as asked, never more than there is."""
-    from ..kernels.cuda.torch_ops import free_memory
-
-    return min(parse_size(options.vram), free_memory()) if options.vram else free_memory()
 
 
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:
@@ -203,15 +80,16 @@ class Engine:
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:
         config, options, shape = prepared.config, prepared.options, prepared.shape
-        self.prepared, self.config, self.options, self.placement, self.n_ctx = prepared, config, options, prepared.placement, prepared.placement.ctx
+        self.prepared, self.config, self.options = prepared, config, options
+        self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS)
         self.backends = backends or _backends(self.placement.devices, widths, options.threads or hardware.cpu_threads())
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx, mmap=options.load == "mmap")
         kv = codec(options.kv)
         layout = kv.layout(config.num_key_value_heads, config.head_dim)
         pool = PagePool(config.num_hidden_layers, shape.pages, layout.layer_page_nbytes)
-        layers = [self.backends[device].kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pool.extent(i), spec.scale, spec.window,
-                                                 spec.softcap)
+        layers = [self.backends[device].kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pool.extent(i), spec.scale,
+                                                 spec.window, spec.softcap)
                   for i, (device, spec) in enumerate(zip(self.placement.devices, attention_specs(config)))]
         self.cache = KVCache(layers, kv, Keep(), shape, layout)
         self.tokens: list[int] = []
@@ -245,7 +123,8 @@ class Engine:
         if not ids:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         if bad := [token for token in ids if not 0 <= token < self.config.vocab_size]:
-            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}", "the tokenizer is of another model")
+            raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}",
+                             "the tokenizer is of another model")
         if len(ids) >= self.n_ctx:
             if self.options.overflow != "shift":
                 raise ContextOverflow(f"the prompt has {len(ids)} tokens and the context holds {self.n_ctx}",

@@ -42,7 +42,8 @@ def check_tensors(config: ModelConfig, store: TensorStore) -> dict[int | str, di
         for role, rule in rules.items():
             info = store.tensors.get(rule.name)
             if info is None:
-                raise CheckpointError(f"tensor {rule.name} is missing", "the config and the weights are of different models, or the download is incomplete")
+                raise CheckpointError(f"tensor {rule.name} is missing",
+                                      "the config and the weights are of different models, or the download is incomplete")
             if tuple(info.shape) != tuple(rule.shape):
                 raise CheckpointError(f"tensor {rule.name} has shape {list(info.shape)}, the config says {list(rule.shape)}",
                                       "the config and the weights are of different models")
@@ -144,7 +145,8 @@ class Model:
             return Weight.raw(SCHEMES[info.dtype], tuple(info.shape), raw[info.name])
 
         info = roles["norm"]
-        norm = Norm(self.config.norm_kind, host.put(to_f32(_typed(raw[info.name], info.dtype), SCHEMES[info.dtype]), "f32"), None, self.config.norm_eps)
+        norm = Norm(self.config.norm_kind, host.put(to_f32(_typed(raw[info.name], info.dtype), SCHEMES[info.dtype]), "f32"), None,
+                    self.config.norm_eps)
         embed = weight("embed")
         return embed, norm, Linear(weight("head") if "head" in roles else embed)
 
@@ -167,7 +169,7 @@ class Model:
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
     def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap) -> np.ndarray:
-        """Run `ids` int64 [T] after what the cache holds; returns the last hidden states on the host, float32 [T, D], before the final norm."""
+        """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm."""
         step = cache.begin(len(ids))
         here, ops = "cpu", self.backends["cpu"]
         with self.pager.lease("outer") as raw:

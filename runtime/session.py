@@ -177,7 +177,7 @@ class Session:
         thought: list[str] = []
         stops = StopStrings(self.stops)
         think = ThinkFilter(started=self.tokenizer.opens_thinking(ids)) if self.tokenizer.thinks else None
-        stream = self.tokenizer.stream(ids if self.raw else ())
+        stream = self.tokenizer.stream(ids if self.raw or said else ())
         finish = "length"
 
         def split(text: str) -> list[tuple[str, str]]:
@@ -206,15 +206,12 @@ class Session:
                     finish = "stop" if stops.hit else "cancelled" if self._cancelled else step.finish or finish
                     if stops.hit or self._cancelled or step.finish:
                         break
-            if not stops.hit:
-                tail = stops.push(stream.flush()) + stops.flush()
-                parts = split(tail)
-                if think:
-                    for kind, part in (rest := think.flush()):
-                        (shown if kind == "answer" else thought).append(part)
-                    parts = parts + rest
-                for kind, part in parts:
-                    yield TextDelta(part, kind)
+            parts = [] if stops.hit else split(stops.push(stream.flush()) + stops.flush())
+            for kind, part in think.flush() if think else ():
+                (shown if kind == "answer" else thought).append(part)
+                parts.append((kind, part))
+            for kind, part in parts:
+                yield TextDelta(part, kind)
         finally:
             if history is not None and (tokens or said):
                 history.append({"role": "assistant", "content": "".join(shown)})
@@ -223,15 +220,17 @@ class Session:
         self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids), cached,
                                 (first_at or time.monotonic()) - origin, engine.prefill_s - prefill_before, engine.decode_s - decode_before)
         if finish == "context":
-            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here (-c for a larger one, --overflow shift to go on)")
+            yield Notice(f"the context of {engine.n_ctx} tokens is full: "
+                         "the answer ends here (-c for a larger one, --overflow shift to go on)")
         yield Done(self.stats)
 
-    def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, cached: int, ttft: float, prefill: float, decode: float) -> Stats:
+    def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, cached: int, ttft: float,
+              prefill: float, decode: float) -> Stats:
         engine, cache = self.engine, self.engine.cache
         devices = engine.placement.devices
         return Stats(
-            text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens, cached_tokens=cached,
-            load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
+            text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens,
+            cached_tokens=cached, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
             weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
             packed_bits=cache.packed_bits, exact_tokens=cache.exact_tokens, packed_tokens=len(engine.tokens) - cache.exact_tokens,
             disk_bytes_read=engine.model.nbytes, placement={device: devices.count(device) for device in dict.fromkeys(devices)},
@@ -242,7 +241,8 @@ class Session:
     def save(self, path: Path) -> None:
         """Write the conversation as JSON, whole or not at all."""
         settings = {key: value for key, value in asdict(self.settings).items() if value is not None}
-        content = {"format": SESSION_FORMAT, "version": SESSION_VERSION, "system": self.system, "messages": self.messages, "settings": settings}
+        content = {"format": SESSION_FORMAT, "version": SESSION_VERSION, "system": self.system, "messages": self.messages,
+                   "settings": settings}
         part = path.with_name(path.name + ".part")
         try:
             part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -260,14 +260,17 @@ class Session:
         if not isinstance(content, dict) or content.get("format") != SESSION_FORMAT or content.get("version") != SESSION_VERSION:
             raise EffllmError(f"{path} is not a conversation of this version", "give a file that /save wrote")
         messages = content.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and set(m) == {"role", "content"} and all(isinstance(v, str) for v in m.values())
-                                                     for m in messages):
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise EffllmError(f"{path}: the messages are malformed", "give a file that /save wrote")
         try:
             settings = SamplerSettings(**content.get("settings", {}))
         except TypeError as error:
             raise EffllmError(f"{path}: unknown setting ({error})", "give a file that /save wrote") from None
         self.messages, self.system, self.settings = messages, content.get("system"), settings
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and set(value) == {"role", "content"} and all(isinstance(part, str) for part in value.values())
 
 
 def _process_start() -> float:

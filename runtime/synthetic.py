@@ -24,7 +24,8 @@ SHAPES: dict[str, dict[str, object]] = {
     "tinyllama-1.1b": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
                        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False},
     "llama3.2-1b": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-                    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+                    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072,
+                    "tie_word_embeddings": True},
     "llama3-8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                   "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False},
 }
@@ -36,8 +37,8 @@ class SyntheticStore:
 
     def __init__(self, config: ModelConfig) -> None:
         family = families.get(config.family)
-        rules = [rule for rules in (family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers)))
-                 for rule in rules.values()]
+        layers = (family.layer_tensors(config, i) for i in range(config.num_hidden_layers))
+        rules = [rule for rules in (family.outer_tensors(config), *layers) for rule in rules.values()]
         self.tensors: dict[str, TensorInfo] = {}
         offset = 0
         for rule in rules:

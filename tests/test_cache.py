@@ -21,6 +21,7 @@ from effllm.runtime.cache import CacheShape, KVCache, cache_nbytes
 from effllm.runtime.policy.keep import Keep
 
 CTX = 1024
+SHAPE = CacheShape(CTX)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def pool():
     pool.close()
 
 
-def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softcap=None, shape=CacheShape(CTX), layers=1, only=None) -> KVCache:
+def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softcap=None, shape=SHAPE, layers=1, only=None) -> KVCache:
     """A cache with CPU storage for every layer."""
     ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1), default_registry(only))
     kind = codec(kv)
@@ -60,8 +61,8 @@ class Feed:
 
     def expected(self, window=None, softcap=None) -> np.ndarray:
         n, layout = self.cache.n, self.cache.layout
-        split = lambda x: x[:n].reshape(n, -1, layout.head_dim)  # noqa: E731
-        return reference.attend(split(self.q), split(self.k), split(self.v), 0, np.arange(n), layout.head_dim**-0.5, window, softcap).reshape(n, -1)
+        q, k, v = (part[:n].reshape(n, -1, layout.head_dim) for part in (self.q, self.k, self.v))
+        return reference.attend(q, k, v, 0, np.arange(n), layout.head_dim**-0.5, window, softcap).reshape(n, -1)
 
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim", ((6, 2, 24), (4, 4, 64), (8, 1, 80), (2, 2, 128)))
@@ -76,7 +77,7 @@ def test_attention_equals_softmax(pool, heads, kv_heads, head_dim, kv, bound, wi
 
 
 @pytest.mark.parametrize("end", (1, 15, 63, 64, 65, 191, 192, 193, 319, 320, 321, CTX))
-@pytest.mark.parametrize("shape", (CacheShape(CTX), CacheShape(CTX, sink=0, window=0, chunk=PAGE), CacheShape(CTX, sink=5, window=300, chunk=256)))
+@pytest.mark.parametrize("shape", (SHAPE, CacheShape(CTX, sink=0, window=0, chunk=PAGE), CacheShape(CTX, sink=5, window=300, chunk=256)))
 def test_page_edges(pool, end, shape):
     feed = Feed(make(pool, shape=shape), 6, end)
     feed.run(end)
@@ -116,7 +117,8 @@ def test_a_prompt_cut_by_turns_gives_the_same_bits(pool):
 
 
 @settings(max_examples=60, deadline=None)
-@given(held=st.integers(1, 900), more=st.integers(0, 900), chunk=st.integers(1, 5), sink=st.integers(0, 130), pages=st.one_of(st.none(), st.integers(1, 3)))
+@given(held=st.integers(1, 900), more=st.integers(0, 900), chunk=st.integers(1, 5), sink=st.integers(0, 130),
+       pages=st.one_of(st.none(), st.integers(1, 3)))
 def test_pieces_cover_the_prompt_and_end_on_pages(held, more, chunk, sink, pages):
     shape = CacheShape(4096, sink=sink, chunk=chunk * PAGE)
     cache = KVCache([], codec("32bit"), Keep(), shape, codec("32bit").layout(1, 8))

@@ -79,7 +79,10 @@ def test_row_ranges(whole: TensorStore) -> None:
 
 
 def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
-    save_file({"scalar": np.array(2.5, np.float32), "empty": np.zeros((0, 4), np.float32), "flat": np.zeros((4, 0), np.int8)}, tmp_path / "model.safetensors")
+    save_file(
+        {"scalar": np.array(2.5, np.float32), "empty": np.zeros((0, 4), np.float32), "flat": np.zeros((4, 0), np.int8)},
+        tmp_path / "model.safetensors",
+    )
     with TensorStore.open(tmp_path) as store:
         assert store.read(store.tensors["scalar"]).view(np.float32) == [2.5]
         assert store.read(store.tensors["empty"]).size == 0
@@ -204,6 +207,13 @@ def test_index_names_a_tensor_that_the_shard_lacks(tmp_path: Path) -> None:
     weight_map = shard(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**weight_map, "ghost": "model-00001-of-00003.safetensors"}}))
     assert "'ghost' in model-00001-of-00003.safetensors, which does not hold it" in refusal(tmp_path)
+
+
+def test_index_places_a_tensor_in_the_wrong_shard(tmp_path: Path) -> None:
+    weight_map = shard(tmp_path)
+    other = {"model.norm.weight": next(name for name in weight_map.values() if name != weight_map["model.norm.weight"])}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map | other}))
+    assert f"'model.norm.weight' in {other['model.norm.weight']}, which does not hold it" in refusal(tmp_path)
 
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:

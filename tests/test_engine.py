@@ -10,8 +10,9 @@ from safetensors.numpy import load_file, save_file
 
 import effllm
 from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError
-from effllm.runtime.engine import Engine, EngineOptions, open_engine, prepare
+from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -134,7 +135,8 @@ def test_beyond_the_trained_positions_needs_force():
     assert prepare(FABLE, EngineOptions(device="cpu", ctx=4096, force=True)).placement.ctx == 4096
 
 
-@pytest.mark.parametrize("bad", ({"device": "tpu"}, {"load": "tape"}, {"overflow": "wrap"}, {"threads": 0}, {"ctx": 0}, {"kv": "4bit"}, {"kv_sink": -1}))
+@pytest.mark.parametrize("bad", ({"device": "tpu"}, {"load": "tape"}, {"overflow": "wrap"}, {"threads": 0}, {"ctx": 0}, {"kv": "4bit"},
+                                 {"kv_sink": -1}))
 def test_options_are_checked(bad):
     with pytest.raises(UsageError):
         EngineOptions(**bad)
@@ -163,7 +165,8 @@ def damage(folder: Path, name: str, change) -> None:
 
 def test_shapes_that_contradict_the_config_are_named(copy):
     edit(copy, intermediate_size=1024)
-    with pytest.raises(EffllmError, match=r"tensor model.layers.0.mlp.gate_proj.weight has shape \[768, 256\], the config says \[1024, 256\]"):
+    with pytest.raises(EffllmError, match=r"tensor model.layers.0.mlp.gate_proj.weight has shape \[768, 256\], "
+                                          r"the config says \[1024, 256\]"):
         prepare(copy, EngineOptions(device="cpu"))
 
 

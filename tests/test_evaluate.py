@@ -8,8 +8,9 @@ import pytest
 import effllm
 from effllm import UsageError
 from effllm.runtime.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
-from effllm.runtime.engine import EngineOptions, open_engine, open_prepared
+from effllm.runtime.engine import open_engine, open_prepared
 from effllm.runtime.evaluate import kld, log_softmax, perplexity, windows
+from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
 from effllm.runtime.text import Tokenizer
 
@@ -71,7 +72,8 @@ def test_log_softmax_sums_to_one():
 
 def test_bench_counts_what_it_ran():
     options = BenchOptions(prompt=140, gen=4, depth=200, repetitions=2)
-    engine = list(open_prepared(lambda: prepare_synthetic(str(FABLE / "config.json"), context_for(EngineOptions(device="cpu"), options))))[-1]
+    engine_options = context_for(EngineOptions(device="cpu"), options)
+    engine = list(open_prepared(lambda: prepare_synthetic(str(FABLE / "config.json"), engine_options)))[-1]
     rows = [row for row in bench(engine, options, "fable") if isinstance(row, BenchRow)]
     engine.close()
     assert [row.test for row in rows] == ["pp140 @ d200", "tg4 @ d200"]

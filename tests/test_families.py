@@ -17,7 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from effllm.runtime.engine import Engine, EngineOptions, open_engine
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 CONTEXT = 512

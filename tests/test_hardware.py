@@ -118,9 +118,19 @@ def test_memory_v1(tmp_path: Path) -> None:
     assert (hardware.memory_total(root), hardware.memory_available(root)) == (6 * GIB, 4 * GIB)
 
 
+def test_the_largest_number_means_unlimited(tmp_path: Path) -> None:
+    levels = {"memory/job": {"memory.limit_in_bytes": UNLIMITED_V1, "memory.usage_in_bytes": str(GIB)}}
+    root = tree(tmp_path, machine() | v1({"memory": "/job"}, levels))
+    assert hardware.describe(root).memory_limit is None
+
+
 def test_the_tightest_of_all_levels_and_the_machine(tmp_path: Path) -> None:
     used = {"memory.current": str(GIB)}
-    levels = {"a": {"memory.max": str(3 * GIB), **used}, "a/b": {"memory.max": str(100 * GIB), **used}, "a/b/c": {"memory.max": "max", **used}}
+    levels = {
+        "a": {"memory.max": str(3 * GIB), **used},
+        "a/b": {"memory.max": str(100 * GIB), **used},
+        "a/b/c": {"memory.max": "max", **used},
+    }
     root = tree(tmp_path, machine() | v2("/a/b/c", levels))
     assert (hardware.memory_total(root), hardware.memory_available(root)) == (3 * GIB, 2 * GIB)
     tree(tmp_path, machine(total=2 * GIB, available=GIB))
@@ -152,6 +162,7 @@ def test_over_the_limit_is_zero(tmp_path: Path) -> None:
 def test_where_a_container_finds_its_group(tmp_path: Path, path: str, mount_root: str, level: str) -> None:
     """Namespaced, bind-mounted and hidden groups: what the mount does not show falls back to the mount itself."""
     root = tree(tmp_path, machine() | v2(path, {level: {"memory.max": str(5 * GIB), "memory.current": "0"}}, mount_root))
+    tree(tmp_path, {"sys/other/memory.max": str(GIB), "sys/other/memory.current": "0"})
     assert hardware.memory_total(root) == 5 * GIB
 
 
@@ -180,7 +191,7 @@ def test_names(tmp_path: Path) -> None:
     root = tree(
         tmp_path,
         {
-            "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\nflags\t\t: fpu sse4_2 avx2 fma avx512f avx512_vnni\n\nprocessor: 1\n",
+            "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\nflags\t\t: fpu sse4_2 avx2 fma avx512f avx512_vnni\n\n",
             "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
             "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA H200\nIRQ: 1\n",
             "proc/driver/nvidia/gpus/0000:02:00.0/information": "IRQ: 2\n",
@@ -223,7 +234,10 @@ def test_this_machine() -> None:
 
 @on_linux
 def test_affinity_of_one_cpu_is_one_thread() -> None:
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from effllm.offload import hardware; print(hardware.cpu_threads())"
+    code = (
+        "import os; from effllm.offload import hardware\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(hardware.cpu_threads())"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout == "1\n"
 
 

@@ -135,7 +135,10 @@ def test_hostile_header(tmp_path: Path, header: Any, reason: str) -> None:
 
 def test_a_refusal_allocates_nothing_of_what_is_claimed(tmp_path: Path) -> None:
     """A file of 8 TiB on paper, with a tensor to match: opening it costs a header's worth of memory."""
-    header = {"a": {"dtype": "U8", "shape": [2**43], "data_offsets": [0, 2**43]}, "b": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}
+    header = {
+        "a": {"dtype": "U8", "shape": [2**43], "data_offsets": [0, 2**43]},
+        "b": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]},
+    }
     write(tmp_path, header, data=0)
     path = tmp_path / "model.safetensors"
     with path.open("r+b") as file:

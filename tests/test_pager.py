@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -102,6 +103,23 @@ def test_anonymous_memory(nbytes: int) -> None:
     assert array.all()
     if nbytes:
         assert array.ctypes.data % (HUGE_PAGE if nbytes >= HUGE_PAGE else 4096) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not describe its mappings")
+def test_large_memory_is_private_and_advised_huge() -> None:
+    """Shared memory never becomes huge pages by this advice, and the kernel says which a mapping is."""
+    array = anonymous(3 * HUGE_PAGE + 5000)
+    entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+
+    def mapping(address: int) -> str:
+        bounds = ((entry, *(int(bound, 16) for bound in entry.split(" ", 1)[0].split("-"))) for entry in entries if entry)
+        return next(entry for entry, begin, end in bounds if begin <= address < end)
+
+    body, tail = mapping(array.ctypes.data), mapping(array.ctypes.data + array.nbytes - 1)
+    assert body.split()[1] == tail.split()[1] == "rw-p"
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert " hg" in body.split("VmFlags:")[1]
+        assert " nh" in tail.split("VmFlags:")[1], "the last part must not round up to a huge page"
 
 
 def unaligned(folder: Path) -> np.ndarray:

@@ -8,8 +8,9 @@ import pytest
 
 import effllm
 from effllm import ContextOverflow, EffllmError, UsageError
-from effllm.runtime.engine import EngineOptions, open_engine
+from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, TextDelta
+from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import NO_TEMPLATE, Session
 from effllm.runtime.text import Tokenizer
@@ -51,7 +52,8 @@ def test_a_turn_streams_what_it_says(start):
     assert isinstance(events[-1], Done) and text_of(events) == stats.text == session.messages[-1]["content"]
     assert session.messages[0] == {"role": "user", "content": QUESTION}
     assert stats.finish_reason in ("stop", "length") and len(stats.token_ids) <= 40 and stats.seed == 1
-    assert set(stats.to_json()) == {"text", "token_ids", "finish_reason", "seed", "usage", "timings", "memory", "io", "placement", "truncated"}
+    assert set(stats.to_json()) == {"text", "token_ids", "finish_reason", "seed", "usage", "timings", "memory", "io", "placement",
+                                    "truncated"}
     json.dumps(stats.to_json())
 
 
@@ -137,7 +139,8 @@ def test_regenerate_undo_clear(start):
 def test_the_system_prompt_comes_first(start, tokenizer):
     session = start(system="You are a wolf.", max_tokens=2)
     list(session.ask("Hello."))
-    assert tokenizer.decode(session.engine.tokens, skip_special_tokens=False).startswith("<|system|>\nYou are a wolf.<|end|><|user|>\nHello.")
+    said = tokenizer.decode(session.engine.tokens, skip_special_tokens=False)
+    assert said.startswith("<|system|>\nYou are a wolf.<|end|><|user|>\nHello.")
 
 
 def test_empty_and_too_long_prompts_leave_the_history_alone(start):
@@ -175,7 +178,8 @@ def test_save_and_load(start, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
     with pytest.raises(EffllmError, match="cannot write"):
         session.save(tmp_path / "nowhere" / "talk.json")
-    for content in ("{", "[]", '{"format": "effllm-session", "version": 2}', '{"format": "effllm-session", "version": 1, "messages": [{"role": 1}]}',
+    for content in ("{", "[]", '{"format": "effllm-session", "version": 2}',
+                    '{"format": "effllm-session", "version": 1, "messages": [{"role": 1}]}',
                     '{"format": "effllm-session", "version": 1, "messages": [], "settings": {"heat": 1}}'):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(EffllmError):

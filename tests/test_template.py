@@ -317,6 +317,13 @@ def test_long_conversations_are_within_the_limits():
     assert len(ChatTemplate(CHATML_THINKING, TOKENS, seconds=60).render(chat)) > 2_000_000
 
 
+def test_the_sum_of_all_texts_is_limited_and_not_each_alone():
+    source = "{% for i in range(COUNT) %}{% set text = ('a' ~ i) * 200000 %}{% endfor %}done"
+    assert ChatTemplate(source.replace("COUNT", "9"), seconds=600).render([USER]) == "done"
+    with pytest.raises(TemplateError, match="more text than any conversation needs"):
+        ChatTemplate(source.replace("COUNT", "900"), seconds=600).render([USER])
+
+
 def test_renders_from_several_threads():
     template, results = ChatTemplate(TURNS, TOKENS), []
     threads = [

@@ -87,7 +87,8 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
     (tmp_path / "file").write_text("in the way")
     code = ("from effllm.kernels import compile, warm, threads\nassert compile.cache_folder() is None and not warm.is_cold()\n"
             "p = threads.ThreadPool(2); p.close(); print('ran')")
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "EFFLLM_CACHE_DIR": str(tmp_path / "file")}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "EFFLLM_CACHE_DIR": str(tmp_path / "file")},
+                          capture_output=True, text=True)
     assert done.stdout == "ran\n", done.stderr
 
 

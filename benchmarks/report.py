@@ -1,0 +1,80 @@
+"""What every benchmark prints and keeps: a Markdown table for people, one JSON line for programs, and a file under `results/`.
+
+The file is named after the benchmark and the machine and begins with date, machine and commit, because a figure without them
+cannot be compared with anything. It is replaced by the next run on the same machine; the history is git's.
+"""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from effllm.offload.hardware import cpu_name, cpu_threads, memory_total
+
+RESULTS = Path(__file__).resolve().parent / "results"
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number: `key` names it in the JSON line, `conditions` says under what it was taken."""
+
+    key: str
+    what: str
+    conditions: str
+    value: float
+    unit: str
+
+
+def commit() -> str:
+    """The commit of this checkout, marked where files differ from it."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=10"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
+    )
+    return described.stdout.strip() or "none"
+
+
+def context() -> dict[str, str]:
+    """Date, machine and software of this run."""
+    system = f"{platform.system()} {platform.release().partition('-')[0]}"
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": f"{cpu_name()}, {cpu_threads()} cores, {memory_total() / GIB:.0f} GiB, {system}",
+        "software": f"effllm {version('effllm')}, Python {platform.python_version()}, NumPy {version('numpy')}, Numba {version('numba')}",
+        "commit": commit(),
+    }
+
+
+def machine_slug() -> str:
+    """The machine as part of a file name: `amd-epyc-2-cores`."""
+    words = re.sub(r"\((r|tm)\)|\bcpu\b|@.*", " ", cpu_name().lower())
+    return re.sub(r"[^a-z0-9]+", "-", f"{words} {cpu_threads()} cores").strip("-")
+
+
+def table(figures: list[Figure]) -> str:
+    rows = [f"| {figure.what} | {figure.conditions} | {_rounded(figure.value)} {figure.unit} |" for figure in figures]
+    return "\n".join(["| measured | conditions | figure |", "|---|---|---:|", *rows])
+
+
+def publish(name: str, title: str, intro: str, figures: list[Figure], keep: bool = True) -> Path | None:
+    """Print table and JSON line; write them to `results/<name>-<machine>.md` unless `keep` is false."""
+    facts = context()
+    heading = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+    values = {figure.key: float(f"{figure.value:.5g}") for figure in figures}
+    line = json.dumps({"benchmark": name, **facts, "figures": values})
+    text = f"# {title}\n\n{intro}\n\n{heading}\n\n{table(figures)}\n"
+    path = RESULTS / f"{name}-{machine_slug()}.md"
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        path.write_text(f"{text}\n```json\n{line}\n```\n", encoding="utf-8")
+    sys.stdout.write(f"{text}\n{line}\n")
+    return path if keep else None
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,139 @@
+"""Before a byte of weights is read: the options of a run, the checks of headers against the config, and the plan.
+
+`effllm plan` prints what `prepare` returns and a run uses the same value, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import UsageError
+from ..kernels.layout import PAGE
+from ..offload import hardware
+from ..offload.checkpoint import TensorStore
+from ..offload.plan import BlockBytes, Budget, Demand, Placement, plan
+from ..offload.size import parse_size
+from ..quant.kv import codec
+from .cache import CacheShape, cache_nbytes
+from .config import ModelConfig, read_config
+from .model import check_tensors, dims
+
+LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
+RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to run. `ctx` None: the smaller of the model's and what fits. Sizes like "6G". `overflow`: error or shift (forget the middle)."""
+
+    device: str = "auto"
+    threads: int | None = None
+    ctx: int | None = None
+    kv: str = "16bit"
+    kv_sink: int = 64
+    kv_window: int = 128
+    ram: str | None = None
+    vram: str | None = None
+    gpu_layers: int | None = None
+    load: str = "ram"
+    strict: bool = False
+    force: bool = False
+    overflow: str = "error"
+    chunk: int = 512
+
+    def __post_init__(self) -> None:
+        choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"--{name} {getattr(self, name)!r} is not known", f"use {' or '.join(allowed)}")
+        for name, least in (("threads", 1), ("ctx", 1), ("kv_sink", 0), ("kv_window", 0), ("gpu_layers", 0), ("chunk", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {least}")
+        codec(self.kv)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known before a byte of weights is read."""
+
+    folder: Path | None
+    config: ModelConfig
+    store: TensorStore
+    placement: Placement
+    shape: CacheShape
+    options: EngineOptions
+    notices: tuple[str, ...]
+
+
+def prepare(folder: Path, options: EngineOptions) -> Prepared:
+    """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists."""
+    return prepare_with(folder, read_config(folder, strict=options.strict), TensorStore.open(folder), options)
+
+
+def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions) -> Prepared:
+    """`prepare` for a config and a store at hand."""
+    from ..kernels.cpu.ops import plan_workspace
+
+    tensors = check_tensors(config, store)
+    notices = list(config.warnings)
+    device = _device(options, notices)
+    sinks = CacheShape(1, options.kv_sink).sinks
+    if options.kv_sink > PAGE:
+        notices.append(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
+    chunk = max(PAGE, options.chunk // PAGE * PAGE)
+    layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
+    workers = options.threads or hardware.cpu_threads()
+    wanted = options.ctx
+    if wanted is not None and wanted > config.context_length and not options.force:
+        raise UsageError(f"-c {wanted} is more than the {config.context_length} positions that the model was made for",
+                         "a smaller -c, or --force to try")
+
+    def shape_for(ctx: int) -> CacheShape:
+        return CacheShape(ctx, sinks, options.kv_window, min(chunk, -(-ctx // PAGE) * PAGE))
+
+    def workspace(ctx: int) -> int:
+        return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS), workers).values())
+
+    fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape_for(wanted or config.context_length))
+    demand = Demand(
+        baseline=hardware.rss(), workspace=workspace(wanted or config.context_length),
+        weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
+        kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
+    ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
+    budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
+    placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted,
+                     options.device if device == "cuda" else "cpu", options.gpu_layers if device == "cuda" else None)
+    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes)
+
+
+def _device(options: EngineOptions, notices: list[str]) -> str:
+    """cpu or cuda. auto takes a GPU only where there is one and torch is installed."""
+    if options.device == "cpu":
+        return "cpu"
+    from importlib.util import find_spec
+
+    driver = Path("/dev/nvidiactl").exists()
+    torch = find_spec("torch") is not None
+    if options.device == "auto":
+        if driver and not torch:
+            notices.append("a GPU is here but torch is not installed: running on the CPU (pip install 'effllm[cuda]')")
+        if not (driver and torch):
+            return "cpu"
+    if not torch:
+        raise UsageError("--device cuda needs torch, which is not installed", "pip install 'effllm[cuda]'")
+    from ..kernels.cuda.torch_ops import cuda_available
+
+    if cuda_available():
+        return "cuda"
+    if options.device == "cuda":
+        raise UsageError("--device cuda: torch finds no GPU here", "--device cpu")
+    return "cpu"
+
+
+def _vram(options: EngineOptions) -> int:
+    """Bytes of GPU memory to use: as asked, never more than there is."""
+    from ..kernels.cuda.torch_ops import free_memory
+
+    return min(parse_size(options.vram), free_memory()) if options.vram else free_memory()

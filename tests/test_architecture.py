@@ -1,0 +1,317 @@
+"""The shape of the project, read from its sources: who imports whom, what a file may hold, and how lightly the package starts.
+
+    cli  ->  runtime  ->  { quant -> kernels ,  offload }        (runtime may use kernels; the errors in the root belong to everyone)
+
+Imports are read from the syntax tree, so that one inside a function counts as much as one at the top. What only shows while running
+(modules loaded by `effllm --help`, side effects of an import) is asked of a fresh interpreter.
+"""
+
+import ast
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import effllm
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("cli", "kernels", "offload", "quant", "runtime")
+# Layer -> the layers it may import, besides itself and the errors in the root.
+MAY_IMPORT = {
+    "cli": {"runtime"},
+    "runtime": {"quant", "kernels", "offload"},
+    "quant": {"kernels"},
+    "kernels": set(),
+    "offload": set(),
+}
+# Pure functions on words and numbers that any layer above may speak, whatever lies between.
+VOCABULARY = {"effllm.offload.size"}
+# External package -> the only places that may import it.
+CONFINED = {
+    "torch": ("kernels/cuda/",),
+    "triton": ("kernels/cuda/",),
+    "numba": ("kernels/",),
+    "llvmlite": ("kernels/",),
+    "rich": ("cli/screen.py",),
+    "typer": ("cli/",),
+    "prompt_toolkit": ("cli/",),
+    "tokenizers": ("runtime/",),
+    "jinja2": ("runtime/",),
+    "huggingface_hub": ("runtime/hub.py",),
+}
+# Programs of their own that report to effllm through a pipe.
+CHILD_PROCESSES = {"kernels/warm.py"}
+# Test tools that must never become a part of the product.
+NEVER_IMPORTED = {"transformers", "pytest", "hypothesis", "pexpect", "safetensors.torch", "gguf"}
+LONGEST_FILE = 400
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+EXIT_CODES = {1, 2, 3, 4, 5, 6}
+
+
+def package_files() -> list[Path]:
+    """Every Python file that is part of the import package, relative to the root."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path.relative_to(ROOT) for path in [ROOT / "__init__.py", ROOT / "__main__.py", *files]]
+
+
+def project_files() -> list[Path]:
+    """The package, and the scripts and tests around it."""
+    around = [path for folder in ("benchmarks", "tools", "tests", ".ci") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return package_files() + [path.relative_to(ROOT) for path in around]
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"), str(file))
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, absolute; whether it is loaded with its file, on use, or by type checkers alone."""
+
+    module: str
+    line: int
+    when: str
+
+
+def imports(file: Path) -> Iterator[Import]:
+    package = ["effllm", *file.parent.parts]
+    on_use = nodes_inside(file, lambda node: isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+    for_types = nodes_inside(file, lambda node: isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    for node in ast.walk(tree(file)):
+        when = "types" if id(node) in for_types else "on use" if id(node) in on_use else "at once"
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            modules = [node.module] if node.module else [name.name for name in node.names]
+            names = [f"{base}.{module}".lstrip(".") for module in modules]
+        else:
+            continue
+        for name in names:
+            yield Import(name, node.lineno, when)
+
+
+def nodes_inside(file: Path, encloses: Callable[[ast.AST], bool]) -> set[int]:
+    return {id(inner) for outer in ast.walk(tree(file)) if encloses(outer) for inner in ast.walk(outer)}
+
+
+def layer(module: str) -> str | None:
+    """`effllm.quant.spec` -> `quant`; a name of the root itself, or a foreign module -> None."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "effllm" and len(parts) > 1 and parts[1] in FOLDERS else None
+
+
+def calls(file: Path, *names: str) -> list[int]:
+    """Lines that call one of these functions by its bare name."""
+    return [node.lineno for node in ast.walk(tree(file))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
+
+
+def in_fresh_interpreter(code: str) -> dict:
+    """What `code` prints as JSON on its last line, in a new process outside the checkout."""
+    command = [sys.executable, "-P", "-c", code]
+    ran = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+# ---- who imports whom
+
+
+@pytest.mark.parametrize("file", [file for file in package_files() if len(file.parts) > 1], ids=str)
+def test_imports_point_downward(file: Path) -> None:
+    own = file.parts[0]
+    allowed = MAY_IMPORT[own] | {own, None}
+    wrong = [f"line {found.line}: {found.module}" for found in imports(file)
+             if layer(found.module) not in allowed and found.module not in VOCABULARY and found.when != "types"]
+    assert not wrong, f"{file} ({own}) imports from a layer it must not know: {wrong}"
+
+
+def test_layers_cover_every_folder_of_code() -> None:
+    with_code = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert with_code == set(FOLDERS) == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("file", package_files(), ids=str)
+def test_own_modules_are_imported_relatively(file: Path) -> None:
+    absolute = [node.lineno for node in ast.walk(tree(file))
+                if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "effllm"
+                or isinstance(node, ast.Import) and any(name.name.split(".")[0] == "effllm" for name in node.names)]
+    assert not absolute, f"{file}: absolute import of effllm at lines {absolute}"
+
+
+@pytest.mark.parametrize("file", package_files(), ids=str)
+def test_heavy_packages_stay_in_their_place(file: Path) -> None:
+    for found in imports(file):
+        top = found.module.split(".")[0]
+        places = CONFINED.get(top)
+        assert places is None or file.as_posix().startswith(places), f"{file}:{found.line} imports {top}, which belongs to {places}"
+        assert not NEVER_IMPORTED & {top, found.module}, f"{file}:{found.line} imports {found.module}, a tool of the tests"
+
+
+def test_hub_and_schema_libraries_load_on_use() -> None:
+    """They cost tenths of a second, and most commands need neither."""
+    early = [f"{file}:{found.line}" for file in package_files() for found in imports(file)
+             if found.when == "at once" and found.module.split(".")[0] in {"huggingface_hub", "pydantic"}]
+    assert not early
+
+
+def test_the_import_reader_sees_what_it_should() -> None:
+    """The checks above are worth what `imports` finds: known facts about known files."""
+    found = {found.module: found for found in imports(Path("__init__.py"))}
+    assert found["importlib"].when == "on use"
+    assert "effllm.cli.app" in {found.module for found in imports(Path("__main__.py"))}
+    assert {found.module for found in imports(Path("kernels/cpu/ops.py")) if found.when == "at once"} >= {"effllm.kernels.layout", "numpy"}
+    assert layer("effllm.kernels.cpu.ops") == "kernels" and layer("effllm.EffllmError") is None and layer("numpy") is None
+
+
+# ---- what a file may hold
+
+
+@pytest.mark.parametrize("file", project_files(), ids=str)
+def test_files_stay_small(file: Path) -> None:
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LONGEST_FILE, f"{file} has {len(lines)} lines: which two ideas live in it?"
+
+
+@pytest.mark.parametrize("file", project_files(), ids=str)
+def test_files_say_what_they_are(file: Path) -> None:
+    assert not set(file.with_suffix("").parts) & VAGUE_NAMES, f"{file}: a name that says nothing"
+    empty = not tree(file).body
+    assert ast.get_docstring(tree(file)) or (empty and file.name == "__init__.py"), f"{file} has no docstring"
+
+
+def test_kernels_init_is_empty() -> None:
+    """Other libraries probe a top-level module named `kernels` when the repository root is on their path."""
+    assert (ROOT / "kernels" / "__init__.py").read_bytes() == b""
+
+
+def test_the_root_holds_two_python_files() -> None:
+    """Every other file there would ship inside the package."""
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
+    assert not (ROOT / "tests" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("file", package_files(), ids=str)
+def test_only_the_screen_prints(file: Path) -> None:
+    if file.as_posix() != "cli/screen.py":
+        assert not calls(file, "print"), f"{file} prints at lines {calls(file, 'print')}"
+    if file.parts[0] != "cli" and file.as_posix() not in CHILD_PROCESSES:
+        streams = [node.lineno for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+                   and node.value.id == "sys" and node.attr in {"stdin", "stdout", "stderr"}]
+        assert not streams, f"{file}: only cli/ knows that a terminal exists (lines {streams})"
+
+
+@pytest.mark.parametrize("file", package_files(), ids=str)
+def test_no_shortcuts(file: Path) -> None:
+    assert not calls(file, "hasattr"), f"{file} dispatches on hasattr at lines {calls(file, 'hasattr')}"
+    assert not calls(file, "eval", "exec"), f"{file} evaluates text"
+    for node in ast.walk(tree(file)):
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{file}:{node.lineno}: bare except"
+        assert not isinstance(node, ast.Global), f"{file}:{node.lineno}: global"
+        assert not (isinstance(node, ast.Name) and node.id == "NotImplementedError"), f"{file}:{node.lineno}: a stub"
+        assert not (isinstance(node, ast.ImportFrom) and any(name.name == "*" for name in node.names)), f"{file}:{node.lineno}: import *"
+        if isinstance(node, ast.FunctionDef):
+            assert not is_stub(node) or is_protocol_method(node, file), f"{file}:{node.lineno}: {node.name} is a stub"
+    assert not re.search(r"\b(TODO|FIXME|XXX)\b", (ROOT / file).read_text(encoding="utf-8")), f"{file} leaves something to do"
+
+
+def is_stub(function: ast.FunctionDef) -> bool:
+    """A body of `pass` or `...`, or nothing but a docstring where a value is owed (one that returns None may say that it does nothing)."""
+    body = [part for part in function.body if not isinstance(part, ast.Pass)]
+    body = [part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    says_so = ast.get_docstring(function) and isinstance(function.returns, ast.Constant) and function.returns.value is None
+    return not body and not (says_so and len(function.body) == 1)
+
+
+def is_protocol_method(function: ast.FunctionDef, file: Path) -> bool:
+    """A method whose class states an interface and nothing else."""
+    return any(function in node.body and any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+               for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef))
+
+
+# ---- how it starts, and what it offers
+
+
+def test_import_and_help_load_nothing_heavy() -> None:
+    loaded = in_fresh_interpreter(
+        "import io, json, sys\n"
+        "import effllm\n"
+        "after_import = sorted(sys.modules)\n"
+        "from effllm.cli.app import main\n"
+        "sys.argv, real, sys.stdout = ['effllm', '--help'], sys.stdout, io.StringIO()\n"
+        "try:\n    code = main()\n"
+        "except SystemExit as stop:\n    code = stop.code or 0\n"
+        "page, sys.stdout = sys.stdout.getvalue(), real\n"
+        "print(json.dumps({'code': code, 'page': page, 'after_import': after_import, 'after_help': sorted(sys.modules)}))\n"
+    )
+    assert loaded["code"] == 0 and "run" in loaded["page"]
+    assert not {"torch", "numba", "numpy", "huggingface_hub", "typer", "rich"} & set(loaded["after_import"])
+    heavy = {"torch", "numba", "llvmlite", "numpy", "huggingface_hub", "transformers", "tokenizers", "jinja2", "pydantic", "prompt_toolkit"}
+    assert not heavy & set(loaded["after_help"])
+
+
+def test_import_has_no_side_effects() -> None:
+    """Limits, signal handlers, variables, warning filters, threads: as they were."""
+    state = in_fresh_interpreter(
+        "import json, os, resource, signal, threading, warnings\n"
+        "def state():\n"
+        "    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith('RLIMIT_')]\n"
+        "    handlers = [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())]\n"
+        "    return limits, handlers, dict(os.environ), str(warnings.filters), threading.active_count(), os.getcwd()\n"
+        "before = state()\n"
+        "import effllm\n"
+        "print(json.dumps({'before': before, 'after': state()}, default=str))\n"
+    )
+    assert state["before"] == state["after"]
+
+
+def test_a_run_on_the_cpu_never_imports_torch() -> None:
+    loaded = in_fresh_interpreter(
+        "import json, sys\n"
+        "from effllm.cli.app import main\n"
+        "sys.argv = ['effllm', 'run', 'fable', 'Once upon a time', '-n', '2', '--device', 'cpu']\n"
+        "try:\n    code = main()\n"
+        "except SystemExit as stop:\n    code = stop.code or 0\n"
+        "print()\n"
+        "print(json.dumps({'code': code, 'modules': sorted(sys.modules)}))\n"
+    )
+    assert loaded["code"] == 0
+    assert "numba" in loaded["modules"], "the run did not go through the kernels"
+    assert not {"torch", "transformers", "huggingface_hub"} & set(loaded["modules"])
+
+
+def test_public_names_resolve() -> None:
+    for name in effllm.__all__:
+        assert getattr(effllm, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        effllm.no_such_name  # noqa: B018
+
+
+def test_every_error_has_a_known_exit_code() -> None:
+    for module in pkgutil.walk_packages(effllm.__path__, "effllm."):
+        if module.name.split(".")[1] in FOLDERS and ".cuda" not in module.name:
+            importlib.import_module(module.name)
+    found = list(subclasses(effllm.EffllmError))
+    assert {effllm.UsageError, effllm.ModelNotFound, effllm.DoesNotFit, effllm.ContextOverflow, effllm.DownloadFailed} <= set(found)
+    for error in found:
+        assert error.exit_code in EXIT_CODES, error
+        raised = error("what and why", "the next command")
+        assert (str(raised), raised.hint) == ("what and why", "the next command"), f"{error} is built differently from the others"
+    assert [error.exit_code for error in (effllm.EffllmError, effllm.UsageError, effllm.ModelNotFound, effllm.DoesNotFit,
+                                          effllm.ContextOverflow, effllm.DownloadFailed)] == [1, 2, 3, 4, 5, 6]
+
+
+def subclasses(error: type[Exception]) -> Iterator[type[Exception]]:
+    for child in error.__subclasses__():
+        yield child
+        yield from subclasses(child)
