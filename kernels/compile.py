@@ -75,10 +75,15 @@ class Kernel:
         self.body, self.fastmath, self.name = body, fastmath, f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
         self._code = None
 
+    def load(self) -> None:
+        """Compile, or take from the cache, unless that is done."""
+        if self._code is None:
+            self._code = numba.cfunc(KERNEL_SIGNATURE, cache=cache_folder() is not None, error_model="numpy",
+                                     fastmath=self.fastmath)(self.body)
+
     @property
     def address(self) -> int:
-        if self._code is None:
-            self._code = numba.cfunc(KERNEL_SIGNATURE, cache=cache_folder() is not None, error_model="numpy", fastmath=self.fastmath)(self.body)
+        self.load()
         return self._code.address
 
     def assembly(self) -> str:
@@ -95,18 +100,19 @@ class Jit:
     """A compiled function with one explicit signature, called from Python; compiled or loaded on first call."""
 
     def __init__(self, body: Callable, signature: object, fastmath: set[str] | bool) -> None:
-        self.body, self.signature, self.fastmath, self.name = body, signature, fastmath, f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
+        self.body, self.signature, self.fastmath = body, signature, fastmath
+        self.name = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
         self._code = None
 
-    @property
-    def code(self) -> Callable:
+    def load(self) -> None:
+        """Compile, or take from the cache, unless that is done."""
         if self._code is None:
             self._code = numba.njit(self.signature, cache=cache_folder() is not None, nogil=True, error_model="numpy",
                                     fastmath=self.fastmath)(self.body)
-        return self._code
 
     def __call__(self, *args: object) -> object:
-        return self.code(*args)
+        self.load()
+        return self._code(*args)
 
 
 def jit(signature: object, fastmath: set[str] | bool = False) -> Callable[[Callable], Jit]:

@@ -96,7 +96,7 @@ class ThreadPool:
         self._spins = spins
         self._closed = False
         for function in (_work, _start, _finish, _alone):  # compile here, not inside the first worker
-            function.code
+            function.load()
         self._threads = [threading.Thread(target=self._serve, args=(worker,), name=f"effllm-{worker}", daemon=True)
                          for worker in range(1, self.workers)]
         for worker, thread in enumerate(self._threads, 1):

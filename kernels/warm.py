@@ -22,15 +22,8 @@ def compiled_functions() -> list[Kernel | Jit]:
     from . import threads
     from .cpu import attention, linear, roof, sampling
 
-    return [value for module in (threads, linear, attention, sampling, roof) for value in vars(module).values() if isinstance(value, Kernel | Jit)]
-
-
-def compile_one(function: Kernel | Jit) -> None:
-    """Compile, or load from the cache."""
-    if isinstance(function, Kernel):
-        function.address
-    else:
-        function.code
+    modules = (threads, linear, attention, sampling, roof)
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Kernel | Jit)]
 
 
 def is_cold() -> bool:
@@ -71,7 +64,7 @@ def main() -> None:
     with _locked(folder):
         functions = compiled_functions()
         for done, function in enumerate(functions, 1):
-            compile_one(function)
+            function.load()
             sys.stdout.write(f"{done} {len(functions)} {function.name}\n")
             sys.stdout.flush()
         (folder / MARK).touch()

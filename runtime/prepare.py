@@ -103,8 +103,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
-    placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted,
-                     options.device if device == "cuda" else "cpu", options.gpu_layers if device == "cuda" else None)
+    placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device, options.gpu_layers)
     return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes)
 
 

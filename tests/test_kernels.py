@@ -151,8 +151,8 @@ def test_without_half_conversion_in_the_cpu(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
 import numpy as np, test_kernels as t
-from effllm.kernels.cpu import intrinsics
-assert not intrinsics.HAS_HALF and intrinsics.VECTOR == 4
+from effllm.kernels.cpu import inner_loops, intrinsics
+assert not intrinsics.HAS_HALF and inner_loops.VECTOR == 4
 t.check_half()
 pool = t.ThreadPool(2); ops = t.CpuOps(pool, t.DIMS); exact = t.CpuOps(pool, t.DIMS, t.default_registry("reference"))
 for stored in ("f16", "bf16"):

@@ -13,6 +13,7 @@ from numba import float32, int32, uint16, uint32
 
 from ..compile import REASSOCIATE, inlined
 from ..layout import BF16, F16, GELU, GELU_TANH, NORM_LAYER, NORM_NONE, NORM_RMS_PLUS_ONE, RELU, SILU
+from .inner_loops import DOT_ROWS, DOT_STEP, dot_rows_bf16, dot_rows_f16, dot_rows_f32
 from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_bits, f32_to_half, half_to_f32, u16_at
 
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -91,38 +92,54 @@ else:
         return uint16(sign | ((rounded - uint32(0x38000000)) >> uint32(13)))
 
 
-@inlined(REASSOCIATE)
-def _dot_f32(w, x, depth):
-    total = ZERO
-    for i in range(depth):
-        total += w[i] * x[i]
-    return total
+@inlined()
+def widen(address, dtype, index):
+    """One stored value as float32."""
+    if dtype == BF16:
+        return bits_to_f32(uint32(u16_at(address)[index]) << uint32(16))
+    if dtype == F16:
+        return widen_half(u16_at(address)[index])
+    return f32_at(address)[index]
 
 
 @inlined(REASSOCIATE)
-def _dot_f16(w, x, depth):
+def _shifted_dot(w, x, depth):
     total = ZERO
     for i in range(depth):
         total += widen_half(w[i]) * x[i]
     return total
 
 
-@inlined(REASSOCIATE)
-def _dot_bf16(w, x, depth):
-    total = ZERO
-    for i in range(depth):
-        total += bits_to_f32(uint32(w[i]) << uint32(16)) * x[i]
-    return total
+if HAS_HALF:
+
+    @inlined()
+    def _four_halves(rows, x, depth, out):
+        dot_rows_f16(rows[0], rows[1], rows[2], rows[3], x, depth // DOT_STEP, out)
+else:
+
+    @inlined()
+    def _four_halves(rows, x, depth, out):
+        for i in range(DOT_ROWS):
+            f32_at(out)[i] = _shifted_dot(u16_at(rows[i]), f32_at(x), depth // DOT_STEP * DOT_STEP)
 
 
 @inlined()
-def dot(address, dtype, x, depth):
-    """Dot product of a stored row with float32 `x` (an address)."""
-    if dtype == BF16:
-        return _dot_bf16(u16_at(address), f32_at(x), depth)
-    if dtype == F16:
-        return _dot_f16(u16_at(address), f32_at(x), depth)
-    return _dot_f32(f32_at(address), f32_at(x), depth)
+def dot_four(rows, dtype, x, depth, out):
+    """Four stored rows (a tuple of addresses) times float32 `x` -> four float32 at `out`. Bits do not depend on the neighbours."""
+    steps = depth // DOT_STEP
+    sums = f32_at(out)
+    if steps == 0:
+        for i in range(DOT_ROWS):
+            sums[i] = ZERO
+    elif dtype == BF16:
+        dot_rows_bf16(rows[0], rows[1], rows[2], rows[3], x, steps, out)
+    elif dtype == F16:
+        _four_halves(rows, x, depth, out)
+    else:
+        dot_rows_f32(rows[0], rows[1], rows[2], rows[3], x, steps, out)
+    for k in range(steps * DOT_STEP, depth):
+        for i in range(DOT_ROWS):
+            sums[i] += widen(rows[i], dtype, k) * f32_at(x)[k]
 
 
 @inlined()

@@ -15,10 +15,12 @@ from numba import float32
 from ..compile import REASSOCIATE, inlined, kernel
 from ..layout import F32, PAGE
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half, normalise
-from .intrinsics import TILE_COLUMNS, TILE_ROWS, f32_at, f64_at, fetch_add, i64_at, tile_product, u16_at
+from .inner_loops import TILE_COLUMNS, TILE_ROWS, tile_product
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 
 # Slots of the argument block of the attend kernels.
-Q, OUT, TOKENS, HEADS, KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, POSITION, BLOCKS, TABLE, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(16)
+Q, OUT, TOKENS, HEADS, KV_HEADS, HEAD_DIM, SCALE, WINDOW = range(8)
+SOFTCAP, POSITION, BLOCKS, TABLE, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(8, 16)
 # Columns of the block table: addresses of K and V of KV head 0, bytes from head to head, first position, tokens held.
 KEYS, VALUES, HEAD_STRIDE, FIRST, COUNT, COLUMNS = range(6)
 QUERY_TILE = 32
@@ -160,7 +162,8 @@ def merge_few(args, worker, counter):
 def attend_many(args, worker, counter):
     """A tile of QUERY_TILE tokens of one KV head at a time, all blocks in order.
 
-    Scratch per worker, float32: Q[rows, D], K transposed [D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D], (m, l)[rows].
+    Scratch per worker, float32: Q[rows, D], K transposed [D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D],
+    (m, l)[rows] of all blocks so far, (m, l)[rows] of the last.
     """
     a = i64_at(args)
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
@@ -213,7 +216,8 @@ def attend_many(args, worker, counter):
                     v[i] = ZERO
             for r in range(0, padded, TILE_ROWS):
                 for j in range(0, PAGE, TILE_COLUMNS):
-                    tile_product(query + 4 * r * depth, 4 * depth, keys_t + 4 * j, 4 * PAGE, scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
+                    tile_product(query + 4 * r * depth, 4 * depth, keys_t + 4 * j, 4 * PAGE,
+                                 scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
             for r in range(padded):
                 s = f32_at(scores + 4 * r * PAGE)
                 for j in range(PAGE):

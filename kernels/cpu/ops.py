@@ -17,7 +17,8 @@ from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace
 from . import attention, linear
-from .intrinsics import HAS_HALF, TILE_COLUMNS
+from .inner_loops import TILE_COLUMNS
+from .intrinsics import HAS_HALF
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
     from ...quant.weight import Linear, Norm, Weight
@@ -40,14 +41,14 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     wide = max(dims.hidden, dims.ffn, dims.heads * dims.head_dim)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
-    scratch = max(FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
+    scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
                   attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim))
     blocks = dims.ctx // attention.PAGE + 3
     return {"x": chunk * dims.hidden, "y0": chunk * dims.heads * dims.head_dim, "y1": chunk * dims.kv_heads * dims.head_dim,
             "y2": chunk * dims.kv_heads * dims.head_dim, "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn,
             "up": chunk * dims.ffn, "panels": columns * wide, "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2), "few": FEW * wide}
+            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2)}
 
 
 def _compiled(call: Call) -> str:
@@ -130,7 +131,8 @@ class CpuOps:
         self._matrix(x, norm, [head], [out], linear.PLAIN, "none")
         return np.tanh(out / softcap, out=out) * np.float32(softcap) if softcap else out
 
-    def rope_heads(self, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None, norm: Norm | None) -> np.ndarray:
+    def rope_heads(self, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
+                   norm: Norm | None) -> np.ndarray:
         """Per-head norm if any, then rotary position on y[T, heads * head_dim], in place."""
         if table is None and norm is None:
             return y
@@ -138,7 +140,8 @@ class CpuOps:
         self.registry.select(Call("rotate")).candidate.run(self, y, heads, head_dim, cos, sin, norm)
         return y
 
-    def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None, softcap: float | None) -> LayerPages:
+    def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
+                 softcap: float | None) -> LayerPages:
         """Storage of one layer's KV pages over host memory."""
         from .pages import LayerPages
 
@@ -166,14 +169,16 @@ class CpuOps:
         call = Call("matrix", linears[0].weight.spec.scheme, len(x) if len(x) <= FEW else FEW + 1, act)
         self.registry.select(call).candidate.run(self, x, norm, linears, outs, mode, act)
 
-    def _fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
+    def _fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
+              outs: Sequence[np.ndarray]) -> None:
         """Write the argument block of the matrix kernels."""
         kind = 0 if norm is None else NORMS[norm.kind]
         block = [x, tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
                  address(self.workspace.take("scratch", 1)), self._stride, mode, ACTIVATIONS[act], len(linears)]
         for i, each in enumerate(linears):
             out = outs[min(i, len(outs) - 1)]
-            block += [each.weight.address, STORED_TYPES[each.weight.spec.scheme], each.weight.shape[0], address(each.bias), address(out), out.shape[1]]
+            block += [each.weight.address, STORED_TYPES[each.weight.spec.scheme], each.weight.shape[0], address(each.bias), address(out),
+                      out.shape[1]]
         self._args[: len(block)] = block
         if norm is not None:
             self._reals[linear.EPS] = norm.eps

@@ -52,7 +52,8 @@ class LayerPages:
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`."""
         size = self.layout.layer_page_nbytes
-        codec.seal(self.exact[slot * size : (slot + 1) * size], self.layout, layer, first_token, self.sealed[page * size : (page + 1) * size])
+        exact, sealed = self.exact[slot * size : (slot + 1) * size], self.sealed[page * size : (page + 1) * size]
+        codec.seal(exact, self.layout, layer, first_token, sealed)
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray) -> np.ndarray:
         """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`."""
@@ -77,8 +78,8 @@ class LayerPages:
     def _fill(self, q: np.ndarray, out: np.ndarray, position: int, table: np.ndarray) -> None:
         """Write the argument block of the attend kernels. The first entry of a buffer is its address whatever the shape taken."""
         ops, heads = self.ops, q.shape[1] // self.layout.head_dim
-        ops._args[:16] = (address(q), address(out), len(q), heads, self.layout.kv_heads, self.layout.head_dim, 0, self.window or 0, 0, position,
-                          len(table), address(table), self.layout.stored, address(ops.workspace.take("scratch", 1)), ops._stride,
+        ops._args[:16] = (address(q), address(out), len(q), heads, self.layout.kv_heads, self.layout.head_dim, 0, self.window or 0, 0,
+                          position, len(table), address(table), self.layout.stored, address(ops.workspace.take("scratch", 1)), ops._stride,
                           address(ops.workspace.take("partials", 1)))
         ops._reals[attention.SCALE], ops._reals[attention.SOFTCAP] = self.scale, self.softcap or 0.0
 
@@ -94,7 +95,7 @@ class LayerPages:
             values.append(side[1])
             at.append(first + np.arange(count))
         split = q.reshape(len(q), -1, layout.head_dim)
-        result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale, self.window,
-                                  self.softcap)
+        result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale,
+                                  self.window, self.softcap)
         out[:] = result.reshape(out.shape)
         return out

@@ -1,0 +1,70 @@
+"""Showing an answer as it comes, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from .interrupt import interruptible
+from .loading import follow, last
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.events import Done, Stats
+    from ..runtime.session import Session
+
+ENDINGS = {
+    "length": "stopped after {tokens} (-n)",
+    "cancelled": "stopped by Ctrl-C after {tokens}",
+}
+
+
+def show_answer(events: Iterable[object], session: Session, screen: Screen, silent: bool = False) -> Stats:
+    """Write the answer to stdout and its thinking to stderr, as they come. Returns what it cost."""
+    from ..runtime.events import Done, TextDelta
+
+    def pieces() -> Iterator[Done]:
+        for event in follow(events, screen, TextDelta | Done):
+            if isinstance(event, Done):
+                yield event
+            elif silent:
+                continue
+            elif event.kind == "thinking":
+                screen.thinking(event.text)
+            else:
+                screen.answer(event.text)
+
+    with interruptible(session.cancel):
+        done = last(pieces())
+    screen.end_answer()
+    return done.stats
+
+
+def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
+    """Why an answer ended, where neither the model nor a notice of the session said it."""
+    count = len(stats.token_ids)
+    if stats.finish_reason in ENDINGS and (stats.finish_reason != "length" or count == session.max_tokens):
+        screen.note(ENDINGS[stats.finish_reason].format(tokens=f"{count} token{'' if count == 1 else 's'}"))
+
+
+def say_cost(stats: Stats, screen: Screen) -> None:
+    """`--stats`: three lines on stderr."""
+    from ..offload.size import format_size
+
+    cached = f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
+    screen.note(" · ".join((f"prompt {stats.prompt_tokens} tokens{cached}{rate(stats.prefill_tps)}",
+                            f"answer {len(stats.token_ids)} tokens{rate(stats.decode_tps)}",
+                            f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
+    screen.note(" · ".join((f"memory {format_size(stats.peak_rss_bytes)} at most", f"weights {format_size(stats.weights_bytes)}",
+                            f"read {format_size(stats.disk_bytes_read)}", f"layers {placed(stats.placement)}")))
+    screen.note(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
+                            f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",
+                            f"{stats.kv_bits_per_value:.1f} bits a value over all")))
+
+
+def placed(placement: Mapping[str, object]) -> str:
+    return ", ".join(f"{device} {layers}" for device, layers in placement.items())
+
+
+def rate(tokens_per_second: float) -> str:
+    return f" ({tokens_per_second:.0f}/s)" if tokens_per_second else ""

@@ -1,0 +1,105 @@
+"""`effllm bench`: tokens per second reading a prompt and writing an answer, as llama-bench measures and names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from .. import UsageError
+from .flags import add_command, flag
+from .loading import find, follow, last
+from .options import OUTPUT, AnyModel, EngineFlags, Json
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.bench import BenchRow
+    from ..runtime.engine import EngineOptions, Prepared
+
+MEASURE = "measurement"
+EXAMPLES = """examples
+
+  effllm bench fable -p 512 -n 64
+  effllm bench --synthetic tinyllama-1.1b -d 1024 -r 5 -o json
+"""
+
+Synthetic = Annotated[str | None, flag(MEASURE, "--synthetic", "SHAPE", "random weights of a named shape or a config.json")]
+PromptTokens = Annotated[int | None, flag(MEASURE, "-p --n-prompt", "N", "tokens of the prompt (512)")]
+GenTokens = Annotated[int | None, flag(MEASURE, "-n --n-gen", "N", "tokens to write (128)")]
+Depth = Annotated[int | None, flag(MEASURE, "-d --n-depth", "N", "tokens that the cache holds already (0)")]
+Repetitions = Annotated[int | None, flag(MEASURE, "-r --repetitions", "N", "times that each test is run (3)")]
+Columns = Annotated[int | None, flag(MEASURE, "--columns", "N", "tokens per pass of the answer, as in speculation (1)")]
+Output = Annotated[Literal["md", "json", "csv"], flag(OUTPUT, "-o --output", "md|json|csv", "Markdown, JSON or comma-separated (md)")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "bench", "measure", bench, EXAMPLES)
+
+
+def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic = None, prompt: PromptTokens = None, gen: GenTokens = None,
+          depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: EngineFlags, output: Output = "md",
+          json: Json = False) -> None:
+    """Tokens per second: reading a prompt (pp) and writing an answer (tg)."""
+    from ..runtime.bench import BenchOptions, BenchRow, context_for
+    from ..runtime.bench import bench as measure
+    from ..runtime.engine import Engine, open_prepared
+
+    screen = Screen(context.obj)
+    if (model is None) == (synthetic is None):
+        raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
+    asked = {"prompt": prompt, "gen": gen, "depth": depth, "repetitions": repetitions, "columns": columns}
+    options = BenchOptions(**{name: value for name, value in asked.items() if value is not None})
+    prepare = preparation(model, synthetic, context_for(engine.options(), options), screen)
+    opened = last(follow(open_prepared(prepare), screen, Engine))
+    try:
+        rows = list(follow(measure(opened, options, model or f"{synthetic} (random)"), screen, BenchRow))
+    finally:
+        opened.close()
+    if json or output == "json":
+        screen.json([row.to_json() for row in rows])
+    elif output == "csv":
+        write_csv(rows, screen)
+    else:
+        write_table(rows, screen)
+
+
+def preparation(model: str | None, synthetic: str | None, options: EngineOptions, screen: Screen) -> Callable[[], Prepared]:
+    """Headers and plan, for when the engine opens."""
+    from ..runtime.bench import prepare_synthetic
+    from ..runtime.engine import prepare
+
+    if synthetic is not None:
+        return lambda: prepare_synthetic(synthetic, options)
+    folder = find(model, screen).folder
+    return lambda: prepare(folder, options)
+
+
+def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
+    """Markdown, which a terminal shows as it is and a page renders."""
+    from ..offload.size import format_size
+
+    cells = [("model", "size", "params", "backend", "threads", "kv", "test", "t/s", "read", "of the roof")]
+    for row in rows:
+        cells.append((row.model_type, format_size(row.model_size), f"{row.model_n_params / 1e6:.2f} M", row.backend, str(row.n_threads),
+                      row.type_k, row.test, f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+                      f"{format_size(round(row.read_bandwidth))}/s" if row.n_gen else "",
+                      f"{100 * row.roof_fraction:.0f}%" if row.n_gen else ""))
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = ["| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    for line in (lines[0], rule, *lines[1:]):
+        screen.line(line)
+
+
+def write_csv(rows: Sequence[BenchRow], screen: Screen) -> None:
+    import csv
+    import io
+
+    table = io.StringIO()
+    writer = csv.DictWriter(table, fieldnames=list(rows[0].to_json()), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in row.to_json().items()})
+    for line in table.getvalue().splitlines():
+        screen.line(line)

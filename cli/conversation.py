@@ -1,0 +1,82 @@
+"""A chat: read a line, answer it, until the person leaves.
+
+A failure of one turn (a context that is full, a file that cannot be saved) is told and the conversation goes on; only a model that
+cannot be loaded or a terminal that is lost ends it. Ctrl-C at an idle prompt empties the line; a second one in a row leaves, as
+Ctrl-D does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TextIO
+
+from .. import EffllmError
+from . import slash
+from .answer import say_cost, say_ending, show_answer
+from .editor import Editor
+from .errors import INTERRUPTED, write_error
+from .interrupt import unechoed
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.events import Stats
+    from ..runtime.session import Session
+
+
+class Conversation:
+    def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool) -> None:
+        self.name, self.session, self.screen = name, session, screen
+        self._always_stats = always_stats
+        self._last: Stats | None = None
+        state = screen.environment.state_folder
+        self.chats = state / "chats"
+        drawn_on = output if screen.environment.can_redraw(output) else None
+        self._editor = Editor(drawn_on, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)
+
+    def run(self) -> int:
+        self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")
+        pressed = False
+        while True:
+            try:
+                line = self._editor.read()
+            except KeyboardInterrupt:
+                if pressed:
+                    return INTERRUPTED
+                pressed = True
+                self.screen.note("Ctrl-D or /exit leaves (or Ctrl-C again)")
+                continue
+            pressed = False
+            if line is None:
+                return 0
+            try:
+                self._take(line)
+            except slash.Leave:
+                return 0
+            except EffllmError as error:
+                self.screen.end_answer()
+                write_error(self.screen.environment, error.message, error.hint)
+            except OSError as error:
+                write_error(self.screen.environment, f"{error.filename or 'file'}: {error.strerror}", "")
+
+    def answer(self, events: Iterable[object]) -> None:
+        """Show an answer and why it ended, where it did not end by itself."""
+        with unechoed(self.screen.environment.stdin):
+            self._last = show_answer(events, self.session, self.screen)
+        say_ending(self._last, self.session, self.screen)
+        if self._always_stats:
+            say_cost(self._last, self.screen)
+
+    def show_cost(self) -> None:
+        if self._last is None:
+            self.screen.note("no answer yet")
+        else:
+            say_cost(self._last, self.screen)
+
+    def _take(self, line: str) -> None:
+        if line.startswith("/"):
+            slash.run(self, line.strip())
+        elif line.strip():
+            self.answer(self.session.ask(line))
+
+    def _status(self) -> str:
+        return f"{self.session.used} of {self.session.n_ctx} tokens"

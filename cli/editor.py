@@ -1,0 +1,132 @@
+"""The line where a person types: history, several lines, completion of commands. The only file that loads prompt_toolkit.
+
+Enter sends. Alt-Enter, a backslash at the end of a line, or a block between three quotes goes on in the next line, and pasted text
+keeps its line breaks. History is a private file; when it cannot be written (a full disk), one remark is made and the chat goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+from prompt_toolkit.styles import Style
+
+QUOTES = '"""'
+LONGEST_HISTORY = 4 << 20  # bytes that are still read at the start
+STYLE = Style.from_dict({"prompt": "bold", "rprompt": "#888888", "more": "#888888"})
+
+
+class Editor:
+    """`read()` gives what was typed, None at Ctrl-D, and raises KeyboardInterrupt at Ctrl-C."""
+
+    def __init__(self, output: TextIO | None, history: Path, status: Callable[[], str],
+                 complete: Callable[[str], Iterable[tuple[str, str]]], remark: Callable[[str], None]) -> None:
+        """`output` None: the library's plain prompt, for a terminal that cannot move its cursor."""
+        self._status, self._remark = status, remark
+        self._history = History(history)
+        self._told = False
+        self._session: PromptSession[str] = PromptSession(
+            multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,
+            prompt_continuation=lambda width, line, wrapped: [("class:more", "… ")], style=STYLE,
+            output=create_output(stdout=output) if output else None)
+
+    def read(self) -> str | None:
+        try:
+            text = self._session.prompt([("class:prompt", "> ")], rprompt=self._right)
+        except EOFError:
+            return None
+        finally:
+            if self._history.trouble and not self._told:
+                self._told = True
+                self._remark(self._history.trouble)
+        return unquoted(text)
+
+    def _right(self) -> StyleAndTextTuples:
+        return [("class:rprompt", self._status())]
+
+
+def keys() -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor(1)
+            buffer.insert_text("\n")
+        elif is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def next_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+def is_open(text: str) -> bool:
+    """A block that began with three quotes and has not ended."""
+    text = text.strip()
+    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
+
+
+def unquoted(text: str) -> str:
+    inside = text.strip()
+    if inside.startswith(QUOTES) and not is_open(text):
+        return inside[len(QUOTES) : -len(QUOTES)].strip("\n")
+    return text
+
+
+class Words(Completer):
+    """Completes a line that begins with a slash."""
+
+    def __init__(self, complete: Callable[[str], Iterable[tuple[str, str]]]) -> None:
+        self._complete = complete
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        line = document.text_before_cursor
+        if line.startswith("/") and "\n" not in line:
+            typed = line.rpartition(" ")[2]
+            for word, meaning in self._complete(line):
+                yield Completion(word, start_position=-len(typed), display_meta=meaning)
+
+
+class History(FileHistory):
+    """A file of what was typed, readable by its owner alone. After the first failure it is left alone; `trouble` says why."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+        self.trouble = ""
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            if self._path.is_file() and self._path.stat().st_size <= LONGEST_HISTORY:  # a device has no end
+                return list(super().load_history_strings())
+        except OSError as error:
+            self._give_up(error)
+        return []
+
+    def store_string(self, string: str) -> None:
+        if self.trouble:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._path.exists():
+                self._path.touch(mode=0o600)
+            super().store_string(string)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.trouble = f"what you type is not kept: {self._path}: {error.strerror or error}"

@@ -1,0 +1,85 @@
+"""The outside world of one invocation: three streams, the variables, the clock and the folders.
+
+Everything a command reads or writes goes through this one object, so that a test is a plain call of `main(argv, environment)`.
+Each stream is asked on its own whether it is a terminal: `effllm run fable > story.txt` still shows progress on stderr.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from .. import EffllmError
+
+
+class OutputClosed(Exception):
+    """The reader of stdout has gone. Not an OSError: the command-line library would take that for a failure of its own."""
+
+
+class OutputFailed(EffllmError):
+    """stdout cannot be written (a full disk)."""
+
+
+@dataclass
+class Environment:
+    stdin: TextIO
+    stdout: TextIO
+    stderr: TextIO
+    variables: Mapping[str, str]
+    clock: Callable[[], float] = time.monotonic
+    debug: bool = False  # set by --debug, read by the error boundary
+
+    @classmethod
+    def of_process(cls) -> Environment:
+        """The real one. A stream that the caller closed is replaced by an empty one."""
+        void = "/dev/null" if os.name == "posix" else "nul"
+        streams = [stream if stream is not None else open(void, mode, encoding="utf-8")  # noqa: SIM115 (lives as long as the process)
+                   for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))]
+        for stream in streams[1:]:
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a story in a Latin-1 terminal loses a dash, not the run
+        return cls(*streams, variables=os.environ)
+
+    def write(self, text: str = "") -> None:
+        """To stdout, at once; without text, flush what is there."""
+        try:
+            self.stdout.write(text)
+            self.stdout.flush()
+        except BrokenPipeError as error:
+            raise OutputClosed from error
+        except OSError as error:
+            raise OutputFailed(f"the output cannot be written: {error.strerror or error}") from error
+
+    def is_terminal(self, stream: TextIO) -> bool:
+        return not stream.closed and stream.isatty()
+
+    def is_styled(self, stream: TextIO) -> bool:
+        """Whether colour and cursor movement may be written: a terminal that is not `dumb`, and no wish for plain text."""
+        return self.is_terminal(stream) and not self.variables.get("NO_COLOR") and self.variables.get("TERM") != "dumb"
+
+    def can_redraw(self, stream: TextIO) -> bool:
+        """Whether a line may be rewritten in place. NO_COLOR asks for no colour, not for no progress."""
+        return self.is_terminal(stream) and self.variables.get("TERM") != "dumb"
+
+    @property
+    def can_ask(self) -> bool:
+        """A question needs someone to read it and someone to answer."""
+        return self.is_terminal(self.stdin) and self.is_terminal(self.stderr)
+
+    @property
+    def width(self) -> int:
+        return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+    @property
+    def state_folder(self) -> Path:
+        """History and saved chats. Not created here."""
+        from platformdirs import user_state_path
+
+        return user_state_path("effllm", appauthor=False)

@@ -1,0 +1,105 @@
+"""The one place where an exception becomes a line for a person and a code for a script.
+
+Commands let exceptions pass; nothing else in `cli/` turns one into text or into an exit code. Codes: 0 ok, 1 failure, 2 usage, 3 model
+not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline, 130 interrupted. A reader that closes the pipe
+(`| head`) has what it wanted: that ends quietly with 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import typer
+
+from .. import DoesNotFit, EffllmError
+from .environment import Environment, OutputClosed, OutputFailed
+
+INTERRUPTED = 130
+
+
+def guarded(program: Callable[[], int], environment: Environment) -> int:
+    """Run `program` and return the exit code of the process, having written at most one error of two lines."""
+    try:
+        code = program()
+        environment.write()
+        return code
+    except SystemExit as stop:  # a pipe closed during --help, or shell completion, which prints and leaves
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        return quiet(environment) if isinstance(stop.__context__, BrokenPipeError) else code
+    except (OutputClosed, BrokenPipeError):
+        return quiet(environment)
+    except KeyboardInterrupt:
+        if environment.debug:
+            write_traceback(environment)
+        return INTERRUPTED
+    except Exception as error:
+        if environment.debug:
+            write_traceback(environment)
+        message, hint, code = describe(error)
+        write_error(environment, message, hint)
+        if isinstance(error, OutputFailed):
+            discard_output(environment)
+        return code
+
+
+def describe(error: Exception) -> tuple[str, str, int]:
+    """(message, hint, exit code) of any exception."""
+    if isinstance(error, EffllmError):
+        return error.message, error.hint, error.exit_code
+    if isinstance(error, typer.TyperException):
+        context = getattr(error, "ctx", None)  # set on usage errors alone
+        return usage_message(error), f"{context.command_path} --help" if context else "effllm --help", error.exit_code
+    if isinstance(error, typer.Abort):
+        return "stopped", "", 1
+    if isinstance(error, MemoryError):
+        return "memory ran out", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}", "--debug shows where this happened", 1
+    text = str(error)
+    return f"internal error: {type(error).__name__}{f': {text}' if text else ''}", "--debug shows the traceback", 1
+
+
+def usage_message(error: typer.TyperException) -> str:
+    message = error.format_message().removesuffix(".")
+    return message[:1].lower() + message[1:]
+
+
+def write_error(environment: Environment, message: str, hint: str) -> None:
+    """`effllm: message` and, when there is one, `hint: next step`; control characters and line breaks never reach the screen."""
+    bold, red, off = ("\x1b[1m", "\x1b[31m", "\x1b[0m") if environment.is_styled(environment.stderr) else ("", "", "")
+    lines = [f"{red}{bold}effllm:{off} {one_line(message)}\n"]
+    if hint:
+        lines.append(f"{bold}hint:{off} {one_line(hint)}\n")
+    try:
+        environment.stderr.writelines(lines)
+        environment.stderr.flush()
+    except OSError:
+        return  # nobody is left to tell; the exit code still says it
+
+
+def one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+
+
+def write_traceback(environment: Environment) -> None:
+    import traceback
+
+    traceback.print_exc(file=environment.stderr)
+
+
+def quiet(environment: Environment) -> int:
+    discard_output(environment)
+    return 0
+
+
+def discard_output(environment: Environment) -> None:
+    """Point stdout at nothing, so that Python's own flush at exit has nowhere to fail."""
+    try:
+        descriptor = environment.stdout.fileno()
+    except (OSError, ValueError):
+        return  # a stream of a test, without a descriptor
+    void = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(void, descriptor)
+    os.close(void)

@@ -1,0 +1,103 @@
+"""`effllm eval ppl` and `effllm eval kld`: what a model, or a precision of the cache, costs in quality, on a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .flags import add_command, flag
+from .help import PlainGroup
+from .loading import find, follow, last, loaded, open_with_progress
+from .options import EngineFlags, Json, Model
+from .prompt import read_file, read_stream
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
+    from ..runtime.engine import EngineOptions
+
+WINDOW = 1024  # tokens, where -c does not say: long enough that most of them see a context
+TEXT = "text"
+
+PPL_EXAMPLES = """examples
+
+  effllm eval ppl fable --text story.txt
+"""
+KLD_EXAMPLES = """examples
+
+  effllm eval kld fable --text story.txt
+  effllm eval kld ./my-model --against ./my-model-original --text story.txt --json
+"""
+
+Text = Annotated[str, flag(TEXT, "--text", "FILE", "the text to score, - is standard input")]
+Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one, with a 32-bit cache)")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Measure quality on a text.")
+    add_command(group, "ppl", "commands", ppl, PPL_EXAMPLES)
+    add_command(group, "kld", "commands", kld, KLD_EXAMPLES)
+    app.add_typer(group, name="eval", rich_help_panel="measure")
+
+
+def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, json: Json = False) -> None:
+    """Perplexity over windows of -c tokens (1024) that share nothing."""
+    from ..runtime.evaluate import PerplexityResult, perplexity
+
+    screen = Screen(context.obj)
+    content = read_text(text, screen)
+    ref = find(model, screen)
+    with loaded(ref, windowed(ref, engine), screen) as at_hand:
+        result = last(follow(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx), screen, PerplexityResult))
+    if json:
+        screen.json(result.to_json())
+    else:
+        screen.pairs((("tokens", str(result.tokens)), ("perplexity", f"{result.ppl:.4f} ± {result.ppl_error:.4f}")))
+
+
+def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, against: Against = None, json: Json = False) -> None:
+    """KL divergence of the next-token distributions from a reference, token by token."""
+    from dataclasses import replace
+
+    from ..runtime.evaluate import KldResult
+    from ..runtime.evaluate import kld as compare
+
+    screen = Screen(context.obj)
+    content = read_text(text, screen)
+    ref = find(model, screen)
+    reference_ref = find(against, screen) if against else ref
+    options = windowed(ref, engine)
+    with loaded(ref, options, screen) as at_hand:
+        reference = open_with_progress(reference_ref.folder, replace(options, kv="32bit"), screen)
+        try:
+            result = last(follow(compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx), screen, KldResult))
+        finally:
+            reference.close()
+    if json:
+        screen.json(result.to_json())
+        return
+    screen.pairs((
+        ("tokens", str(result.tokens)),
+        ("perplexity", f"{result.ppl:.4f}, reference {result.ppl_ref:.4f}"),
+        ("KL divergence", f"mean {result.kld_mean:.3g}, median {result.kld_median:.3g}"),
+        ("", f"99% below {result.kld_p99:.3g}, 99.9% below {result.kld_p999:.3g}"),
+        ("noise floor", f"mean {result.floor_kld_mean:.3g} (the reference against itself)"),
+        ("same top token", f"{100 * result.same_top:.2f}%"),
+        ("cache", f"{result.kv_bits_per_value:.3g} bits a value over all, {result.packed_bits:.3g} packed"),
+        ("weights", f"{result.weight_bits_per_value:.3g} bits a value"),
+    ))
+
+
+def windowed(ref: ModelRef, engine: EngineFlags) -> EngineOptions:
+    """Engine options whose context is the window: -c, else WINDOW or what the model has if that is less."""
+    from ..runtime.config import read_config
+
+    if engine.ctx is not None:
+        return engine.options()
+    return engine.options(ctx=min(WINDOW, read_config(ref.folder).max_position_embeddings))
+
+
+def read_text(source: str, screen: Screen) -> str:
+    return read_stream(screen.environment.stdin) if source == "-" else read_file(Path(source))

@@ -1,0 +1,128 @@
+"""The machinery of flags: how a flag is declared, named in the environment, and gathered into a dataclass.
+
+`flag()` derives the variable from the name (`--ctx-size` is EFFLLM_CTX_SIZE), so the two cannot drift apart. `add_command()` lets a
+function take whole groups (`def run(context, model, engine: EngineFlags, ...)`): the fields of a group become flags, and arrive as one
+value. Values are converted here: the library's converter loads a schema library, 70 ms on the way to the first token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from .help import PlainCommand
+
+Command = Callable[..., int | None]
+
+
+def flag(panel: str, names: str, value: str, help: str, **more: Any) -> Any:
+    """`flag("memory", "-c --ctx-size", "N", "context in tokens")`; a flag without a value has an empty one."""
+    long = next(name for name in names.split() if name.startswith("--"))
+    return typer.Option(*names.split(), help=help, rich_help_panel=panel, metavar=value or None, envvar=variable(long), show_envvar=False,
+                        show_default=False, **more)
+
+
+def variable(name: str) -> str:
+    return "EFFLLM_" + name.removeprefix("--").upper().replace("-", "_")
+
+
+def set_debug(context: typer.Context, value: bool) -> bool:
+    if value:
+        context.find_root().obj.debug = True
+    return value
+
+
+Debug = Annotated[bool, flag("general", "--debug", "", "show the traceback of a failure", callback=set_debug, is_eager=True)]
+
+
+def add_command(app: typer.Typer, name: str, panel: str, function: Command, examples: str = "") -> None:
+    """Register a function as a command: groups of flags are spread out, `--debug` is added, the docstring is the help."""
+    call = spread(function)
+    kinds = {parameter: value_type(annotation) for parameter, annotation in call.__annotations__.items() if parameter != "context"}
+    named = type(f"{name.capitalize()}Command", (FlagCommand,), {"kinds": kinds})
+    app.command(name, cls=named, rich_help_panel=panel, epilog=examples)(call)
+
+
+class FlagCommand(PlainCommand):
+    """A command that converts its own values. `kinds`: parameter -> type; switches are left to the library."""
+
+    kinds: dict[str, Any] = {}
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        for parameter in self.params:
+            kind = self.kinds.get(parameter.name, bool)
+            if kind is not bool:
+                parameter.process_value = partial(converted, parameter, parameter.process_value, kind)
+
+
+def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, context: typer.Context, value: Any) -> Any:
+    """A value of the type that the flag declares. What is missing goes the library's way, which complains."""
+    if value is None or value == ():
+        return library(context, value) if parameter.required else parameter.default
+    if get_origin(kind) is list:
+        return [*value]
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(get_args(kind))}", context, parameter)
+        return value
+    try:
+        return kind(value)
+    except ValueError as error:
+        what = "whole number" if kind is int else "number"
+        raise typer.BadParameter(f"{value!r} is not a {what}", context, parameter) from error
+
+
+def value_type(annotation: Any) -> Any:
+    """`Annotated[int | None, ...]` -> int."""
+    declared = get_args(annotation)[0]
+    if get_origin(declared) in (Union, UnionType):
+        return next(kind for kind in get_args(declared) if kind is not NoneType)
+    return declared
+
+
+def spread(function: Command) -> Command:
+    """The same function with the fields of its dataclass parameters as keyword parameters of their own."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            kinds = get_type_hints(kind, include_extras=True)
+            parameters += [keyword(field.name, kinds[field.name], field.default) for field in fields(kind)]
+        else:
+            parameters.append(keyword(parameter.name, kind, parameter.default))
+    parameters.append(keyword("debug", Debug, False))
+
+    def call(**given: Any) -> int | None:
+        del given["debug"]
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        return function(**given)
+
+    call.__name__, call.__doc__, call.__module__ = function.__name__, function.__doc__, function.__module__
+    call.__signature__ = inspect.Signature(parameters)
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def names_and_types(group: type) -> dict[str, tuple[str, type]]:
+    """Flag name without dashes -> (field, type) of a group: `{"top-k": ("top_k", int), ...}`."""
+    found = {}
+    for field, annotation in get_type_hints(group, include_extras=True).items():
+        option = get_args(annotation)[1]
+        long = next(name for name in (option.default, *(option.param_decls or ())) if name.startswith("--"))
+        found[long.removeprefix("--")] = field, value_type(annotation)
+    return found

@@ -1,0 +1,102 @@
+"""Help screens: plain text in sections, one line per flag.
+
+Drawn here rather than by the library's boxes because a screen of thirty flags is read as a list, because plain text makes a stable
+golden file, and because it leaves the terminal library unloaded: `effllm --help` starts faster than a bare app.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COLUMN = 28  # where descriptions begin
+WIDEST = 110
+# Flags that the library adds, in our words.
+LIBRARY_FLAGS = {"help": "show this page", "install_completion": "complete commands and models in this shell from now on",
+                 "show_completion": "print what --install-completion would install"}
+
+
+def write_help(command: TyperCommand | TyperGroup, context: typer.Context, formatter: Any) -> None:
+    environment = context.find_root().obj
+    width = min(environment.width if environment else 80, WIDEST)
+    bold, off = ("\x1b[1m", "\x1b[0m") if environment and environment.is_styled(environment.stdout) else ("", "")
+    formatter.write(f"{bold}usage:{off} {context.command_path} {usage(command, context)}\n")
+    if command.help:
+        formatter.write("\n" + paragraphs(command.help, width))
+    for title, entries in sections(command, context).items():
+        formatter.write(f"\n{bold}{title}{off}\n")
+        for left, right in entries:
+            formatter.write(entry(left, right, width))
+    if command.epilog:
+        formatter.write("\n" + paragraphs(command.epilog, width))
+
+
+def usage(command: TyperCommand | TyperGroup, context: typer.Context) -> str:
+    if isinstance(command, TyperGroup):
+        return "COMMAND ..."
+    arguments = [parameter for parameter in command.get_params(context) if parameter.param_type_name == "argument"]
+    return " ".join([*(argument.metavar if argument.required else f"[{argument.metavar}]" for argument in arguments), "[flags]"])
+
+
+def sections(command: TyperCommand | TyperGroup, context: typer.Context) -> dict[str, list[tuple[str, str]]]:
+    """Title -> (name, description) of commands, then of flags in the order of their declaration."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    if isinstance(command, TyperGroup):
+        for name in command.list_commands(context):
+            member = command.get_command(context, name)
+            if member and not member.hidden:
+                found.setdefault(member.rich_help_panel or "commands", []).append((name, (member.help or "").split("\n")[0]))
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record and parameter.param_type_name == "argument":
+            found.setdefault("arguments", []).append((parameter.metavar or record[0], parameter.help or ""))
+        elif record:
+            found.setdefault(parameter.rich_help_panel or "general", []).append((record[0], LIBRARY_FLAGS.get(parameter.name, record[1])))
+    if "general" in found:
+        found["general"] = found.pop("general")
+    return found
+
+
+def entry(left: str, right: str, width: int) -> str:
+    """`  left    right`, the right side wrapped under itself; a left side that is too long gets a line of its own."""
+    indent = " " * COLUMN
+    wrapped = textwrap.wrap(right, width - COLUMN) or [""]
+    head = f"  {left}"
+    first = f"{head:<{COLUMN}}{wrapped[0]}" if len(head) < COLUMN - 1 else f"{head}\n{indent}{wrapped[0]}"
+    return "\n".join([first.rstrip(), *(indent + line for line in wrapped[1:])]) + "\n"
+
+
+def paragraphs(text: str, width: int) -> str:
+    """Prose is wrapped, indented lines (examples) are kept."""
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        kept = any(line.startswith("  ") for line in block.splitlines())
+        blocks.append(block if kept else textwrap.fill(" ".join(block.split()), width))
+    return "\n\n".join(blocks) + "\n"
+
+
+class PlainCommand(TyperCommand):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        write_help(self, ctx, formatter)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [spared(parameter) for parameter in super().get_params(ctx)]
+
+
+class PlainGroup(TyperGroup):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        write_help(self, ctx, formatter)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [spared(parameter) for parameter in super().get_params(ctx)]
+
+
+def spared(parameter: Any) -> Any:
+    """A switch that was not given stays None, instead of being converted: the library's converter costs 70 ms to load."""
+    if "process_value" not in vars(parameter):
+        library = parameter.process_value
+        parameter.process_value = lambda context, value: None if value is None and not parameter.required else library(context, value)
+    return parameter

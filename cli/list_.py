@@ -1,0 +1,50 @@
+"""`effllm list`: the models on this machine, and the short names of others."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .flags import add_command, flag
+from .options import OUTPUT, Json
+from .screen import Screen
+
+All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also the names whose files are not here")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "list", "look around", list_models)
+
+
+def list_models(context: typer.Context, all: All = False, json: Json = False) -> None:
+    """The models on this machine."""
+    from ..offload.size import format_size
+    from ..runtime.catalog import catalog, local_models
+
+    screen = Screen(context.obj)
+    here = local_models(screen.environment.variables)
+    names = {model.name for model in here}
+    absent = [entry for entry in catalog() if entry.alias not in names] if all else []
+    if json:
+        screen.json({
+            "models": [{"name": model.name, "family": model.family, "parameters": model.params, "size_bytes": model.size_bytes,
+                        "licence": model.licence, "source": model.source, "folder": str(model.folder)} for model in here],
+            "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,
+                        "licence": entry.licence, "gated": entry.gated} for entry in absent]})
+        return
+    screen.table(("model", "family", "parameters", "size", "licence", "from"),
+                 [(model.name, model.family, counted(model.params), format_size(model.size_bytes), model.licence or "", model.source)
+                  for model in here], right=(2, 3))
+    if absent:
+        screen.line()
+        screen.table(("not here", "repository", "parameters", "size", "licence", ""),
+                     [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), entry.licence,
+                       "gated" if entry.gated else "") for entry in absent], right=(2, 3))
+    else:
+        screen.note("`effllm list --all` also shows the names of models that are not here")
+
+
+def counted(parameters: int) -> str:
+    """5.8M, 1.10B."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"

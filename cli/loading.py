@@ -1,0 +1,118 @@
+"""From a name on the command line to a session that can answer: resolve, read the tokenizer, load the weights with progress.
+
+What is cheap to check comes first: a missing tokenizer is reported before gigabytes are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from .. import EffllmError, ModelNotFound
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
+    from ..runtime.engine import Engine, EngineOptions
+    from ..runtime.session import Session
+    from ..runtime.text import Tokenizer
+    from .options import AnswerFlags, EngineFlags, SamplingFlags
+
+LARGEST_JSON = 1 << 20
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    engine: Engine
+    tokenizer: Tokenizer
+
+
+def find(model: str, screen: Screen) -> ModelRef:
+    """The model of that name, its files present. A sentence in its place is told apart from a typing error."""
+    from ..runtime.catalog import resolve
+
+    if " " in model.strip() and not Path(model).exists():
+        raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
+                            f'effllm run fable "{shortened(model)}"')
+    return resolve(model, screen.environment.variables)
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@contextmanager
+def loaded(ref: ModelRef, options: EngineOptions, screen: Screen) -> Iterator[Loaded]:
+    """An engine with its weights in place, closed at the end."""
+    from ..runtime.config import read_config
+    from ..runtime.text import Tokenizer
+
+    tokenizer = Tokenizer.load(ref.folder, read_config(ref.folder, options.strict))
+    engine = open_with_progress(ref.folder, options, screen)
+    try:
+        yield Loaded(engine, tokenizer)
+    finally:
+        engine.close()
+
+
+def open_with_progress(folder: Path, options: EngineOptions, screen: Screen) -> Engine:
+    from ..runtime.engine import Engine, open_engine
+
+    return last(follow(open_engine(folder, options), screen, Engine))
+
+
+def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Iterator[Result]:
+    """The results of an iterator that also reports progress and notices, which are shown here."""
+    from ..runtime.events import Notice, Progress
+
+    for item in items:
+        if isinstance(item, Progress):
+            screen.progress(item)
+        elif isinstance(item, Notice):
+            screen.note(item.text)
+        elif isinstance(item, wanted):
+            screen.clear()
+            yield item
+    screen.clear()
+
+
+def last(items: Iterable[Result]) -> Result:
+    *_, result = items
+    return result
+
+
+@contextmanager
+def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, screen: Screen, *, raw: bool = False,
+                 ignore_eos: bool = False) -> Iterator[Session]:
+    """A session on a loaded model. Every flag is judged before the weights are read."""
+    from ..runtime.session import Session
+    from ..runtime.stream_filters import StopStrings
+
+    settings, max_tokens, stops = sampling.settings(ref.folder), answer.max_tokens, StopStrings(answer.stop or ()).stops
+    with loaded(ref, engine.options(overflow=answer.overflow), screen) as model:
+        yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=answer.think or "auto", stops=stops,
+                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos)
+
+
+def read_generation_config(folder: Path) -> dict[str, object]:
+    """`generation_config.json`, or nothing where there is none."""
+    path = folder / "generation_config.json"
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_JSON + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise EffllmError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        value = json.loads(text) if len(text) <= LARGEST_JSON else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise EffllmError(f"{path} is not a JSON object of settings", "correct the file, or remove it to use the built-in defaults")
+    return value

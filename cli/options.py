@@ -1,0 +1,115 @@
+"""The flags that commands share, in groups, and what they become: EngineOptions and SamplerSettings.
+
+A flag that was not given is None, and None means the default of the dataclass that the flag feeds: defaults live there alone, and
+loading them costs a start-up (NumPy, Numba) that `--help` must not pay. tests/test_cli_help.py compares the defaults named here in
+words with those dataclasses. Names are llama.cpp's where it has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from .. import UsageError
+from .flags import flag
+
+if TYPE_CHECKING:
+    from ..runtime.engine import EngineOptions
+    from ..runtime.sampler import SamplerSettings
+
+COMPUTE, MEMORY, CACHE, ANSWER, OUTPUT = "compute", "memory", "KV cache", "answer", "output"
+SAMPLING = "sampling (unset: the model's generation_config.json; without one, the value in brackets)"
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names on this machine, for the shell. No network."""
+    import os
+
+    from ..runtime.catalog import local_models
+
+    return [model.name for model in local_models(os.environ) if model.name.startswith(incomplete)]
+
+
+def model_argument() -> Any:
+    return typer.Argument(metavar="MODEL", help="an alias (`effllm list`), a folder, or org/repo from the local hub cache",
+                          autocompletion=complete_model, show_default=False)
+
+
+Model = Annotated[str, model_argument()]
+AnyModel = Annotated[str | None, model_argument()]
+Json = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON object")]
+Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
+Stats = Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, say on stderr what it cost")]
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Where and how a model runs."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, flag(COMPUTE, "--device", "auto|cpu|cuda", "where layers live (auto)")] = None
+    threads: Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")] = None
+    gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "layers on the GPU (as many as fit)")] = None
+    strict: Annotated[bool, flag(COMPUTE, "--strict", "", "an unknown key in the model's config is an error")] = False
+    ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N", "context in tokens (the model's, or what fits of it)")] = None
+    ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "memory to use at most, as 6G or 512MiB (what is free)")] = None
+    vram: Annotated[str | None, flag(MEMORY, "--vram", "SIZE", "GPU memory to use at most (what is free)")] = None
+    load: Annotated[Literal["ram", "mmap"] | None, flag(MEMORY, "--load", "ram|mmap", "read the weights, or map the files (ram)")] = None
+    force: Annotated[bool, flag(MEMORY, "--force", "", "allow a context beyond what the model was made for")] = False
+    kv: Annotated[str | None, flag(CACHE, "--kv", "32bit|16bit", "precision of the cache (16bit)")] = None
+    kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens kept exact (64)")] = None
+    kv_window: Annotated[int | None, flag(CACHE, "--kv-window", "N", "newest tokens kept exact (128)")] = None
+
+    def options(self, **more: object) -> EngineOptions:
+        """EngineOptions with what was given; `more` adds what only some commands ask."""
+        from ..runtime.engine import EngineOptions
+
+        return EngineOptions(**given(self), **{name: value for name, value in more.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How the next token is drawn. What is not given comes from the model's generation_config.json, then from SamplerSettings."""
+
+    temperature: Annotated[float | None, flag(SAMPLING, "--temp", "T", "temperature; 0 takes the likeliest token (0.8)")] = None
+    top_k: Annotated[int | None, flag(SAMPLING, "--top-k", "K", "only the K likeliest tokens; 0 is off (40)")] = None
+    top_p: Annotated[float | None, flag(SAMPLING, "--top-p", "P", "only the likeliest tokens that make up P; 1 is off (0.95)")] = None
+    min_p: Annotated[float | None, flag(SAMPLING, "--min-p", "P", "only tokens of at least P times the likeliest; 0 is off (0.05)")] = None
+    typical_p: Annotated[float | None, flag(SAMPLING, "--typical", "P", "only typical tokens that make up P; 1 is off (1.0)")] = None
+    repetition_penalty: Annotated[float | None, flag(SAMPLING, "--repeat-penalty", "X", "above 1 avoids what was said (1.0)")] = None
+    presence_penalty: Annotated[float | None, flag(SAMPLING, "--presence-penalty", "X", "subtracted once from what was said (0.0)")] = None
+    frequency_penalty: Annotated[float | None, flag(SAMPLING, "--frequency-penalty", "X", "subtracted each time it was said (0.0)")] = None
+    seed: Annotated[int | None, flag(SAMPLING, "--seed", "N", "same seed and flags, same text (random; --stats tells it)")] = None
+
+    def settings(self, folder: Path) -> SamplerSettings:
+        from ..runtime.sampler import SamplerSettings
+        from .loading import read_generation_config
+
+        return SamplerSettings.from_generation_config(read_generation_config(folder), **given(self))
+
+
+@dataclass(frozen=True)
+class AnswerFlags:
+    """What a conversation is told and when an answer ends."""
+
+    system: Annotated[str | None, flag(ANSWER, "-s --system", "TEXT", "the system prompt")] = None
+    predict: Annotated[int | None, flag(ANSWER, "-n --predict", "N", "tokens to write at most; -1 is no limit (-1)")] = None
+    stop: Annotated[list[str] | None, flag(ANSWER, "--stop", "TEXT", "end before this text; may be repeated")] = None
+    think: Annotated[Literal["auto", "on", "off"] | None, flag(ANSWER, "--think", "auto|on|off",
+                                                               "let a model reason first, dim on stderr (auto)")] = None
+    overflow: Annotated[Literal["error", "shift"] | None, flag(ANSWER, "--overflow", "error|shift",
+                                                               "a full context ends the answer, or forgets its middle (error)")] = None
+
+    @property
+    def max_tokens(self) -> int | None:
+        if self.predict is not None and self.predict < -1:
+            raise UsageError(f"-n {self.predict} is no number of tokens", "0 or more, or -1 for no limit")
+        return None if self.predict in (None, -1) else self.predict
+
+
+def given(flags: EngineFlags | SamplingFlags) -> dict[str, object]:
+    """What was said on the command line or in the environment; 0 is something said."""
+    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    return {name: value for name, value in values.items() if value is not None and value is not False}

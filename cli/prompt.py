@@ -1,0 +1,82 @@
+"""Where the prompt of a one-shot answer comes from: the argument, `-f`, and standard input.
+
+Piped text comes before the argument, so that `cat letter.txt | effllm run fable "Answer this letter."` reads as it is meant. With an
+argument at hand, input that nobody writes to must not look like a hang: it is waited for, and said.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+from pathlib import Path
+from typing import TextIO
+
+from .. import UsageError
+from .environment import Environment
+from .screen import Screen
+
+WAIT_S = 1.0
+PARTS = "\n\n"
+
+
+def read_prompt(argument: str | None, file: str | None, screen: Screen) -> str | None:
+    """The whole prompt; None where none was given and a person sits at the terminal."""
+    environment = screen.environment
+    parts = []
+    if file is not None and file != "-":
+        parts.append(read_file(Path(file)))
+    elif file == "-" or argument is None:
+        if environment.is_terminal(environment.stdin) and file is None:
+            return None
+        parts.append(read_stream(environment.stdin))
+    elif is_fed(environment.stdin):
+        parts.append(read_patiently(environment, screen))
+    if argument is not None:
+        parts.append(argument)
+    text = PARTS.join(part for part in (without_last_newline(part) for part in parts) if part)
+    if not text.strip():
+        raise UsageError("the prompt is empty", 'effllm run MODEL "your prompt"')
+    return text
+
+
+def is_fed(stream: TextIO) -> bool:
+    """Whether text may come from there: a pipe, a socket or a file, not a terminal, /dev/null or a closed stream."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISREG(mode)
+
+
+def read_patiently(environment: Environment, screen: Screen) -> str:
+    if not select.select([environment.stdin], [], [], WAIT_S)[0]:
+        screen.note("waiting for more of the prompt on standard input (add `< /dev/null` to leave it out)")
+    return read_stream(environment.stdin)
+
+
+def read_stream(stream: TextIO) -> str:
+    try:
+        binary = getattr(stream, "buffer", None)  # a stream of a test may hold text alone
+        return decoded(binary.read(), "standard input") if binary is not None else stream.read()
+    except OSError as error:
+        raise UsageError(f"standard input cannot be read: {error.strerror}") from error
+
+
+def read_file(path: Path) -> str:
+    try:
+        return decoded(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "-f takes the path of a text file, or - for standard input") from error
+
+
+def decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is not UTF-8 text (byte {error.start})", "convert it, as with `iconv -t utf-8`") from error
+
+
+def without_last_newline(text: str) -> str:
+    """Editors and `echo` end a file with one newline that is not part of the prompt."""
+    return text.removesuffix("\n").removesuffix("\r")

@@ -1,0 +1,77 @@
+"""`effllm run`: one answer. Without a prompt, at a terminal, it is a chat; without a model it offers the one that is always there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import UsageError
+from .errors import INTERRUPTED
+from .flags import add_command, flag
+from .loading import find, open_session
+from .options import ANSWER, AnswerFlags, AnyModel, EngineFlags, Json, SamplingFlags, Stats, Yes
+from .prompt import read_prompt
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
+
+DEFAULT_MODEL = "fable"
+EXAMPLES = """examples
+
+  effllm run fable "Tell me a story about the fox and the king."
+  cat letter.txt | effllm run fable "Answer this letter." > reply.txt
+  effllm run fable --raw "Once upon a time" -n 40 --temp 0 --stats
+"""
+
+Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False,
+                                              help="what to answer; text on standard input comes before it")]
+File = Annotated[str | None, flag(ANSWER, "-f --file", "FILE", "read the prompt from a file, - is standard input; PROMPT comes after it")]
+Raw = Annotated[bool, flag(ANSWER, "--raw", "", "continue the text as it stands, without the chat template")]
+IgnoreEos = Annotated[bool, flag(ANSWER, "--ignore-eos", "", "write on past the model's end of text, up to -n or the context")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "run", "talk to a model", run, EXAMPLES)
+
+
+def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, raw: Raw = False,
+        ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, stats: Stats = False,
+        json: Json = False, yes: Yes = False) -> int:
+    """Write one answer to stdout; without a prompt, chat."""
+    screen = Screen(context.obj)
+    model = model or offer_default(screen, yes)
+    if raw and answer.system is not None:
+        raise UsageError("--system has no place in --raw text", "drop one of them, or write the system prompt into the text")
+    ref = find(model, screen)
+    text = read_prompt(prompt, file, screen)
+    if text is not None:
+        return answer_once(screen, ref, text, answer, sampling, engine, raw=raw, ignore_eos=ignore_eos, stats=stats, json=json)
+    if json or raw or ignore_eos:
+        raise UsageError("no prompt", f'effllm run {model} "your prompt"')
+    from .chat import converse
+
+    return converse(screen, ref, answer, sampling, engine, stats)
+
+
+def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, *,
+                raw: bool = False, ignore_eos: bool = False, stats: bool = False, json: bool = False) -> int:
+    from .answer import say_cost, say_ending, show_answer
+
+    with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos) as session:
+        cost = show_answer(session.complete(text) if raw else session.ask(text), session, screen, silent=json)
+        if json:
+            screen.json(cost.to_json())
+        say_ending(cost, session, screen)
+        if stats:
+            say_cost(cost, screen)
+    return INTERRUPTED if cost.finish_reason == "cancelled" else 0
+
+
+def offer_default(screen: Screen, yes: bool) -> str:
+    """The packaged model, if a person (or -y) agrees."""
+    offer = f"no model was named; {DEFAULT_MODEL} is packaged with effllm and works offline"
+    if yes or (screen.environment.can_ask and screen.ask(f"{offer[0].upper()}{offer[1:]}. Use it?")):
+        return DEFAULT_MODEL
+    raise UsageError(offer, f"effllm run {DEFAULT_MODEL}")

@@ -1,0 +1,167 @@
+"""What a person sees. The answer goes to stdout, everything else to stderr, and each is asked on its own whether it is a terminal.
+
+On a terminal, control characters are removed from all text (a model may write escape sequences); into a pipe the text goes as it is.
+Progress is one line redrawn in place, or, where nothing can be redrawn, a plain line now and then. `rich` draws tables and is loaded
+only for them: the path to the first token does not pay for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..runtime.stream_filters import TerminalFilter, sanitize
+from .environment import Environment
+
+if TYPE_CHECKING:
+    from ..runtime.events import Progress
+
+REDRAW_S = 0.1
+PATIENCE_S = 0.4  # a phase shorter than this flashes by unseen
+PLAIN_PATIENCE_S, PLAIN_EVERY_S = 2.0, 15.0  # for logs
+
+
+class Screen:
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self._safe = environment.is_terminal(environment.stdout)
+        self._answer_filter = TerminalFilter() if self._safe else None
+        self._thinking_filter = TerminalFilter() if environment.is_terminal(environment.stderr) else None
+        self._styled = environment.is_styled(environment.stderr)
+        self._redraws = environment.can_redraw(environment.stderr)
+        self._answer_open = False  # the last thing written to stdout did not end a line
+        self._dim_open = False  # the same for thinking on stderr
+        self._status = ""
+        self._phase, self._phase_began, self._drawn = "", 0.0, -math.inf
+
+    # stdout
+
+    def answer(self, text: str) -> None:
+        """A piece of the answer, as it comes."""
+        text = self._answer_filter.push(text) if self._answer_filter else text
+        if text:
+            self.clear()
+            self.end_thinking()
+            self._answer_open = not text.endswith("\n")
+            self.environment.write(text)
+
+    def end_answer(self) -> None:
+        """Close the last line: a file ends with a newline, and a prompt begins at the left edge."""
+        self.clear()
+        self.end_thinking()
+        rest = self._answer_filter.flush() if self._answer_filter else ""
+        if rest or self._answer_open:
+            self.environment.write(rest + "\n")
+            self._answer_open = False
+
+    def line(self, text: str = "") -> None:
+        """A line of a report."""
+        self.clear()
+        self.environment.write((sanitize(text) if self._safe else text) + "\n")
+
+    def json(self, value: object) -> None:
+        self.clear()
+        self.environment.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> None:
+        """Columns on stdout; numbers (`right`) are set flush right. Wrapped on a terminal, never in a pipe."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        clean = sanitize if self._safe else str
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(headings), header_style="bold")
+        for index, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if index in set(right) else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(clean(cell)) for cell in row))
+        styled = self.environment.is_styled(self.environment.stdout)
+        console = Console(file=self.environment.stdout, width=self.environment.width if self._safe else 10_000, force_terminal=styled,
+                          no_color=not styled, highlight=False, _environ=self.environment.variables)
+        with console.capture() as capture:
+            console.print(table)
+        self.clear()
+        self.environment.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+    def pairs(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """`name  value` lines of a report."""
+        self.table(("", ""), pairs)
+
+    # stderr
+
+    def note(self, text: str) -> None:
+        """One line: a decision, a fallback, a figure."""
+        self.clear()
+        self.end_thinking()
+        if self._answer_open and self._safe:
+            self.environment.write("\n")
+            self._answer_open = False
+        self._stderr(self._dim(sanitize(text).replace("\n", " ")) + "\n")
+
+    def thinking(self, text: str) -> None:
+        text = self._thinking_filter.push(text) if self._thinking_filter else text
+        if text:
+            self.clear()
+            self._dim_open = not text.endswith("\n")
+            self._stderr(self._dim(text))
+
+    def end_thinking(self) -> None:
+        if self._dim_open:
+            self._stderr("\n")
+            self._dim_open = False
+
+    def progress(self, event: Progress) -> None:
+        now = self.environment.clock()
+        if event.phase != self._phase:
+            self._phase, self._phase_began, self._drawn = event.phase, now, -math.inf
+        elapsed, finished = now - self._phase_began, event.done >= event.total
+        patience, every = (PATIENCE_S, REDRAW_S) if self._redraws else (PLAIN_PATIENCE_S, PLAIN_EVERY_S)
+        if elapsed < patience or (now - self._drawn < every and not finished) or (finished and not self._redraws):
+            return
+        self._drawn = now
+        text = describe(event, elapsed)
+        if self._redraws:
+            self._status = text[: self.environment.width - 1]
+            self._stderr(f"\r\x1b[K{self._dim(self._status)}")
+        else:
+            self._stderr(text + "\n")
+
+    def clear(self) -> None:
+        """Take the progress line away."""
+        if self._status:
+            self._stderr("\r\x1b[K")
+            self._status = ""
+
+    def ask(self, question: str) -> bool:
+        """A question with yes as the answer of a bare Enter. Only where `environment.can_ask`."""
+        self.clear()
+        self._stderr(f"{question} [Y/n] ")
+        reply = self.environment.stdin.readline()
+        if not reply:
+            self._stderr("\n")
+        return reply.strip().lower() in ("y", "yes") or reply == "\n"
+
+    def _dim(self, text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m" if self._styled and text else text
+
+    def _stderr(self, text: str) -> None:
+        try:
+            self.environment.stderr.write(text)
+            self.environment.stderr.flush()
+        except OSError:
+            return  # a closed stderr loses remarks, never the answer
+
+
+def describe(event: Progress, elapsed: float) -> str:
+    """`loading weights  1.20/4.50 GiB  27%  1.1 GiB/s`."""
+    from ..offload.size import format_size
+
+    share = f"{100 * event.done // event.total}%" if event.total else ""
+    if event.unit == "bytes":
+        amount, rate = f"{format_size(event.done)} of {format_size(event.total)}", f"{format_size(int(event.done / elapsed))}/s"
+    else:
+        amount = f"{event.done}/{event.total}" + (f" {event.unit}" if event.unit not in event.phase else "")
+        rate = f"{event.done / elapsed:.0f} {event.unit}/s" if event.unit == "tokens" else ""
+    return "  ".join(part for part in (event.phase, amount.strip(), share, rate) if part)

@@ -1,0 +1,59 @@
+"""`effllm show MODEL`: what a model is, from its headers, checked as for a run."""
+
+from __future__ import annotations
+
+from math import prod
+
+import typer
+
+from .flags import add_command
+from .list_ import counted
+from .loading import find
+from .options import Json, Model
+from .screen import Screen
+
+UNLIMITED = "1000T"  # the headers are checked by planning a run; this command asks whether they are sound, not whether the run fits
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "show", "look around", show)
+
+
+def show(context: typer.Context, model: Model, json: Json = False) -> None:
+    """What a model is: shape, context, precision, licence."""
+    from ..offload.size import format_size
+    from ..runtime.engine import EngineOptions, prepare
+    from ..runtime.text import Tokenizer
+
+    screen = Screen(context.obj)
+    ref = find(model, screen)
+    prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
+    config, tensors = prepared.config, prepared.store.tensors.values()
+    tokenizer = Tokenizer.load(ref.folder, config)
+    parameters, stored = sum(prod(info.shape) for info in tensors), sorted({info.dtype for info in tensors})
+    windows = sorted({window for window in config.windows if window is not None})
+    if json:
+        screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": ref.licence,
+                     "family": config.family, "parameters": parameters, "size_bytes": prepared.store.nbytes, "stored": stored,
+                     "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
+                     "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
+                     "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
+                     "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
+                     "warnings": list(config.warnings)})
+        return
+    for warning in config.warnings:
+        screen.note(warning)
+    source = f"{ref.repo}@{ref.revision}" if ref.repo else ""
+    screen.pairs([pair for pair in (
+        ("model", f"{model}, {config.family}"),
+        ("from", source),
+        ("folder", str(ref.folder)),
+        ("licence", ref.licence or "not stated"),
+        ("parameters", f"{counted(parameters)}, stored as {', '.join(stored)}, {format_size(prepared.store.nbytes)}"),
+        ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}, feed-forward {config.intermediate_size}"),
+        ("attention", f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"),
+        ("window", ", ".join(f"{window} tokens" for window in windows)),
+        ("context", f"{config.context_length} tokens, rotary positions {config.rope.kind}"),
+        ("vocabulary", f"{config.vocab_size} tokens"),
+        ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
+    ) if pair[1]])

@@ -1,0 +1,219 @@
+"""The commands of a chat: a table of names, and one small function each. They change the session; what they say goes through the screen."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import EffllmError, UsageError
+from .flags import names_and_types
+from .options import SamplingFlags
+
+if TYPE_CHECKING:
+    from .conversation import Conversation
+
+# name in /set -> (field of SamplerSettings, type): the same names as on the command line
+SETTINGS = names_and_types(SamplingFlags)
+
+
+class Leave(Exception):
+    """The person wants to go."""
+
+
+@dataclass(frozen=True)
+class SlashCommand:
+    name: str
+    usage: str
+    meaning: str
+    run: Callable[[Conversation, str], None]
+
+
+def show_help(chat: Conversation, rest: str) -> None:
+    width = max(len(command.usage) for command in COMMANDS)
+    for command in COMMANDS:
+        chat.screen.note(f"  {command.usage:<{width}}  {command.meaning}")
+    chat.screen.note("Alt-Enter or a \\ at the end of a line starts a new line; \"\"\" begins and ends a block. Ctrl-C stops an answer.")
+
+
+def leave(chat: Conversation, rest: str) -> None:
+    raise Leave
+
+
+def clear(chat: Conversation, rest: str) -> None:
+    chat.session.clear()
+    chat.screen.note("the conversation is empty" + (" (the system prompt stays)" if chat.session.system else ""))
+
+
+def regenerate(chat: Conversation, rest: str) -> None:
+    demand_turn(chat)
+    chat.answer(chat.session.regenerate())
+
+
+def go_on(chat: Conversation, rest: str) -> None:
+    demand_turn(chat)
+    chat.answer(chat.session.continue_())
+
+
+def undo(chat: Conversation, rest: str) -> None:
+    demand_turn(chat)
+    chat.session.undo()
+    chat.screen.note("took back the last question and its answer")
+
+
+def compact(chat: Conversation, rest: str) -> None:
+    demand_turn(chat)
+    before = list(chat.session.messages)
+    chat.answer(chat.session.compact())
+    if chat.session.messages != before:
+        chat.screen.note("the conversation is now this summary")
+
+
+def demand_turn(chat: Conversation) -> None:
+    if not any(message["role"] == "user" for message in chat.session.messages):
+        raise UsageError("nothing was said yet", "type a question first")
+
+
+def system(chat: Conversation, rest: str) -> None:
+    if rest:
+        chat.session.system = None if rest in ("off", '""') else rest
+    chat.screen.note(f"system prompt: {chat.session.system}" if chat.session.system else "no system prompt (/system TEXT sets one)")
+
+
+def change(chat: Conversation, rest: str) -> None:
+    """`/set`, `/set NAME`, `/set NAME VALUE`."""
+    name, _, value = rest.strip().partition(" ")
+    if not name:
+        for each in settable():
+            chat.screen.note(f"  {each:<18} {current(chat, each)}")
+        return
+    if name not in settable():
+        raise UsageError(f"there is no setting {name!r}{suggestion(name, settable())}", "/set lists them")
+    if value:
+        assign(chat, name, value.strip())
+    chat.screen.note(f"{name} is {current(chat, name)}")
+
+
+def settable() -> list[str]:
+    return [*SETTINGS, "predict", "think"]
+
+
+def current(chat: Conversation, name: str) -> object:
+    session = chat.session
+    if name == "predict":
+        return "unlimited" if session.max_tokens is None else session.max_tokens
+    if name == "think":
+        return session.think
+    value = getattr(session.settings, SETTINGS[name][0])
+    return "random" if value is None else value
+
+
+def assign(chat: Conversation, name: str, value: str) -> None:
+    session = chat.session
+    if name == "think":
+        if value not in ("auto", "on", "off"):
+            raise UsageError(f"think is auto, on or off, not {value!r}", "/set think off")
+        session.think = value
+    elif name == "predict":
+        tokens = converted(name, value, int)
+        session.max_tokens = None if tokens < 0 else tokens
+    else:
+        field, kind = SETTINGS[name]
+        free = name == "seed" and value == "random"
+        session.settings = replace(session.settings, **{field: None if free else converted(name, value, kind)})
+
+
+def converted(name: str, value: str, kind: type) -> object:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise UsageError(f"{name} takes a {'whole number' if kind is int else 'number'}, not {value!r}", f"/set {name} shows it") from error
+
+
+def show(chat: Conversation, rest: str) -> None:
+    session, engine = chat.session, chat.session.engine
+    config, placement = engine.config, engine.placement
+    chat.screen.note(f"model {chat.name}: {config.family}, {config.num_hidden_layers} layers, {config.dtype}")
+    chat.screen.note(f"context {session.used} of {session.n_ctx} tokens, {len(session.messages)} messages, cache {engine.options.kv}, "
+                     f"layers on {', '.join(sorted(set(placement.devices)))}")
+    system(chat, "")
+    change(chat, "")
+
+
+def stats(chat: Conversation, rest: str) -> None:
+    chat.show_cost()
+
+
+def save(chat: Conversation, rest: str) -> None:
+    path = chat_path(chat, rest, "/save")
+    if path.parent == chat.chats:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    chat.session.save(path)
+    chat.screen.note(f"saved {len(chat.session.messages)} messages to {path}")
+
+
+def load(chat: Conversation, rest: str) -> None:
+    path = chat_path(chat, rest, "/load")
+    if not path.is_file():
+        raise EffllmError(f"{path}: no such chat", f"saved: {', '.join(saved(chat)) or 'none yet'}")
+    chat.session.load(path)
+    chat.screen.note(f"loaded {len(chat.session.messages)} messages from {path}")
+
+
+def chat_path(chat: Conversation, rest: str, command: str) -> Path:
+    """A bare name lives among the saved chats; anything with a slash or `.json` is a path."""
+    name = rest.strip()
+    if not name:
+        raise UsageError(f"{command} needs a name", f"{command} NAME, or {command} ./FILE.json")
+    if "/" in name or name.endswith(".json"):
+        return Path(name).expanduser()
+    return chat.chats / f"{name}.json"
+
+
+def saved(chat: Conversation) -> list[str]:
+    return sorted(path.stem for path in chat.chats.glob("*.json"))
+
+
+COMMANDS = (
+    SlashCommand("help", "/help", "this list", show_help),
+    SlashCommand("exit", "/exit, /bye", "leave (also Ctrl-D)", leave),
+    SlashCommand("clear", "/clear", "forget the conversation", clear),
+    SlashCommand("regen", "/regen", "answer the last question again", regenerate),
+    SlashCommand("continue", "/continue", "go on with the last answer", go_on),
+    SlashCommand("undo", "/undo", "take back the last question and its answer", undo),
+    SlashCommand("compact", "/compact", "replace the conversation by a summary of it", compact),
+    SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
+    SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, as /set temp 0.5", change),
+    SlashCommand("show", "/show", "the model, the context, the settings", show),
+    SlashCommand("stats", "/stats", "what the last answer cost", stats),
+    SlashCommand("save", "/save NAME", "keep the conversation", save),
+    SlashCommand("load", "/load NAME", "take up a saved conversation", load),
+)
+ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}
+BY_NAME = {command.name: command for command in COMMANDS}
+
+
+def run(chat: Conversation, line: str) -> None:
+    """Carry out a line that begins with a slash."""
+    name, _, rest = line[1:].partition(" ")
+    name = ALIASES.get(name.strip(), name.strip())
+    if name not in BY_NAME:
+        raise UsageError(f"there is no command /{name}{suggestion(name, [*BY_NAME, *ALIASES], '/')}",
+                         "/help lists them; a space before the slash sends the line to the model")
+    BY_NAME[name].run(chat, rest.strip())
+
+
+def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f", did you mean {prefix}{close[0]}?" if close else ""
+
+
+def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
+    """(word, meaning) of what can follow a line that begins with a slash."""
+    command, space, typed = line.rpartition(" ")
+    if not space:
+        return [(f"/{each.name}", each.meaning) for each in COMMANDS if f"/{each.name}".startswith(line)]
+    words = {"/set": settable(), "/load": saved(chat)}.get(command.strip(), [])
+    return [(word, "") for word in words if word.startswith(typed)]

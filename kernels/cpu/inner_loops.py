@@ -1,0 +1,160 @@
+"""The two inner loops where all the time goes, written as LLVM vectors: rows times a vector, and a register tile.
+
+Vectors have the width of the target's registers (16 floats with AVX-512, 8 with AVX2, else 4) and LLVM maps them to its instructions.
+What the loops become on AVX-512, read from the assembly: `dot_rows` is one `vpmovzxwd` from memory, one `vpslld` and one `vfmadd231ps`
+for 16 bf16 weights (f16: one `vcvtph2ps`), with x loaded once for four rows; `tile_product` is 24 `vfmadd231ps` on registers for 12
+broadcasts and two loads.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ..compile import cpu_features
+from .intrinsics import F16, F32, I16, I32, I64
+
+VECTOR = 16 if "avx512f" in cpu_features() else 8 if "avx2" in cpu_features() else 4
+# Rows of the register tile: 12 x 2 accumulators of 32 registers on AVX-512, 6 x 2 of 16 elsewhere.
+TILE_ROWS = 12 if VECTOR == 16 else 6
+TILE_COLUMNS = 2 * VECTOR
+DOT_ROWS = 4
+DOT_STEP = 2 * VECTOR  # weights of a row taken at once
+
+FLOATS = ir.VectorType(F32, VECTOR)
+
+
+def _function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], name: str) -> ir.Function:
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _widen_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    words = ir.VectorType(I32, VECTOR)
+    bits = builder.zext(_load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
+    return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * VECTOR)), FLOATS)
+
+
+def _widen_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.fpext(_load(builder, address, ir.VectorType(F16, VECTOR), 2), FLOATS)
+
+
+def _plain_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return _load(builder, address, FLOATS, 4)
+
+
+def _dot_rows(widen, item: int):
+    """A dot loop for one stored type of `item` bytes."""
+
+    @intrinsic
+    def dot_rows(typingctx, row0, row1, row2, row3, x, steps, out):
+        """Four rows (addresses) times float32 x over `steps` >= 1 steps of DOT_STEP weights; four sums to `out`.
+
+        A row's sum has the same bits whichever rows are beside it.
+        """
+
+        def codegen(context, builder, signature, args):
+            rows, (x, steps, out) = args[:DOT_ROWS], args[DOT_ROWS:]
+            fma = _function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+            entry = builder.basic_block
+            loop, done = builder.append_basic_block("dot"), builder.append_basic_block("dot.done")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            step = builder.phi(I64)
+            step.add_incoming(I64(0), entry)
+            sums = [builder.phi(FLOATS) for _ in range(2 * DOT_ROWS)]
+            at_x, at_w = builder.mul(step, I64(4 * DOT_STEP)), builder.mul(step, I64(item * DOT_STEP))
+            halves = [_load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * half))), FLOATS, 4) for half in (0, 1)]
+            updated = []
+            for index in range(2 * DOT_ROWS):
+                row, half = divmod(index, 2)
+                address = builder.add(rows[row], builder.add(at_w, I64(item * VECTOR * half)))
+                updated.append(builder.call(fma, [widen(builder, address), halves[half], sums[index]]))
+            following = builder.add(step, I64(1))
+            step.add_incoming(following, loop)
+            for phi, value in zip(sums, updated):
+                phi.add_incoming(ir.Constant(FLOATS, [0.0] * VECTOR), entry)
+                phi.add_incoming(value, loop)
+            builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
+            builder.position_at_end(done)
+            reduce = _function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
+            for row in range(DOT_ROWS):
+                total = builder.call(reduce, [F32(0.0), builder.fadd(updated[2 * row], updated[2 * row + 1])], fastmath=("reassoc",))
+                builder.store(total, builder.inttoptr(builder.add(out, I64(4 * row)), F32.as_pointer()))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return dot_rows
+
+
+dot_rows_bf16, dot_rows_f16, dot_rows_f32 = _dot_rows(_widen_bf16, 2), _dot_rows(_widen_f16, 2), _dot_rows(_plain_f32, 4)
+
+
+@intrinsic
+def tile_product(typingctx, a, a_stride, b, b_stride, c, c_stride, depth, accumulate):
+    """C[TILE_ROWS, TILE_COLUMNS] (+)= A[TILE_ROWS, depth] @ B[depth, TILE_COLUMNS], all float32.
+
+    Addresses and strides in bytes; `accumulate` 0 starts from zero, 1 from what C holds. Each element is one chain of fused
+    multiply-adds in the order of `depth`, so cutting the depth or the columns differently gives the same bits.
+    """
+    vector = ir.VectorType(F32, VECTOR)
+    width = VECTOR * 4
+
+    def codegen(context, builder, signature, args):
+        a, a_stride, b, b_stride, c, c_stride, depth, accumulate = args
+        load = lambda address: builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)  # noqa: E731
+        at = lambda base, offset: builder.add(base, I64(offset)) if offset else base  # noqa: E731
+        fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{VECTOR}f32")
+        rows_a = [builder.add(a, builder.mul(I64(r), a_stride)) for r in range(TILE_ROWS)]
+        rows_c = [builder.add(c, builder.mul(I64(r), c_stride)) for r in range(TILE_ROWS)]
+        warm = builder.icmp_signed("!=", accumulate, I64(0))
+        zero = ir.Constant(vector, [0.0] * VECTOR)
+        start = builder.basic_block
+        with builder.if_then(warm):
+            loaded = [load(at(row, half * width)) for row in rows_c for half in (0, 1)]
+            loading = builder.basic_block
+        entry = builder.basic_block
+        first = []
+        for value in loaded:
+            phi = builder.phi(vector)
+            phi.add_incoming(zero, start)
+            phi.add_incoming(value, loading)
+            first.append(phi)
+        loop, done = builder.append_basic_block("depth"), builder.append_basic_block("tile.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(I64)
+        step.add_incoming(I64(0), entry)
+        sums = []
+        for value in first:
+            phi = builder.phi(vector)
+            phi.add_incoming(value, entry)
+            sums.append(phi)
+        row_b = builder.add(b, builder.mul(step, b_stride))
+        halves = [load(row_b), load(at(row_b, width))]
+        offset = builder.mul(step, I64(4))
+        updated = []
+        for r in range(TILE_ROWS):
+            scalar = builder.load(builder.inttoptr(builder.add(rows_a[r], offset), F32.as_pointer()), align=4)
+            broad = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
+            broad = builder.shuffle_vector(broad, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))
+            for half in (0, 1):
+                updated.append(builder.call(fma, [broad, halves[half], sums[2 * r + half]]))
+        following = builder.add(step, I64(1))
+        step.add_incoming(following, loop)
+        for phi, value in zip(sums, updated):
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+        builder.position_at_end(done)
+        for index, value in enumerate(updated):
+            row, half = divmod(index, 2)
+            builder.store(value, builder.inttoptr(at(rows_c[row], half * width), vector.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen

@@ -1,0 +1,264 @@
+"""A chat as a person has it: the real program in a pseudo-terminal, the real model, keys typed and text read back.
+
+prompt_toolkit switches bracketed paste on when it waits for a line and off when it has one: what stands between is the answer.
+"""
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+WAITS, HAS_LINE = "\x1b[?2004h", "\x1b[?2004l"
+TIMEOUT_S = 90
+ENTER, CTRL_C, CTRL_D, ALT_ENTER, UP, TAB = "\r", "\x03", "\x04", "\x1b\r", "\x1b[A", "\t"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
+BABBLE = "/set temp 100"  # near-uniform tokens: an answer that goes on until it is stopped
+STORY = "Tell me a story about a fox."
+
+
+class Chat:
+    """A running `effllm` in a terminal of 100 columns whose state lives in `home`."""
+
+    def __init__(self, home: Path, *argv: str, **variables: str) -> None:
+        self.home = home
+        environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(home), **variables}
+        self.terminal = pexpect.spawn(sys.executable, ["-P", "-m", "effllm", *argv], env=environment, encoding="utf-8", timeout=TIMEOUT_S,
+                                      dimensions=(40, 100))
+
+    def wait(self) -> str:
+        """Until the next line can be typed; what was shown before, without escape codes."""
+        self.terminal.expect_exact(WAITS)
+        return plain(self.terminal.before)
+
+    def say(self, keys: str) -> str:
+        """Type a line; the answer to it."""
+        self.type(keys + ENTER)
+        self.terminal.expect_exact(HAS_LINE)
+        return self.wait()
+
+    def type(self, keys: str) -> None:
+        self.terminal.send(keys)
+
+    def leave(self, keys: str) -> int:
+        """Type what ends the program; its exit code."""
+        self.type(keys)
+        self.terminal.expect(pexpect.EOF)
+        self.last = plain(self.terminal.before)
+        self.terminal.close()
+        return self.terminal.exitstatus
+
+    def saved(self, name: str = "chat") -> dict:
+        assert f"{name}.json" in self.say(f"/save {name}")
+        return json.loads((self.home / "effllm" / "chats" / f"{name}.json").read_text())
+
+    def used(self) -> int:
+        return int(re.search(r"context (\d+) of 2048 tokens", self.say("/show"))[1])
+
+
+def plain(text: str) -> str:
+    return ESCAPES.sub("", text).replace("\r\n", "\n")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def chat(home: Path) -> Iterator[Chat]:
+    """One conversation for the tests below; each begins with an empty history."""
+    running = Chat(home, "chat", "fable", "--temp", "0", "--seed", "5", "-n", "24")
+    assert "fable, context 2048 tokens" in running.wait()
+    yield running
+    assert running.leave(CTRL_D) == 0
+
+
+@pytest.fixture(autouse=True)
+def _cleared(request: pytest.FixtureRequest) -> None:
+    if "chat" in request.fixturenames:
+        running = request.getfixturevalue("chat")
+        running.say("/clear")
+        running.say("/set temp 0")
+
+
+def test_turns_are_answered_and_only_what_is_new_is_read(chat: Chat) -> None:
+    first = chat.say(STORY)
+    assert len(first.split()) > 8 and "stopped after 24 tokens (-n)" in first
+    assert "cached" not in chat.say("/stats")
+    used = chat.used()
+    assert used > 24
+    assert chat.say("And then?").split() != first.split()
+    cached = re.search(r"prompt (\d+) tokens, (\d+) of them cached", chat.say("/stats"))
+    assert cached and int(cached[2]) >= used - 1 > 24, "the first turn was read again"
+    roles = [message["role"] for message in chat.saved()["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant"]
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_written(chat: Chat) -> None:
+    chat.say("/set predict -1")
+    chat.say(BABBLE)
+    chat.type(STORY + ENTER)
+    chat.terminal.expect_exact(HAS_LINE)
+    chat.terminal.expect(r"\S+ \S+ \S+ \S+ \S+ \S+")
+    chat.type(CTRL_C)
+    assert "stopped by Ctrl-C after" in chat.wait()
+    said = chat.saved()["messages"][-1]
+    assert said["role"] == "assistant" and len(said["content"]) > 20
+    chat.say("/set predict 24")
+    chat.say("/set temp 0")
+    assert "stopped after 24 tokens" in chat.say("And then?"), "the chat goes on after a stopped answer"
+
+
+def test_ctrl_c_at_the_prompt_empties_the_line(chat: Chat) -> None:
+    chat.type("half a thought" + CTRL_C)
+    chat.terminal.expect_exact(HAS_LINE)
+    assert "Ctrl-D or /exit leaves" in chat.wait()
+    assert chat.saved()["messages"] == []
+
+
+@pytest.mark.parametrize("keys", [
+    "one\\" + ENTER + "two", "one" + ALT_ENTER + "two", '"""one' + ENTER + 'two"""', "\x1b[200~one\ntwo\x1b[201~"],
+    ids=["backslash", "alt-enter", "quotes", "paste"])
+def test_several_lines_are_one_message(chat: Chat, keys: str) -> None:
+    chat.say(keys)
+    assert chat.saved()["messages"][0] == {"role": "user", "content": "one\ntwo"}
+
+
+def test_regen_undo_continue(chat: Chat) -> None:
+    answer = chat.say(STORY)
+    assert chat.say("/regen") == answer, "greedy: the same question has the same answer"
+    assert len(chat.saved()["messages"]) == 2
+    before = chat.saved()["messages"][-1]["content"]
+    chat.say("/continue")
+    assert chat.saved()["messages"][-1]["content"].startswith(before) and len(chat.saved()["messages"][-1]["content"]) > len(before)
+    assert "took back" in chat.say("/undo")
+    assert chat.saved()["messages"] == []
+    for command in ("/undo", "/regen", "/continue", "/compact"):
+        assert "nothing was said yet" in chat.say(command), command
+
+
+def test_settings_change_what_follows(chat: Chat) -> None:
+    listed = chat.say("/set")
+    for name in ("temp", "top-k", "repeat-penalty", "seed", "predict", "think"):
+        assert re.search(rf"^\s*{name} ", listed, re.MULTILINE), name
+    assert "temp is 0.5" in chat.say("/set temp 0.5") and "temp is 0.5" in chat.say("/set temp")
+    assert "did you mean temp?" in chat.say("/set tmep 1")
+    assert "top-k takes a whole number, not 'many'" in chat.say("/set top-k many")
+    assert "top_p must be" in chat.say("/set top-p 7")
+    assert "seed is random" in chat.say("/set seed random") and "seed is 5" in chat.say("/set seed 5")
+    chat.say("/set temp 0")
+    chat.say("/set predict 3")
+    assert "stopped after 3 tokens" in chat.say(STORY)
+    chat.say("/set predict 24")
+
+
+def test_the_system_prompt_can_be_set_shown_and_dropped(chat: Chat) -> None:
+    assert "no system prompt" in chat.say("/system")
+    assert "system prompt: Speak of the sea." in chat.say("/system Speak of the sea.")
+    assert chat.saved()["system"] == "Speak of the sea."
+    assert "no system prompt" in chat.say("/system off")
+
+
+def test_saved_chats_come_back(chat: Chat) -> None:
+    chat.say(STORY)
+    kept = chat.saved("tale")["messages"]
+    chat.say("/clear")
+    assert "no such chat" in chat.say("/load tail") and "tale" in chat.say("/load tail")
+    assert "loaded 2 messages" in chat.say("/load tale")
+    assert chat.saved()["messages"] == kept
+    assert "needs a name" in chat.say("/save")
+    assert "effllm:" in chat.say("/save /nowhere/at/all.json")
+
+
+def test_a_full_context_is_told_and_the_chat_goes_on(chat: Chat) -> None:
+    long = "word " * 1500
+    answer = chat.say("\x1b[200~" + long + "\n" + long + "\x1b[201~")
+    assert "effllm: the prompt has" in answer and "2048" in answer
+    assert chat.saved()["messages"] == []
+    assert "stopped after 24 tokens" in chat.say(STORY)
+
+
+def test_commands_are_listed_completed_and_corrected(chat: Chat) -> None:
+    listed = chat.say("/help")
+    for name in ("help", "exit", "bye", "clear", "regen", "undo", "compact", "system", "set", "show", "stats", "save", "load"):
+        assert f"/{name}" in listed, name
+    assert "did you mean /regen?" in chat.say("/regne")
+    chat.type("/sho" + TAB)
+    assert "model fable: llama" in chat.say("")
+    assert chat.say(" /clear is a word here").strip(), "a space before the slash sends the line to the model"
+
+
+def test_history_is_private_and_comes_back(home: Path) -> None:
+    first = Chat(home, "chat", "fable", "-n", "4", "--temp", "0")
+    first.wait()
+    first.say("an unusual question")
+    assert first.leave("/bye" + ENTER) == 0
+    path = home / "effllm" / "history"
+    assert "an unusual question" in path.read_text() and stat.S_IMODE(path.stat().st_mode) == 0o600
+    second = Chat(home, "run", "fable", "-n", "4", "--temp", "0")  # without a prompt, at a terminal: a chat
+    second.wait()
+    second.say(UP + UP)
+    assert second.saved()["messages"][0]["content"] == "an unusual question"
+    second.type(CTRL_C)
+    second.terminal.expect_exact(HAS_LINE)
+    second.wait()
+    assert second.leave(CTRL_C) == 130, "the second Ctrl-C in a row leaves"
+
+
+def test_a_history_that_cannot_be_written_is_one_remark(tmp_path: Path) -> None:
+    (tmp_path / "effllm").mkdir()
+    (tmp_path / "effllm" / "history").symlink_to("/dev/full")
+    chat = Chat(tmp_path, "chat", "fable", "-n", "4", "--temp", "0")
+    chat.wait()
+    assert "what you type is not kept" in chat.say(STORY)
+    again = chat.say("And then?")
+    assert "not kept" not in again and "stopped after 4 tokens" in again
+    assert chat.leave(CTRL_D) == 0 and "Traceback" not in chat.last
+
+
+def test_a_summary_takes_the_place_of_the_conversation_or_nothing_does(chat: Chat) -> None:
+    chat.say(STORY)
+    before = chat.saved()["messages"]
+    assert "the history stays as it was" in chat.say("/compact"), "24 tokens are no whole summary"
+    assert chat.saved()["messages"] == before
+    chat.say("/set predict -1")
+    answer = chat.say("/compact")
+    chat.say("/set predict 24")
+    assert ("the conversation is now this summary" in answer) == (chat.saved()["messages"] != before)
+    assert len(chat.saved()["messages"]) == 2
+
+
+def test_a_dumb_terminal_gets_plain_text(tmp_path: Path) -> None:
+    running = Chat(tmp_path, "chat", "fable", "-n", "4", "--temp", "0", TERM="dumb")
+    running.terminal.expect_exact("> ")
+    running.type(STORY + ENTER)
+    running.terminal.expect_exact("(-n)")
+    assert "\x1b" not in running.terminal.before
+    running.terminal.expect_exact("> ")
+    assert running.leave(CTRL_D) == 0
+
+
+def test_without_a_model_fable_is_offered(tmp_path: Path) -> None:
+    asked = Chat(tmp_path, "run")
+    asked.terminal.expect_exact("fable is packaged with effllm and works offline. Use it? [Y/n] ")
+    assert asked.leave("n\r") == 2
+    asked = Chat(tmp_path, "run")
+    asked.terminal.expect_exact("[Y/n] ")
+    asked.type(ENTER)
+    assert "fable, context" in asked.wait()
+    assert asked.leave(CTRL_D) == 0
+
+
+def test_what_is_typed_during_an_answer_waits(chat: Chat) -> None:
+    chat.type(STORY + ENTER)
+    chat.terminal.expect_exact(HAS_LINE)
+    chat.type("/stats" + ENTER)
+    assert "/stats" not in chat.wait(), "it was echoed into the answer"
+    chat.terminal.expect_exact(HAS_LINE)
+    assert "first token" in chat.wait()

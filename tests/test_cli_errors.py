@@ -1,0 +1,172 @@
+"""The boundary where an exception becomes at most two lines and a code, in calls of `main` with a made-up outside world."""
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm.cli import errors
+from effllm.cli.app import main
+from effllm.cli.environment import Environment, OutputClosed
+
+NOBODY = 65534
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def world(stdout: io.StringIO | None = None, stderr: io.StringIO | None = None, stdin: str = "", **variables: str) -> Environment:
+    return Environment(io.StringIO(stdin), stdout or io.StringIO(), stderr or io.StringIO(), variables)
+
+
+def guarded(error: BaseException, environment: Environment) -> tuple[int, str]:
+    """(exit code, what stands on stderr) of a program that raises."""
+
+    def program() -> int:
+        raise error
+
+    code = errors.guarded(program, environment)
+    return code, environment.stderr.getvalue()
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (effllm.EffllmError("m", "h"), 1), (effllm.UsageError("m", "h"), 2), (effllm.ModelNotFound("m", "h"), 3),
+    (effllm.DoesNotFit("m", "h"), 4), (effllm.ContextOverflow("m", "h"), 5), (effllm.DownloadFailed("m", "h"), 6)])
+def test_our_errors_are_two_lines_and_their_code(error: effllm.EffllmError, code: int) -> None:
+    assert guarded(error, world()) == (code, "effllm: m\nhint: h\n")
+
+
+def test_without_a_hint_there_is_one_line() -> None:
+    assert guarded(effllm.EffllmError("no luck"), world()) == (1, "effllm: no luck\n")
+
+
+def test_the_unexpected_is_one_line_and_a_traceback_only_with_debug() -> None:
+    code, text = guarded(ZeroDivisionError("division by zero"), world())
+    assert code == 1 and text == "effllm: internal error: ZeroDivisionError: division by zero\nhint: --debug shows the traceback\n"
+    environment = world()
+    environment.debug = True
+    assert "Traceback" in guarded(ZeroDivisionError(), environment)[1]
+
+
+def test_memory_files_and_interrupts() -> None:
+    assert guarded(MemoryError(), world())[0] == 4
+    assert guarded(FileNotFoundError(2, "No such file or directory", "a.txt"), world()) == (
+        1, "effllm: a.txt: No such file or directory\nhint: --debug shows where this happened\n")
+    assert guarded(KeyboardInterrupt(), world()) == (130, "")
+
+
+def test_a_reader_that_left_is_no_error() -> None:
+    assert guarded(OutputClosed(), world()) == (0, "")
+    environment = world(stdout=ClosedPipe())
+    with pytest.raises(OutputClosed):
+        environment.write("text")
+    assert main(["--version"], environment) == 0 and environment.stderr.getvalue() == ""
+
+
+def test_a_full_disk_is_said() -> None:
+    environment = world(stdout=FullDisk())
+    assert main(["--version"], environment) == 1
+    assert environment.stderr.getvalue() == "effllm: the output cannot be written: No space left on device\n"
+
+
+def test_nothing_hostile_reaches_the_terminal() -> None:
+    code, text = guarded(effllm.EffllmError("name \x1b]0;owned\x07 and\nsecond line\x9b31m"), world(stderr=Terminal(), NO_COLOR="1"))
+    assert code == 1 and text.count("\n") == 1
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in text.rstrip("\n"))
+
+
+def test_colour_only_where_it_is_wanted() -> None:
+    error = effllm.EffllmError("m")
+    assert "\x1b[" in guarded(error, world(stderr=Terminal()))[1]
+    assert guarded(error, world(stderr=Terminal(), NO_COLOR="1"))[1] == "effllm: m\n"
+    assert guarded(error, world(stderr=Terminal(), TERM="dumb"))[1] == "effllm: m\n"
+    assert guarded(error, world())[1] == "effllm: m\n"
+
+
+@pytest.mark.parametrize(("argv", "code", "said"), [
+    (["rnu"], 2, "did you mean 'run'"),
+    (["run", "--tmep", "1"], 2, "--temp"),
+    (["run", "fable", "hi", "--temp", "hot"], 2, "'hot' is not a number"),
+    (["run", "fable", "hi", "--top-k", "1.5"], 2, "'1.5' is not a whole number"),
+    (["run", "fable", "hi", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
+    (["run", "fable", "hi", "--kv", "4bit"], 2, "--kv 4bit is not in this version"),
+    (["run", "fable", "hi", "-n", "-2"], 2, "-n -2"),
+    (["run", "fable", "hi", "-c", "0"], 2, "0"),
+    (["run", "fable", "hi", "-c", "4096"], 2, "2048"),
+    (["run", "fable", "hi", "--top-p", "2"], 2, "top_p"),
+    (["run", "fable", "hi", "--stop", ""], 2, "stop string"),
+    (["run", "fable", "hi", "--ram", "much"], 2, "'much' is not a size"),
+    (["run", "fable", "hi", "--ram", "100M"], 4, "the budget is"),
+    (["run", "fable", "hi", "--raw", "-s", "Be brief."], 2, "--system"),
+    (["run", "fable", "  "], 2, "the prompt is empty"),
+    (["run", "fable", "-f", "/nowhere/at/all.txt"], 2, "No such file"),
+    (["run", "fabel", "hi"], 3, "did you mean fable"),
+    (["run", "tell me a story"], 3, 'effllm run fable "tell me a story"'),
+    (["run", "./no-such-folder", "hi"], 3, "no-such-folder"),
+    (["chat", "fabel"], 3, "did you mean fable"),
+    (["run"], 2, "effllm run fable"),
+    (["plan", "fable", "--ram", "100M"], 4, "the budget is"),
+    (["show"], 2, "'MODEL'"),
+    (["bench"], 2, "--synthetic"),
+    (["bench", "--synthetic", "gpt-9"], 2, "tinyllama-1.1b"),
+    (["eval"], 2, "missing command"),
+    (["eval", "ppl", "fable"], 2, "--text"),
+])
+def test_bad_input_is_one_error_with_its_code(argv: list[str], code: int, said: str) -> None:
+    environment = world()
+    assert main(argv, environment) == code
+    lines = [line for line in environment.stderr.getvalue().splitlines() if not line.startswith("compiling kernels")]
+    assert lines[0].startswith("effllm: ") and len(lines) <= 2, lines
+    assert said.lower() in " ".join(lines).lower(), lines
+    assert environment.stdout.getvalue() == ""
+
+
+def test_a_model_folder_without_read_permission() -> None:
+    """As another user where the administrator runs the tests, because that one may read everything."""
+    code = ("import os, sys\nimport effllm.runtime.engine, effllm.runtime.catalog, effllm.runtime.text\nfrom effllm.cli.app import main\n"
+            f"if os.geteuid() == 0:\n    os.setegid({NOBODY}); os.seteuid({NOBODY})\n"
+            "sys.exit(main(['show', sys.argv[1]]))")
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        folder = Path(place) / "locked"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        folder.chmod(0)
+        ran = subprocess.run([sys.executable, "-P", "-c", code, str(folder)], capture_output=True, text=True, timeout=60, check=False)
+        folder.chmod(0o700)
+    assert ran.returncode == 3 and "permission denied" in ran.stderr.lower(), ran.stderr
+    assert len(ran.stderr.splitlines()) == 2 and not ran.stdout
+
+
+def shell(line: str) -> subprocess.CompletedProcess:
+    """A line of bash in which EFFLLM is the program."""
+    line = line.replace("EFFLLM", f'"{sys.executable}" -P -m effllm')
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&-"])
+def test_a_stream_that_the_caller_closed(redirection: str) -> None:
+    ran = shell(f"EFFLLM --version {redirection}")
+    assert ran.returncode == 0 and ran.stderr == "", ran
+
+
+def test_help_into_a_closed_pipe_is_quiet() -> None:
+    ran = shell('EFFLLM run --help | head -c 1; echo "${PIPESTATUS[0]}"')
+    assert ran.stdout.endswith("0\n") and ran.stderr == "", ran

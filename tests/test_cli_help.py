@@ -1,0 +1,160 @@
+"""Help pages against a golden file, and the flags behind them: names, variables, defaults, lean start-up.
+
+After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.txt again; the difference is then read in review.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer
+
+from effllm.cli.app import build
+from effllm.cli.options import AnswerFlags, EngineFlags, SamplingFlags
+
+GOLDEN = Path(__file__).parent / "golden" / "help.txt"
+WIDTH = 100
+MINUTE = 60
+# What a flag feeds -> what its help calls the default, where that is not the value of the dataclass in words.
+SAID_OTHERWISE = {"threads": "all physical cores", "ctx": "the model's, or what fits of it", "ram": "what is free", "vram": "what is free",
+                  "gpu_layers": "as many as fit", "seed": "random; --stats tells it"}
+
+
+def commands(group: typer.core.TyperGroup | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    """(words, command) of the application and everything below it, in order."""
+    group = group or typer.main.get_command(build())
+    yield path, group
+    for name in group.commands:
+        member = group.commands[name]
+        if isinstance(member, typer.core.TyperGroup):
+            yield from commands(member, (*path, name))
+        else:
+            yield (*path, name), member
+
+
+def effllm(*words: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "COLUMNS": str(WIDTH), **variables}
+    return subprocess.run([sys.executable, "-P", "-m", "effllm", *words], capture_output=True, text=True, env=environment, timeout=MINUTE,
+                          stdin=subprocess.DEVNULL, check=False)
+
+
+def all_pages() -> str:
+    """Every help page, as a person gets it, under a line that names it."""
+    pages = []
+    for words, _ in commands():
+        ran = effllm(*words, "--help")
+        assert ran.returncode == 0 and not ran.stderr, ran.stderr
+        pages.append(f"==== {' '.join(('effllm', *words))} --help\n{ran.stdout}")
+    return "\n".join(pages)
+
+
+def test_pages_are_the_golden_ones() -> None:
+    assert all_pages() == GOLDEN.read_text(encoding="utf-8"), "if this change is wanted: python tests/test_cli_help.py"
+
+
+def test_every_flag_has_its_variable_and_a_description() -> None:
+    seen = 0
+    for words, command in commands():
+        for parameter in command.params:
+            if parameter.param_type_name != "option" or not words or parameter.name == "help":
+                continue
+            long = next(name for name in parameter.opts if name.startswith("--"))
+            assert parameter.envvar == "EFFLLM_" + long[2:].upper().replace("-", "_"), (words, long)
+            assert parameter.help, (words, long)
+            seen += 1
+    assert seen > 60, "the walk over the commands found too little"
+
+
+def test_flags_of_later_versions_are_absent() -> None:
+    flags = {name for _, command in commands() for parameter in command.params for name in parameter.opts}
+    assert not flags & {"--bits", "--draft", "--spec", "--disk", "-ctk", "-ctv"}
+    assert {"--temp", "--top-k", "--repeat-penalty", "-c", "-n", "-t", "-ngl", "-f", "-s", "--kv"} <= flags
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(EngineFlags)])
+def test_engine_defaults_are_those_of_the_engine(name: str) -> None:
+    from effllm.runtime.engine import EngineOptions
+
+    assert_default(EngineFlags, name, EngineOptions())
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingFlags)])
+def test_sampling_defaults_are_those_of_the_sampler(name: str) -> None:
+    from effllm.runtime.sampler import SamplerSettings
+
+    assert_default(SamplingFlags, name, SamplerSettings())
+
+
+def test_overflow_default_is_that_of_the_engine() -> None:
+    from effllm.runtime.engine import EngineOptions
+
+    assert said_default(AnswerFlags, "overflow") == EngineOptions().overflow
+
+
+def assert_default(flags: type, name: str, feeds: object) -> None:
+    """The flag's own value is "not given"; the default that its help names is the dataclass's."""
+    value = getattr(feeds, name)
+    assert getattr(flags(), name) in (None, False)
+    assert said_default(flags, name) == (SAID_OTHERWISE.get(name) or ("" if value is False else str(value)))
+
+
+def said_default(flags: type, name: str) -> str:
+    """`(0.8)` at the end of a flag's description, without the brackets."""
+    from typing import get_args, get_type_hints
+
+    option = get_args(get_type_hints(flags, include_extras=True)[name])[1]
+    found = re.search(r"\(([^()]*)\)$", option.help)
+    return found.group(1) if found else ""
+
+
+def test_precisions_of_the_cache_are_those_that_exist() -> None:
+    from typing import get_args, get_type_hints
+
+    from effllm.quant.kv import CODECS
+
+    assert set(get_args(get_type_hints(EngineFlags, include_extras=True)["kv"])[1].metavar.split("|")) == set(CODECS)
+
+
+def test_flags_become_options_and_zero_counts_as_given() -> None:
+    options = EngineFlags(kv="32bit", kv_sink=0, gpu_layers=0, ctx=256).options(overflow="shift")
+    assert (options.kv, options.kv_sink, options.gpu_layers, options.ctx, options.overflow) == ("32bit", 0, 0, 256, "shift")
+    assert options.kv_window == EngineFlags().options().kv_window
+
+
+def test_help_loads_nothing_that_a_bare_app_would_not() -> None:
+    code = ("import sys\nfrom effllm.cli.app import main\nassert main(['run', '--help']) == 0\n"
+            "sys.stderr.write(' '.join(sorted(sys.modules)))")
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=MINUTE, check=True)
+    loaded = {name.split(".")[0] for name in ran.stderr.split()}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "numba", "llvmlite", "numpy", "huggingface_hub", "rich", "pydantic", "tokenizers", "jinja2",
+                         "prompt_toolkit", "yaml", "psutil", "asyncio"}
+
+
+def test_pages_are_plain_text_outside_a_terminal() -> None:
+    assert "\x1b" not in GOLDEN.read_text(encoding="utf-8")
+    assert all(len(line) <= WIDTH for line in GOLDEN.read_text(encoding="utf-8").splitlines())
+
+
+def test_version_and_the_bare_name() -> None:
+    import effllm as package
+
+    assert effllm("--version").stdout == f"effllm {package.__version__}\n"
+    bare = effllm()
+    assert bare.returncode == 0 and bare.stdout == effllm("--help").stdout
+
+
+def test_a_variable_stands_for_its_flag_and_the_flag_wins() -> None:
+    ran = effllm("plan", "fable", "--json", EFFLLM_CTX_SIZE="256", EFFLLM_KV="32bit")
+    assert '"ctx": 256' in ran.stdout and '"kv": "32bit"' in ran.stdout, ran.stderr
+    assert '"ctx": 128' in effllm("plan", "fable", "--json", "-c", "128", EFFLLM_CTX_SIZE="256").stdout
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(all_pages(), encoding="utf-8")

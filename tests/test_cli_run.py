@@ -1,0 +1,243 @@
+"""`effllm run` and the reporting commands with the packaged model: pipes, files, JSON, signals.
+
+Real processes where the process is the point, calls of `main` in this one elsewhere.
+"""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+
+EFFLLM = (sys.executable, "-P", "-m", "effllm")
+MINUTE = 60
+STORY = "Tell me a story about the fox and the king."
+
+
+class Ran:
+    """What a call of `main` wrote and returned."""
+
+    def __init__(self, *argv: str, stdin: str = "") -> None:
+        self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
+        self.code = main(argv, self.environment)
+        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
+
+
+def shell(line: str) -> subprocess.CompletedProcess:
+    line = line.replace("EFFLLM", " ".join((f'"{EFFLLM[0]}"', *EFFLLM[1:])))
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=MINUTE, check=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Kernels are compiled once, so that no test below sees the progress of it."""
+    assert main(["run", "fable", "hi", "-n", "1"], Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)) == 0
+
+
+def test_a_pipe_gets_the_answer_and_nothing_else() -> None:
+    ran = shell(f'EFFLLM run fable "{STORY}" --temp 0 -n 30 2>/dev/null | cat')
+    assert len(ran.stdout.split()) > 10 and ran.stdout.endswith("\n")
+    assert not any(ord(c) < 32 and c != "\n" for c in ran.stdout)
+    assert Ran("run", "fable", STORY, "--temp", "0", "-n", "30").out == ran.stdout, "the same words, whoever listens"
+
+
+def test_a_reader_that_leaves_is_no_failure() -> None:
+    ran = shell(f'EFFLLM run fable "{STORY}" --temp 0 --ignore-eos | head -c 5; echo "|${{PIPESTATUS[0]}}"')
+    assert ran.stdout.endswith("|0\n") and len(ran.stdout) == len("12345|0\n")
+    assert "Traceback" not in ran.stderr and "Broken" not in ran.stderr
+
+
+def test_a_full_disk_is_one_line() -> None:
+    ran = shell("EFFLLM run fable hi -n 3 > /dev/full")
+    assert ran.returncode == 1 and ran.stderr.splitlines()[-1] == "effllm: the output cannot be written: No space left on device"
+    assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
+
+
+def test_standard_input_file_and_argument_are_one_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_text("A fox met a king.\n")
+    flags = ("--raw", "--temp", "0", "-n", "8")
+    whole = Ran("run", "fable", "A fox met a king.\n\nThe king said", *flags)
+    assert whole.code == 0 and whole.out.strip()
+    assert Ran("run", "fable", "The king said", "-f", str(path), *flags).out == whole.out
+    assert Ran("run", "fable", "The king said", "-f", "-", *flags, stdin="A fox met a king.\n").out == whole.out
+    assert Ran("run", "fable", *flags, stdin="A fox met a king.\n\nThe king said").out == whole.out
+    piped = shell(f'cat {path} | EFFLLM run fable "The king said" {" ".join(flags)}')
+    assert piped.stdout == whole.out, piped.stderr
+
+
+def test_chat_into_a_pipe_answers_once() -> None:
+    flags = ("--temp", "0", "-n", "12")
+    assert Ran("chat", "fable", *flags, stdin=STORY + "\n").out == Ran("run", "fable", STORY, *flags).out
+
+
+def test_json_is_one_object_with_the_promised_keys() -> None:
+    ran = Ran("run", "fable", STORY, "--seed", "7", "-n", "20", "--json")
+    figures = json.loads(ran.out)
+    assert ran.code == 0 and ran.out.count("\n") == 1
+    shape = {"text": str, "token_ids": list, "finish_reason": str, "seed": int, "usage": {"prompt_tokens": int, "completion_tokens": int},
+             "timings": {"load_s": float, "ttft_s": float, "prefill_tps": float, "decode_tps": float},
+             "memory": {"peak_rss_bytes": int, "weights_bytes": int, "kv_bytes": int, "kv_bits_per_value": float, "packed_bits": float},
+             "io": {"disk_bytes_read": int}, "placement": dict, "truncated": bool}
+    for key, kind in shape.items():
+        if isinstance(kind, dict):
+            for inner, inner_kind in kind.items():
+                assert isinstance(figures[key][inner], inner_kind | int if inner_kind is float else inner_kind), (key, inner)
+        else:
+            assert isinstance(figures[key], kind), key
+    assert figures["seed"] == 7 and figures["finish_reason"] == "length" and figures["usage"]["completion_tokens"] == 20
+    assert len(figures["token_ids"]) == 20 and figures["text"].strip()
+    assert figures["memory"]["peak_rss_bytes"] > figures["memory"]["weights_bytes"] > 10 << 20
+
+
+def test_the_same_seed_writes_the_same_text() -> None:
+    one, two, other = (Ran("run", "fable", STORY, "--seed", seed, "-n", "25").out for seed in ("11", "11", "12"))
+    assert one == two != other
+
+
+def test_no_tokens_evaluates_the_prompt_and_writes_nothing() -> None:
+    ran = Ran("run", "fable", STORY, "-n", "0")
+    assert (ran.code, ran.out) == (0, "") and "stopped after 0 tokens" in ran.err
+    figures = json.loads(Ran("run", "fable", STORY, "-n", "0", "--json").out)
+    assert (figures["text"], figures["finish_reason"]) == ("", "length") and figures["usage"]["prompt_tokens"] > 10
+
+
+def test_a_stop_string_ends_the_answer_before_it() -> None:
+    whole = Ran("run", "fable", STORY, "--temp", "0", "-n", "30").out
+    word = whole.split()[6]
+    cut = Ran("run", "fable", STORY, "--temp", "0", "-n", "30", "--stop", word)
+    assert cut.code == 0 and cut.out.strip() == whole[: whole.index(word)].strip()
+    assert "stopped" not in cut.err
+
+
+def test_a_prompt_beyond_the_context_names_both_numbers() -> None:
+    ran = Ran("run", "fable", "--raw", "word " * 400, "-c", "256")
+    assert ran.code == 5 and ran.out == ""
+    line = ran.err.splitlines()[-2]
+    assert " 256" in line and any(int(number) > 256 for number in line.split() if number.isdigit()), ran.err
+    assert Ran("run", "fable", "--raw", "word " * 400, "-c", "256", "--overflow", "shift", "-n", "3").code == 0
+
+
+def test_a_full_context_ends_the_answer_and_says_so() -> None:
+    ran = Ran("run", "fable", STORY, "-c", "128", "--ignore-eos", "--temp", "0")
+    assert ran.code == 0 and ran.out.strip()
+    assert "context of 128 tokens is full" in ran.err and "(-n)" not in ran.err
+
+
+def test_stats_are_on_stderr() -> None:
+    ran = Ran("run", "fable", STORY, "-n", "5", "--seed", "3", "--stats")
+    for said in ("prompt ", "answer 5 tokens", "first token", "seed 3", "memory", "weights 11.01 MiB", "context ", "of 2048 tokens"):
+        assert said in ran.err, said
+    assert "seed" not in ran.out
+
+
+def test_raw_and_template_differ_and_a_system_prompt_is_read() -> None:
+    flags = ("--temp", "0", "-n", "12")
+    chat, raw = Ran("run", "fable", STORY, *flags).out, Ran("run", "fable", STORY, "--raw", *flags).out
+    assert chat != raw
+    longer = json.loads(Ran("run", "fable", STORY, "-s", "Speak of the sea.", "-n", "0", "--json").out)["usage"]["prompt_tokens"]
+    assert longer > json.loads(Ran("run", "fable", STORY, "-n", "0", "--json").out)["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("flags", [("--kv", "32bit"), ("--load", "mmap"), ("-t", "1"), ("--kv-sink", "0")], ids=" ".join)
+def test_ways_to_run_give_the_same_words(flags: tuple[str, ...]) -> None:
+    assert Ran("run", "fable", STORY, "--temp", "0", "-n", "10", *flags).out == Ran("run", "fable", STORY, "--temp", "0", "-n", "10").out
+
+
+def test_an_interrupt_keeps_what_was_written_and_ends_with_130() -> None:
+    process = subprocess.Popen([*EFFLLM, "run", "fable", STORY, "--ignore-eos", "--temp", "1", "--seed", "1"], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=MINUTE)
+    assert process.returncode == 130 and len(first) == 20 and rest.endswith("\n")
+    assert "stopped by Ctrl-C after" in err and "Traceback" not in err
+
+
+def test_an_interrupt_before_the_answer_is_quiet() -> None:
+    process = subprocess.Popen([*EFFLLM, "run", "fable", STORY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
+    assert "waiting for more of the prompt" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=MINUTE)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_a_folder_without_a_tokenizer_is_told_before_the_weights_are_read(tmp_path: Path) -> None:
+    import effllm
+
+    packaged = Path(effllm.__file__).parent / "models" / "fable"
+    for name in ("config.json", "model.safetensors"):
+        os.link(packaged / name, tmp_path / name) if os.stat(packaged).st_dev == os.stat(tmp_path).st_dev else (
+            (tmp_path / name).write_bytes((packaged / name).read_bytes()))
+    ran = Ran("run", str(tmp_path), STORY)
+    assert ran.code == 3 and "tokenizer.json" in ran.err and ran.out == ""
+
+
+def test_a_broken_generation_config_is_one_line(tmp_path: Path) -> None:
+    import effllm
+
+    packaged = Path(effllm.__file__).parent / "models" / "fable"
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(packaged / name)
+    (tmp_path / "generation_config.json").write_text("[1, 2")
+    ran = Ran("run", str(tmp_path), STORY, "-n", "2")
+    assert ran.code == 1 and "generation_config.json" in ran.err and len(ran.err.splitlines()) == 2
+    (tmp_path / "generation_config.json").unlink()
+    assert Ran("run", str(tmp_path), STORY, "-n", "2").code == 0
+
+
+# ---- the other commands
+
+
+def test_list_and_show_know_the_packaged_model() -> None:
+    listed = json.loads(Ran("list", "--json").out)
+    fable = next(model for model in listed["models"] if model["name"] == "fable")
+    assert fable["family"] == "llama" and fable["licence"] == "Apache-2.0"
+    assert "fable" in Ran("list").out and "llama3" in Ran("list", "--all").out
+    shown = json.loads(Ran("show", "fable", "--json").out)
+    assert shown["context"] == 2048 and shown["parameters"] == fable["parameters"] and shown["chat_template"] is True
+    assert "2048 tokens" in Ran("show", "fable").out
+
+
+def test_plan_adds_up_and_reads_no_weights() -> None:
+    plan = json.loads(Ran("plan", "fable", "--json", "-c", "512").out)
+    parts = plan["weights_bytes"] + plan["kv_bytes"] + plan["workspace_bytes"] + plan["baseline_bytes"]
+    assert plan["ctx"] == 512 and parts < plan["total_bytes"] < 1.2 * parts
+    assert "cache" in Ran("plan", "fable").out
+    refused = Ran("plan", "fable", "--ram", "60M")
+    assert refused.code == 4 and refused.out == "" and "57.22 MiB" in refused.err
+
+
+def test_bench_speaks_markdown_json_and_csv() -> None:
+    flags = ("fable", "-p", "32", "-n", "4", "-r", "2")
+    rows = json.loads(Ran("bench", *flags, "-o", "json").out)
+    assert [row["test"] for row in rows] == ["pp32", "tg4"] and all(row["avg_ts"] > 0 and len(row["samples_ts"]) == 2 for row in rows)
+    table = Ran("bench", *flags).out.splitlines()
+    assert len(table) == 4 and len({len(line) for line in table}) == 1 and "tg4" in table[3]
+    header, *lines = Ran("bench", *flags, "-o", "csv").out.splitlines()
+    assert len(lines) == 2 and header.split(",")[:3] == ["model_type", "model_size", "model_n_params"]
+
+
+def test_eval_measures_a_text(tmp_path: Path) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text("Once upon a time there was a fox who lived in a wood near the castle of an old king. " * 12)
+    scored = json.loads(Ran("eval", "ppl", "fable", "--text", str(text), "-c", "128", "--json").out)
+    assert scored["tokens"] > 100 and 1 < scored["ppl"] < 1000
+    compared = json.loads(Ran("eval", "kld", "fable", "--text", str(text), "-c", "128", "--json").out)
+    assert 0 <= compared["kld_mean"] < 1e-3 and compared["same_top"] > 0.99 and compared["ppl"] == pytest.approx(scored["ppl"], rel=1e-3)
+    assert "perplexity" in Ran("eval", "ppl", "fable", "--text", str(text), "-c", "128").out
+
+
+def test_doctor_names_the_machine_and_tries_a_model() -> None:
+    report = json.loads(Ran("doctor", "--json").out)
+    assert report["trial"]["ok"], report["trial"]
+    assert report["machine"]["threads"] >= 1 and report["cold"] is False
+    assert {choice["stored"] for choice in report["kernels"]} == {"f32", "f16", "bf16"}

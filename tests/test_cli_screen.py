@@ -1,0 +1,203 @@
+"""What goes to which stream, and what a terminal is spared: pure text against made-up streams."""
+
+import io
+import itertools
+import os
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import UsageError
+from effllm.cli.editor import is_open, unquoted
+from effllm.cli.environment import Environment
+from effllm.cli.prompt import read_prompt
+from effllm.cli.screen import Screen
+from effllm.runtime.events import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(out: io.StringIO | None = None, err: io.StringIO | None = None, stdin: object = None, **variables: str) -> Screen:
+    return Screen(Environment(stdin or io.StringIO(), out or io.StringIO(), err or io.StringIO(), variables))
+
+
+def texts(shown: Screen) -> tuple[str, str]:
+    return shown.environment.stdout.getvalue(), shown.environment.stderr.getvalue()
+
+
+def test_a_pipe_gets_the_answer_as_it_is_and_one_newline() -> None:
+    shown = screen()
+    for piece in ("Once ", "\x1b[31mred\x1b[0m", " end"):
+        shown.answer(piece)
+    shown.end_answer()
+    assert texts(shown) == ("Once \x1b[31mred\x1b[0m end\n", "")
+    shown = screen()
+    shown.answer("ends with one\n")
+    shown.end_answer()
+    assert texts(shown)[0] == "ends with one\n"
+    shown = screen()
+    shown.end_answer()
+    assert texts(shown)[0] == "", "nothing was said, so nothing is written"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["word ", "\x1b", "[2J", "\x1b[31m", "]0;title\x07", "\x9b", "\r", "\n", "é", "\u202e"]), max_size=12))
+def test_a_terminal_gets_no_control_characters_however_they_are_cut(pieces: list[str]) -> None:
+    shown = screen(out=Terminal())
+    for piece in pieces:
+        shown.answer(piece)
+    shown.end_answer()
+    assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 or c == "\u202e" for c in texts(shown)[0])
+
+
+def test_thinking_goes_to_stderr_dim_on_a_terminal_plain_in_a_pipe() -> None:
+    for err, expected in ((Terminal(), "\x1b[2mhm\x1b[0m\n"), (io.StringIO(), "hm\n")):
+        shown = screen(err=err)
+        shown.thinking("hm")
+        shown.answer("Yes.")
+        shown.end_answer()
+        assert texts(shown) == ("Yes.\n", expected)
+
+
+def test_a_note_never_lands_in_a_line_of_the_answer() -> None:
+    shown = screen(out=Terminal(), err=Terminal(), NO_COLOR="1")
+    shown.answer("half a line")
+    shown.note("a remark\nin one line")
+    assert texts(shown) == ("half a line\n", "a remark in one line\n")
+    piped = screen()
+    piped.answer("half a line")
+    piped.note("a remark")
+    assert texts(piped) == ("half a line", "a remark\n"), "into a file no line break is added for the sake of a screen"
+
+
+def ticking(shown: Screen) -> Screen:
+    """A clock that moves on by a second each time it is asked."""
+    shown.environment.clock = map(float, itertools.count()).__next__
+    return shown
+
+
+def test_progress_is_redrawn_on_a_terminal_and_taken_away() -> None:
+    shown = ticking(screen(err=Terminal(), NO_COLOR="1"))
+    for done in (0, 1 << 20, 2 << 20):
+        shown.progress(Progress("loading", done, 4 << 20, "bytes"))
+    shown.answer("a")
+    err = texts(shown)[1]
+    assert "loading  1.00 MiB of 4.00 MiB  25%  1.00 MiB/s" in err and err.count("\n") == 0
+    assert err.endswith("\r\x1b[K"), "the line is cleared before the answer"
+
+
+def test_progress_in_a_log_is_rare_and_plain() -> None:
+    shown = ticking(screen())
+    for done in range(40):
+        shown.progress(Progress("compiling kernels", done, 100, "kernels"))
+    lines = texts(shown)[1].splitlines()
+    assert lines == ["compiling kernels  2/100  2%", "compiling kernels  17/100  17%", "compiling kernels  32/100  32%"]
+
+
+def test_a_dumb_terminal_is_not_redrawn() -> None:
+    assert not screen(err=Terminal(), TERM="dumb").environment.can_redraw(io.StringIO())
+    environment = screen(err=Terminal(), TERM="dumb").environment
+    assert not environment.can_redraw(environment.stderr) and not environment.is_styled(environment.stderr)
+
+
+def test_tables_are_wrapped_for_no_pipe() -> None:
+    shown = screen()
+    shown.table(("name", "size"), [("m" * 300, "1"), ("b", "22")], right=(1,))
+    lines = texts(shown)[0].splitlines()
+    assert len(lines) == 3 and "m" * 300 in lines[1] and all(line == line.rstrip() for line in lines)
+    assert lines[1].endswith(" 1") and lines[2].endswith("22")
+
+
+def test_markup_in_names_is_text() -> None:
+    shown = screen()
+    shown.pairs([("model", "[/INST] [bold]x[/bold]")])
+    assert "[/INST] [bold]x[/bold]" in texts(shown)[0]
+
+
+def test_json_is_one_line_of_strict_json() -> None:
+    shown = screen()
+    shown.json({"text": "zwölf\n"})
+    assert texts(shown)[0] == '{"text": "zwölf\\n"}\n'
+    with pytest.raises(ValueError):
+        shown.json({"rate": float("nan")})
+
+
+@pytest.mark.parametrize(("reply", "expected"), [("\n", True), ("y\n", True), ("Yes\n", True), ("n\n", False), ("maybe\n", False),
+                                                 ("", False)])
+def test_a_question_takes_enter_for_yes_and_the_end_of_input_for_no(reply: str, expected: bool) -> None:
+    shown = screen(stdin=io.StringIO(reply))
+    assert shown.ask("Use fable?") is expected
+    assert texts(shown)[1].startswith("Use fable? [Y/n] ")
+
+
+# ---- the prompt
+
+
+def test_the_prompt_is_file_then_argument(tmp_path) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_bytes(b"\xef\xbb\xbfDear all,\r\n")
+    assert read_prompt("Answer it.", str(path), screen()) == "Dear all,\n\nAnswer it."
+    assert read_prompt(None, str(path), screen()) == "Dear all,"
+    assert read_prompt("only this", None, screen()) == "only this"
+    assert read_prompt(None, None, screen(stdin=io.StringIO("piped\n"))) == "piped"
+    assert read_prompt("then this", "-", screen(stdin=io.StringIO("piped\n"))) == "piped\n\nthen this"
+
+
+def test_a_person_at_the_terminal_without_a_prompt_wants_to_chat() -> None:
+    assert read_prompt(None, None, screen(stdin=Terminal())) is None
+
+
+@pytest.mark.parametrize("text", ["", " \n\t\n"])
+def test_an_empty_prompt_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match="empty"):
+        read_prompt(None, None, screen(stdin=io.StringIO(text)))
+
+
+def test_a_file_that_is_not_text(tmp_path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(b"abc\xff\xfe")
+    with pytest.raises(UsageError, match="not UTF-8 text .byte 3."):
+        read_prompt(None, str(path), screen())
+    with pytest.raises(UsageError, match="Is a directory"):
+        read_prompt(None, str(tmp_path), screen())
+
+
+def test_piped_text_comes_before_the_argument_and_a_silent_pipe_is_announced(monkeypatch) -> None:
+    monkeypatch.setattr("effllm.cli.prompt.WAIT_S", 0.05)
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        with os.fdopen(writing, "w") as pipe:
+            pipe.write("a letter\n")
+
+    timer = threading.Timer(0.3, write)
+    timer.start()
+    with os.fdopen(reading) as pipe:
+        shown = screen(stdin=pipe)
+        assert read_prompt("Answer it.", None, shown) == "a letter\n\nAnswer it."
+    timer.join()
+    assert "waiting for more of the prompt" in texts(shown)[1]
+
+
+def test_an_argument_does_not_wait_for_a_device() -> None:
+    with open(os.devnull) as void:
+        assert read_prompt("only this", None, screen(stdin=void)) == "only this"
+
+
+# ---- several lines in the editor
+
+
+@pytest.mark.parametrize(("text", "open_"), [('"""', True), ('"""a\nb', True), ('"""a\nb"""', False), ("a", False), ('a"""', False),
+                                             ('""""""', False)])
+def test_blocks_between_quotes(text: str, open_: bool) -> None:
+    assert is_open(text) is open_
+
+
+def test_quotes_are_taken_off_and_the_text_stays() -> None:
+    assert unquoted('"""\n first\nsecond\n"""') == " first\nsecond"
+    assert unquoted('say """this"""') == 'say """this"""'
