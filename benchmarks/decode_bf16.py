@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Decode speed of unquantized bf16 weights against the read roof, at depth 0 and at depth 1,024, all in one run.
+
+Random weights at the shape of TinyLlama-1.1B. Each round reads a weight-sized buffer with the load-only kernel (the roof), decodes at
+one depth, then at the other; figures are medians over rounds, ratios are taken within a round, so that a busy moment strikes both
+sides. Takes about two minutes and 5 GiB of memory; wants the machine to itself.
+
+    python benchmarks/decode_bf16.py [--shape tinyllama-1.1b] [--rounds 9] [--tokens 16]
+"""
+
+import argparse
+import sys
+import time
+from statistics import median
+
+import numpy as np
+from effllm.kernels.cpu.roof import read_bandwidth
+from effllm.offload.memory import anonymous
+from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.prepare import EngineOptions
+from report import GIB, Figure, publish
+
+DEEP = 1024
+INTRO = "Random bf16 weights, 16-bit KV cache, greedy token by token with logits. Roof: a load-only kernel over 1 GiB with the same threads."
+
+
+def decode(engine: Engine, ids: list[int], tokens: int) -> float:
+    """Seconds per token after what the engine holds; the cache is cut back afterwards."""
+    held = len(engine.tokens)
+    started = time.perf_counter()
+    for token in ids[:tokens]:
+        engine.forward_logits([token])
+    seconds = (time.perf_counter() - started) / tokens
+    engine.cache.truncate(held)
+    del engine.tokens[held:]
+    return seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="tinyllama-1.1b")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+    options = EngineOptions(device="cpu", ctx=2048, threads=arguments.threads)
+    # Two engines over the same shape, one shallow and one deep, would double the memory: one engine, two depths in turn.
+    engine = list(open_prepared(lambda: prepare_synthetic(arguments.shape, options)))[-1]
+    pool, ids = engine.backends["cpu"].pool, np.random.default_rng(0).integers(0, engine.config.vocab_size, DEEP + 64).tolist()
+    buffer = anonymous(GIB)
+    buffer.view(np.uint64)[:] = 0x0123456789ABCDEF
+    nbytes = engine.model.bytes_per_pass
+    figures: dict[str, list[float]] = {"roof": [], "shallow": [], "deep": []}
+    # Depth 0 is measured behind one token, the least a cache can hold and still be cut back to.
+    prompts = {"shallow": ids[:1], "deep": ids[:DEEP]}
+    for round_ in range(arguments.rounds + 1):
+        for depth in ("shallow", "deep"):
+            for _ in engine.prefill(prompts[depth]):
+                continue
+            roof = read_bandwidth(pool, buffer, passes=3)
+            seconds = decode(engine, ids[DEEP:], arguments.tokens)
+            if round_:  # the first round warms up
+                figures["roof"].append(roof)
+                figures[depth].append(seconds)
+        print(f"round {round_} of {arguments.rounds}", file=sys.stderr, flush=True)
+    shallow, deep, roof = figures["shallow"], figures["deep"], figures["roof"]
+    fractions = [nbytes / seconds / roof for seconds, roof in zip(shallow, roof[::2])]
+    slowdowns = [d / s - 1 for s, d in zip(shallow, deep)]
+    conditions = f"{arguments.shape}, bf16, {pool.workers} threads, median of {arguments.rounds} rounds of {arguments.tokens} tokens"
+    publish("decode-bf16", "Decode of bf16 weights", INTRO, [
+        Figure("roof_fraction", "share of the read roof, depth 0", conditions, median(fractions), ""),
+        Figure("slower_at_1024", "slower at depth 1,024 than at 0", conditions, 100 * median(slowdowns), "%"),
+        Figure("decode_tps", "decode, depth 0", conditions, 1 / median(shallow), "tokens/s"),
+        Figure("decode_tps_1024", "decode, depth 1,024", conditions, 1 / median(deep), "tokens/s"),
+        Figure("weights_gbps", "weights read, depth 0", f"{nbytes / 1e9:.2f} GB a token", nbytes / median(shallow) / 1e9, "GB/s"),
+        Figure("roof_gbps", "read roof", f"load only, {pool.workers} threads, same run", median(roof) / 1e9, "GB/s"),
+    ])
+    engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
