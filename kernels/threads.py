@@ -95,8 +95,8 @@ class ThreadPool:
         self._locks = [threading.Lock() for _ in range(self.workers)]
         self._spins = spins
         self._closed = False
-        for function in (_work, _start, _finish, _alone):  # compile here, not inside the first worker
-            function.load()
+        # compiled here, not inside the first worker
+        self._work, self._start, self._finish, self._alone = (function.compiled for function in (_work, _start, _finish, _alone))
         self._threads = [threading.Thread(target=self._serve, args=(worker,), name=f"effllm-{worker}", daemon=True)
                          for worker in range(1, self.workers)]
         for worker, thread in enumerate(self._threads, 1):
@@ -105,18 +105,18 @@ class ThreadPool:
 
     def _serve(self, worker: int) -> None:
         seen = 0
-        while (seen := _work(self._control, worker, seen, self._spins)) >= 0:
+        while (seen := self._work(self._control, worker, seen, self._spins)) >= 0:
             self._locks[worker].acquire()
 
     def run(self, kernel: Kernel, address: int, parallel: bool = True) -> None:
         """`address` is that of the kernel's argument block; `parallel=False` keeps a job too small to share on this thread."""
         function = kernel.address
         if not parallel or self.workers == 1:
-            _alone(self._control, function, address)
+            self._alone(self._control, function, address)
             return
-        if sleeping := _start(self._control, function, address, self.workers):
+        if sleeping := self._start(self._control, function, address, self.workers):
             self._wake(sleeping)
-            _finish(self._control, function, address)
+            self._finish(self._control, function, address)
 
     def _wake(self, sleeping: int) -> None:
         for worker in range(1, self.workers):
@@ -128,7 +128,7 @@ class ThreadPool:
         if not self._closed:
             self._closed = True
             if self.workers > 1:
-                self._wake(_start(self._control, 0, 0, self.workers))
+                self._wake(self._start(self._control, 0, 0, self.workers))
             deadline = time.monotonic() + 5
             for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))

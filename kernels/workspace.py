@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
+
+MOST_VIEWS = 256
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Workspace:
     def __init__(self, floats: Mapping[str, int]) -> None:
         self.floats = dict(floats)
         self._buffers: dict[str, np.ndarray] = {}
+        self._views: dict[tuple, np.ndarray] = {}
+        self._addresses: dict[int, int] = {}  # of the views, by identity: they are alive as long as they are in `_views`
 
     @property
     def nbytes(self) -> int:
@@ -36,14 +41,27 @@ class Workspace:
 
     def take(self, name: str, *shape: int) -> np.ndarray:
         """A view of buffer `name`; its contents are whatever the last user left."""
+        view = self._views.get((name, shape))
+        if view is None:
+            view = self._cut(name, shape)
+            if len(self._views) >= MOST_VIEWS:  # prompts of every length leave views behind
+                self._views.clear()
+                self._addresses.clear()
+            self._views[name, shape] = view
+            self._addresses[id(view)] = view.ctypes.data
+        return view
+
+    def address(self, array: np.ndarray) -> int:
+        """Where an array begins; quick for views of this workspace, which is what ops mostly pass to kernels."""
+        return self._addresses.get(id(array)) or array.ctypes.data
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in self._buffers:
             # One cache line of slack so that every buffer begins on a line.
             raw = np.empty(self.floats[name] + 16, np.float32)
             skip = (-raw.ctypes.data % 64) // 4
             self._buffers[name] = raw[skip : skip + self.floats[name]]
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = prod(shape)
         if count > self.floats[name]:
             raise RuntimeError(f"workspace {name!r}: {count} floats asked, {self.floats[name]} planned")
         return self._buffers[name][:count].reshape(shape)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..kernels.layout import STORED_TYPES
 from .spec import QuantSpec
 
 RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np.dtype(np.uint16)}
@@ -60,6 +61,12 @@ class Linear:
 
     weight: Weight
     bias: np.ndarray | None = None
+
+    @cached_property
+    def fields(self) -> tuple[int, int, int, int]:
+        """What a CPU kernel reads of it: address, stored type, rows, address of the bias (0: none)."""
+        weight, bias = self.weight, self.bias
+        return weight.address, STORED_TYPES[weight.spec.scheme], weight.shape[0], 0 if bias is None else bias.ctypes.data
 
 
 @dataclass(frozen=True)

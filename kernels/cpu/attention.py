@@ -13,7 +13,7 @@ from __future__ import annotations
 from numba import float32
 
 from ..compile import REASSOCIATE, inlined, kernel
-from ..layout import F32, PAGE
+from ..layout import F32, HEADER_NBYTES, PAGE
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half, normalise
 from .inner_loops import TILE_COLUMNS, TILE_ROWS, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
@@ -21,9 +21,17 @@ from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 # Slots of the argument block of the attend kernels.
 Q, OUT, TOKENS, HEADS, KV_HEADS, HEAD_DIM, SCALE, WINDOW = range(8)
 SOFTCAP, POSITION, BLOCKS, TABLE, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(8, 16)
-# Columns of the block table: addresses of K and V of KV head 0, bytes from head to head, first position, tokens held.
-KEYS, VALUES, HEAD_STRIDE, FIRST, COUNT, COLUMNS = range(6)
+EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ATTEND_SLOTS = range(16, 22)
+# Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
+SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
 QUERY_TILE = 32
+
+
+@inlined()
+def _keys_of(a, entry, kv):
+    """Address of the keys of a block for one KV head; the values lie SIDE bytes on."""
+    base = a[PAGES] if entry[SEALED] else a[EXACT]
+    return base + entry[INDEX] * a[PAGE_STRIDE] + kv * a[HEAD_STRIDE] + HEADER_NBYTES
 
 
 @inlined()
@@ -111,7 +119,8 @@ def attend_few(args, worker, counter):
                 f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
                 f32_at(partial)[r * (depth + 2) + depth + 1] = ZERO
             continue
-        keys, values = entry[KEYS] + kv * entry[HEAD_STRIDE], entry[VALUES] + kv * entry[HEAD_STRIDE]
+        keys = _keys_of(a, entry, kv)
+        values = keys + a[SIDE]
         for j in range(count):
             expand(keys + j * depth * item, a[DTYPE], wide, depth)
             for r in range(rows):
@@ -203,7 +212,8 @@ def attend_many(args, worker, counter):
             first, count = entry[FIRST], entry[COUNT]
             if not _visible(first, count, position, here, a[WINDOW]):
                 continue
-            k_from, v_from = entry[KEYS] + kv * entry[HEAD_STRIDE], entry[VALUES] + kv * entry[HEAD_STRIDE]
+            k_from = _keys_of(a, entry, kv)
+            v_from = k_from + a[SIDE]
             row, kt = f32_at(part), f32_at(keys_t)
             for j in range(PAGE):
                 if j < count:
@@ -284,21 +294,23 @@ def rope_heads(args, worker, counter):
                 z[i] = high * cos[i] + low * sin[i]
 
 
-# Slots of `write_kv`: K and V [T, kv_heads * head_dim]; ROWS is a table of T pairs (address of the token's K row and V row in KV head 0).
-W_K, W_V, W_TOKENS, W_HEADS, W_DIM, W_ROWS, W_STRIDE, W_DTYPE = range(8)
+# Slots of `write_kv`: K and V [T, kv_heads * head_dim]; SLOTS and ROWS say per token which exact slot and which row of it.
+W_K, W_V, W_TOKENS, W_HEADS, W_DIM, W_DTYPE, W_EXACT, W_PAGE_STRIDE, W_HEAD_STRIDE, W_SIDE, W_SLOTS, W_ROWS, WRITE_SLOTS = range(13)
 
 
 @kernel()
 def write_kv(args, worker, counter):
     """Put new keys and values into their open pages in the cache's stored type. Blocks are tokens."""
     a = i64_at(args)
-    heads, depth, stride = a[W_HEADS], a[W_DIM], a[W_STRIDE]
+    heads, depth, stride = a[W_HEADS], a[W_DIM], a[W_HEAD_STRIDE]
+    item = 4 if a[W_DTYPE] == F32 else 2
     while True:
         t = fetch_add(counter, 1)
         if t >= a[W_TOKENS]:
             return
+        start = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + HEADER_NBYTES + i64_at(a[W_ROWS])[t] * depth * item
         for side in range(2):
-            base = i64_at(a[W_ROWS])[2 * t + side]
+            base = start + side * a[W_SIDE]
             for head in range(heads):
                 source = f32_at(a[W_K + side] + 4 * (t * heads + head) * depth)
                 if a[W_DTYPE] == F32:

@@ -6,7 +6,7 @@ stream is updated in place. Weights stay in their stored type. Up to FEW tokens 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,6 +65,8 @@ def _native(call: Call) -> str:
 
 def default_registry(only: str | None = None) -> Registry:
     """All CPU candidates; `only="reference"` keeps the NumPy ones (to check the others against)."""
+    from .pages import LayerPages
+
     never = lambda call: ""  # noqa: E731
     few = lambda accept: lambda call: accept(call) or ("" if call.columns <= FEW else f"more than {FEW} columns")  # noqa: E731
     candidates = [
@@ -75,6 +77,9 @@ def default_registry(only: str | None = None) -> Registry:
         Candidate("matrix", "NumPy reference", never, CpuOps._reference, fallback=True),
         Candidate("rotate", "compiled", _compiled, CpuOps._rotate),
         Candidate("rotate", "NumPy reference", never, CpuOps._rotate_reference, fallback=True),
+        Candidate("attend", "compiled", _native, LayerPages.compiled),
+        Candidate("attend", "compiled, half by shifts", _compiled, LayerPages.compiled, fallback=True),
+        Candidate("attend", "NumPy reference", never, LayerPages.reference, fallback=True),
     ]
     return Registry([c for c in candidates if only is None or only in c.name])
 
@@ -90,9 +95,13 @@ class CpuOps:
         self.workspace = Workspace(plan_workspace(dims, pool.workers))
         self._args = np.zeros(linear.FIRST + 8 * linear.FIELDS, np.int64)
         self._reals = self._args.view(np.float64)
-        self._where = address(self._args)
+        self._where, self.at = address(self._args), self.workspace.address
         self._angles: tuple[object, object, np.ndarray, np.ndarray] | None = None
-        self._stride = 4 * (self.workspace.floats["scratch"] // pool.workers // 16 * 16)
+        # Scratch of worker w begins `scratch_stride` * w bytes after `scratch`.
+        self.scratch = address(self.workspace.take("scratch", 1))
+        self.scratch_stride = 4 * (self.workspace.floats["scratch"] // pool.workers // 16 * 16)
+        self._rotate_with = self.registry.select(Call("rotate")).candidate.run
+        self._run: dict[tuple[str, bool, str], Callable] = {}
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
 
@@ -137,7 +146,7 @@ class CpuOps:
         if table is None and norm is None:
             return y
         cos, sin = self._cos_sin(positions, table)
-        self.registry.select(Call("rotate")).candidate.run(self, y, heads, head_dim, cos, sin, norm)
+        self._rotate_with(self, y, heads, head_dim, cos, sin, norm)
         return y
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
@@ -166,42 +175,43 @@ class CpuOps:
     # -- matrices --------------------------------------------------------------------------------------------------------------
 
     def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
-        call = Call("matrix", linears[0].weight.spec.scheme, len(x) if len(x) <= FEW else FEW + 1, act)
-        self.registry.select(call).candidate.run(self, x, norm, linears, outs, mode, act)
+        key = (linears[0].weight.spec.scheme, len(x) <= FEW, act)
+        if key not in self._run:
+            self._run[key] = self.registry.select(Call("matrix", key[0], FEW if key[1] else FEW + 1, act)).candidate.run
+        self._run[key](self, x, norm, linears, outs, mode, act)
 
     def _fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
               outs: Sequence[np.ndarray]) -> None:
         """Write the argument block of the matrix kernels."""
         kind = 0 if norm is None else NORMS[norm.kind]
         block = [x, tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
-                 address(self.workspace.take("scratch", 1)), self._stride, mode, ACTIVATIONS[act], len(linears)]
+                 self.scratch, self.scratch_stride, mode, ACTIVATIONS[act], len(linears)]
         for i, each in enumerate(linears):
             out = outs[min(i, len(outs) - 1)]
-            block += [each.weight.address, STORED_TYPES[each.weight.spec.scheme], each.weight.shape[0], address(each.bias), address(out),
-                      out.shape[1]]
+            block += [*each.fields, self.at(out), out.shape[1]]
         self._args[: len(block)] = block
         if norm is not None:
             self._reals[linear.EPS] = norm.eps
 
     def _few(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
-        self._fill(address(x), tokens, depth, norm, mode, act, linears, outs)
+        self._fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
         work = tokens * depth * sum(each.weight.shape[0] for each in linears)
         self.pool.run(linear.few_columns, self._where, work >= SHARE_FROM)
 
     def _many(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
         panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
-        self._fill(address(x), tokens, depth, norm, mode, act, linears[:1], [panels])
+        self._fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
         self.pool.run(linear.pack_columns, self._where)
         if mode != linear.GATED:
-            self._fill(address(panels), tokens, depth, None, mode, act, linears, outs)
+            self._fill(self.at(panels), tokens, depth, None, mode, act, linears, outs)
             self.pool.run(linear.many_columns, self._where)
             return
         gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
-        self._fill(address(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
+        self._fill(self.at(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
         self.pool.run(linear.many_columns, self._where)
-        self._fill(address(gate), tokens, gate.shape[1], None, mode, act, linears[:1], [gate])
+        self._fill(self.at(gate), tokens, gate.shape[1], None, mode, act, linears[:1], [gate])
         self._args[linear.FIRST + linear.WEIGHT] = address(up)
         self.pool.run(linear.gate_rows, self._where)
 
@@ -231,7 +241,7 @@ class CpuOps:
         return self._angles[2], self._angles[3]
 
     def _rotate(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
-        self._args[:9] = (address(y), len(y), heads, head_dim, 2 * cos.shape[1], address(cos), address(sin),
+        self._args[:9] = (self.at(y), len(y), heads, head_dim, 2 * cos.shape[1], address(cos), address(sin),
                           0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight))
         self._reals[attention.R_EPS] = 0.0 if norm is None else norm.eps
         self.pool.run(attention.rope_heads, self._where, y.size >= SHARE_FROM)

@@ -12,13 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from .. import reference
-from ..layout import F32, HEADER_NBYTES, STORED_BYTES, PageLayout
+from ..layout import F32, PageLayout
 from ..registry import Call
 from . import attention
-from .intrinsics import HAS_HALF
 from .ops import FEW, SHARE_FROM, CpuOps, address
-
-SEALED, INDEX, FIRST, COUNT = range(4)
 
 
 class Codec(Protocol):
@@ -34,20 +31,28 @@ class LayerPages:
                  softcap: float | None) -> None:
         self.ops, self.layout, self.exact, self.sealed = ops, layout, exact, sealed
         self.scale, self.window, self.softcap = scale, window, softcap
-        self._bases = np.array([address(exact), address(sealed)], np.int64)
-        self._row = layout.head_dim * STORED_BYTES[layout.stored]
-        half = layout.stored != F32 and not HAS_HALF
-        self.choice = "NumPy reference" if "reference" in ops.registry.select(Call("rotate")).candidate.name else (
-            "compiled, half by shifts" if half else "compiled")
+        self.choice = ops.registry.select(Call("attend", "f32" if layout.stored == F32 else "f16")).candidate
+        shared = (layout.layer_page_nbytes, layout.record_nbytes, layout.side_nbytes)
+        # The slots of the argument blocks that never change; what a call adds is below.
+        self._attend = np.zeros(attention.ATTEND_SLOTS, np.int64)
+        self._attend[attention.KV_HEADS], self._attend[attention.HEAD_DIM] = layout.kv_heads, layout.head_dim
+        self._attend[attention.WINDOW], self._attend[attention.DTYPE] = window or 0, layout.stored
+        self._attend[attention.EXACT], self._attend[attention.PAGES] = address(exact), address(sealed)
+        self._attend[attention.PAGE_STRIDE : attention.SIDE + 1] = shared
+        self._attend[attention.SCRATCH_STRIDE] = ops.scratch_stride
+        reals = self._attend.view(np.float64)
+        reals[attention.SCALE], reals[attention.SOFTCAP] = scale, softcap or 0.0
+        self._write = np.zeros(attention.WRITE_SLOTS, np.int64)
+        self._write[attention.W_HEADS : attention.W_EXACT + 1] = layout.kv_heads, layout.head_dim, layout.stored, address(exact)
+        self._write[attention.W_PAGE_STRIDE : attention.W_SIDE + 1] = shared
+        self._attend_at, self._write_at = address(self._attend), address(self._write)
 
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
-        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`."""
-        places = np.empty((len(slots), 2), np.int64)
-        places[:, 0] = self._bases[0] + slots * self.layout.layer_page_nbytes + HEADER_NBYTES + rows * self._row
-        places[:, 1] = places[:, 0] + self.layout.side_nbytes
-        self.ops._args[:8] = (address(k), address(v), len(k), self.layout.kv_heads, self.layout.head_dim, address(places),
-                              self.layout.record_nbytes, self.layout.stored)
-        self.ops.pool.run(attention.write_kv, self.ops._where, k.size >= SHARE_FROM)
+        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64."""
+        block = self._write
+        block[attention.W_K : attention.W_TOKENS + 1] = self.ops.at(k), self.ops.at(v), len(k)
+        block[attention.W_SLOTS : attention.W_ROWS + 1] = address(slots), address(rows)
+        self.ops.pool.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`."""
@@ -58,32 +63,28 @@ class LayerPages:
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray) -> np.ndarray:
         """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`."""
         out = self.ops.workspace.take("attend", *q.shape)
-        if self.choice == "NumPy reference":
-            return self._reference(q, position, blocks, out)
-        table = np.empty((len(blocks), attention.COLUMNS), np.int64)
-        table[:, attention.KEYS] = self._bases[blocks[:, SEALED]] + blocks[:, INDEX] * self.layout.layer_page_nbytes + HEADER_NBYTES
-        table[:, attention.VALUES] = table[:, attention.KEYS] + self.layout.side_nbytes
-        table[:, attention.HEAD_STRIDE] = self.layout.record_nbytes
-        table[:, attention.FIRST :] = blocks[:, FIRST:]
-        if len(q) > FEW:
-            self._fill(q, out, position, table)
-            self.ops.pool.run(attention.attend_many, self.ops._where)
-            return out
-        for t in range(len(q)):  # one by one: a token's bits then do not depend on how many came with it
-            self._fill(q[t : t + 1], out[t : t + 1], position + t, table)
-            self.ops.pool.run(attention.attend_few, self.ops._where, q.shape[1] * len(blocks) * attention.PAGE >= SHARE_FROM)
-            self.ops.pool.run(attention.merge_few, self.ops._where, q.shape[1] * len(blocks) >= SHARE_FROM)
+        self.choice.run(self, q, position, blocks, out)
         return out
 
-    def _fill(self, q: np.ndarray, out: np.ndarray, position: int, table: np.ndarray) -> None:
-        """Write the argument block of the attend kernels. The first entry of a buffer is its address whatever the shape taken."""
-        ops, heads = self.ops, q.shape[1] // self.layout.head_dim
-        ops._args[:16] = (address(q), address(out), len(q), heads, self.layout.kv_heads, self.layout.head_dim, 0, self.window or 0, 0,
-                          position, len(table), address(table), self.layout.stored, address(ops.workspace.take("scratch", 1)), ops._stride,
-                          address(ops.workspace.take("partials", 1)))
-        ops._reals[attention.SCALE], ops._reals[attention.SOFTCAP] = self.scale, self.softcap or 0.0
+    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+        """The kernels: few tokens one by one, so that a token's bits do not depend on how many came with it; more, tile by tile."""
+        ops, block, width = self.ops, self._attend, q.shape[1]
+        heads, q_at, out_at = width // self.layout.head_dim, ops.at(q), ops.at(out)
+        block[attention.BLOCKS : attention.TABLE + 1] = len(blocks), address(blocks)
+        block[attention.SCRATCH], block[attention.PARTIALS] = ops.scratch, ops.at(ops.workspace.take("partials", 1))
+        if len(q) > FEW:
+            block[: attention.HEADS + 1] = q_at, out_at, len(q), heads
+            block[attention.POSITION] = position
+            ops.pool.run(attention.attend_many, self._attend_at)
+            return
+        for t in range(len(q)):
+            block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, heads
+            block[attention.POSITION] = position + t
+            ops.pool.run(attention.attend_few, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM)
+            ops.pool.run(attention.merge_few, self._attend_at, width * len(blocks) >= SHARE_FROM)
 
-    def _reference(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> np.ndarray:
+    def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+        """Plain softmax over the gathered keys and values."""
         layout = self.layout
         keys, values, at = [], [], []
         for sealed, index, first, count in blocks:
@@ -98,4 +99,3 @@ class LayerPages:
         result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale,
                                   self.window, self.softcap)
         out[:] = result.reshape(out.shape)
-        return out
