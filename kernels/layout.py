@@ -1,9 +1,11 @@
 """The one definition of how bytes lie: stored types, weight rows, KV page records. Pure arithmetic, no array is touched here.
 
-A KV page record holds K and V of one layer and one KV head for up to `PAGE` tokens, keys first, rows of `head_dim` values:
+A KV page record holds K and V of one layer and one KV head for up to `PAGE` tokens:
 
     offset 0   64-byte little-endian header (see `HEADER`)
-    offset 64  K[PAGE, head_dim]   then   V[PAGE, head_dim]
+    offset 64  K[head_dim, PAGE]   then   V[PAGE, head_dim]
+
+K lies channel by channel: a vector of one channel over many tokens times one number of a query needs no sum across lanes.
 
 The records of all KV heads of a layer lie together, padded to 4096 bytes: a layer-page. A layer's pages follow one another in
 position order, so a scan over the context is one sequential read.

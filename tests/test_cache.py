@@ -180,7 +180,7 @@ def test_sealed_records_carry_header_and_checksum(pool):
     assert (header.layer, header.head, header.first_token, header.count, header.bits_k, header.bits_v) == (0, 1, 16 + PAGE, PAGE, 16, 16)
     body = page[layout.record_nbytes + HEADER_NBYTES :][: 2 * layout.side_nbytes]
     assert header.crc32 == zlib.crc32(body)
-    keys = body[: layout.side_nbytes].view(np.float16).reshape(PAGE, layout.head_dim)
+    keys = body[: layout.side_nbytes].view(np.float16).reshape(layout.head_dim, PAGE).T
     assert np.array_equal(keys, feed.k[16 + PAGE : 16 + 2 * PAGE, layout.head_dim :].astype(np.float16))
     cache.codec.check(page, layout)
     page[layout.key_offset(1) + 5] ^= 1

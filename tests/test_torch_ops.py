@@ -249,11 +249,11 @@ def test_pages_written_sealed_and_attended(ops: TorchOps, stored: int, window: i
     held = [side.astype(exact_type).astype(np.float32).reshape(total, kv_heads, depth) for side in (k, v)]
     theirs = reference.attend(q.reshape(5, heads, depth), *held, total - 5, at, depth**-0.5, window, None)
     close(ours, theirs.reshape(5, -1), 5e-6)
-    # The sealed record has the bytes of the CPU's: header, then rows in the stored type.
+    # The sealed record has the bytes of the CPU's: header, then K channel by channel in the stored type.
     record = layer.sealed[size : size + layout.record_nbytes].cpu().numpy()
     assert record[:4].tobytes() == b"EFKV"
     first_head = k.reshape(total, kv_heads, depth)[sinks : sinks + PAGE, 0].astype(exact_type)
-    np.testing.assert_array_equal(record[64 : 64 + layout.side_nbytes].view(exact_type).reshape(PAGE, depth), first_head)
+    np.testing.assert_array_equal(record[64 : 64 + layout.side_nbytes].view(exact_type).reshape(depth, PAGE), first_head.T)
 
 
 def test_half_precision_saturates(ops: TorchOps) -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from numba import float32
 
-from ..compile import REASSOCIATE, inlined, kernel
+from ..compile import inlined, kernel
 from ..layout import F32, HEADER_NBYTES, PAGE
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half, normalise
-from .inner_loops import TILE_COLUMNS, TILE_ROWS, tile_product
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 
 # Slots of the argument block of the attend kernels.
@@ -51,14 +51,6 @@ def _cap(score, softcap):
     return softcap * (ONE - float32(2.0) / (doubled + ONE))
 
 
-@inlined(REASSOCIATE)
-def _dot(a, b, depth):
-    total = ZERO
-    for i in range(depth):
-        total += a[i] * b[i]
-    return total
-
-
 @inlined()
 def _softmax_row(row, visible_from, visible_to):
     """Scores of one row -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf when nothing is visible."""
@@ -79,6 +71,55 @@ def _softmax_row(row, visible_from, visible_to):
 
 
 @inlined()
+def _begin(first, count, position, window):
+    """First row of a block that a query at `position` sees."""
+    return 0 if window == 0 else min(count, max(0, position - window + 1 - first))
+
+
+@inlined()
+def _end(first, count, position):
+    """One past the last row of a block that a query at `position` sees."""
+    return max(0, min(count, position + 1 - first))
+
+
+@inlined()
+def _load_queries(a, query, kv, begin_token, rows, padded):
+    """Query rows of one KV head side by side; the rows that only fill the tile are zero."""
+    depth, heads = a[HEAD_DIM], a[HEADS]
+    group = heads // a[KV_HEADS]
+    q = f32_at(query)
+    for r in range(padded):
+        source = f32_at(a[Q] + 4 * ((begin_token + r // group) * heads + kv * group + r % group) * depth)
+        for i in range(depth):
+            q[r * depth + i] = source[i] if r < rows else ZERO
+
+
+@inlined()
+def _load_block(a, entry, kv, keys, values, broad):
+    """A block of one KV head as float32: K as it lies, V with rows `broad` apart, zero beyond what is held."""
+    depth = a[HEAD_DIM]
+    item = 4 if a[DTYPE] == F32 else 2
+    source = _keys_of(a, entry, kv)
+    expand(source, a[DTYPE], keys, depth * PAGE)
+    for j in range(PAGE):
+        if j < entry[COUNT]:
+            expand(source + a[SIDE] + j * depth * item, a[DTYPE], values + 4 * j * broad, depth)
+        row = f32_at(values + 4 * j * broad)
+        for i in range(depth if j < entry[COUNT] else 0, broad):
+            row[i] = ZERO
+
+
+@inlined({"contract"})
+def _scale_scores(scores, rows, scale, softcap):
+    s = f32_at(scores)
+    for j in range(rows * PAGE):
+        s[j] *= scale
+    if softcap != ZERO:
+        for j in range(rows * PAGE):
+            s[j] = _cap(s[j], softcap)
+
+
+@inlined()
 def _merge(o, m, l, part, part_m, part_l, depth):
     """Fold a partial into the running (o, m, l): o in place, returns (m, l)."""
     if part_l == ZERO:
@@ -96,16 +137,23 @@ def _merge(o, m, l, part, part_m, part_l, depth):
 
 @kernel({"contract"})
 def attend_few(args, worker, counter):
-    """Partials for few tokens. Blocks of work: (KV head, page block). Scratch: K row or V row, then scores [rows, PAGE]."""
+    """Partials for few tokens. Blocks of work: (KV head, page block).
+
+    Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D]; rows in multiples of LOW_ROWS.
+    """
     a = i64_at(args)
     tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
     group = heads // kv_heads
     rows = tokens * group
+    padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
+    broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
-    item = 4 if a[DTYPE] == F32 else 2
-    wide = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    scores = wide + 4 * depth
-    value = f32_at(wide)
+    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    keys = query + 4 * padded * depth
+    values = keys + 4 * depth * PAGE
+    scores = values + 4 * PAGE * broad
+    part = scores + 4 * padded * PAGE
+    loaded = -1
     while True:
         job = fetch_add(counter, 1)
         if job >= kv_heads * blocks:
@@ -119,30 +167,29 @@ def attend_few(args, worker, counter):
                 f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
                 f32_at(partial)[r * (depth + 2) + depth + 1] = ZERO
             continue
-        keys = _keys_of(a, entry, kv)
-        values = keys + a[SIDE]
-        for j in range(count):
-            expand(keys + j * depth * item, a[DTYPE], wide, depth)
-            for r in range(rows):
-                t, g = r // group, r % group
-                query = f32_at(a[Q] + 4 * (t * heads + kv * group + g) * depth)
-                f32_at(scores)[r * PAGE + j] = _cap(_dot(query, value, depth) * scale, softcap)
-        for r in range(rows):
+        if loaded != kv:
+            _load_queries(a, query, kv, 0, rows, padded)
+            loaded = kv
+        _load_block(a, entry, kv, keys, values, broad)
+        for r in range(0, padded, LOW_ROWS):
+            for j in range(0, PAGE, TILE_COLUMNS):
+                low_tile_product(query + 4 * r * depth, 4 * depth, keys + 4 * j, 4 * PAGE, scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
+        _scale_scores(scores, padded, scale, softcap)
+        for r in range(padded):
             position = a[POSITION] + r // group
-            begin = 0 if a[WINDOW] == 0 else min(count, max(0, position - a[WINDOW] + 1 - first))
-            end = max(0, min(count, position + 1 - first))
-            m, l = _softmax_row(f32_at(scores + 4 * r * PAGE), begin, end)
-            o = f32_at(partial + 4 * r * (depth + 2))
-            o[depth], o[depth + 1] = m, l
-            for i in range(depth):
-                o[i] = ZERO
-        for j in range(count):
-            expand(values + j * depth * item, a[DTYPE], wide, depth)
-            for r in range(rows):
-                p = f32_at(scores)[r * PAGE + j]
+            m, l = _softmax_row(f32_at(scores + 4 * r * PAGE), _begin(first, count, position, a[WINDOW]),
+                                _end(first, count, position) if r < rows else 0)
+            if r < rows:
                 o = f32_at(partial + 4 * r * (depth + 2))
-                for i in range(depth):
-                    o[i] += p * value[i]
+                o[depth], o[depth + 1] = m, l
+        for r in range(0, padded, LOW_ROWS):
+            for i in range(0, broad, TILE_COLUMNS):
+                low_tile_product(scores + 4 * r * PAGE, 4 * PAGE, values + 4 * i, 4 * broad,
+                                 part + 4 * (r * broad + i), 4 * broad, count, 0)
+        for r in range(rows):
+            o, source = f32_at(partial + 4 * r * (depth + 2)), f32_at(part + 4 * r * broad)
+            for i in range(depth):
+                o[i] = source[i]
 
 
 @kernel()
@@ -171,19 +218,18 @@ def merge_few(args, worker, counter):
 def attend_many(args, worker, counter):
     """A tile of QUERY_TILE tokens of one KV head at a time, all blocks in order.
 
-    Scratch per worker, float32: Q[rows, D], K transposed [D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D],
+    Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D],
     (m, l)[rows] of all blocks so far, (m, l)[rows] of the last.
     """
     a = i64_at(args)
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
     group = heads // kv_heads
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
-    item = 4 if a[DTYPE] == F32 else 2
     broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     capacity = (QUERY_TILE * group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    keys_t = query + 4 * capacity * depth
-    values = keys_t + 4 * depth * PAGE
+    keys = query + 4 * capacity * depth
+    values = keys + 4 * depth * PAGE
     scores = values + 4 * PAGE * broad
     part = scores + 4 * capacity * PAGE
     o = part + 4 * capacity * broad
@@ -199,11 +245,7 @@ def attend_many(args, worker, counter):
         here = min(QUERY_TILE, tokens - begin_token)
         rows = here * group
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-        q = f32_at(query)
-        for r in range(padded):
-            source = f32_at(a[Q] + 4 * ((begin_token + r // group) * heads + kv * group + r % group) * depth)
-            for i in range(depth):
-                q[r * depth + i] = source[i] if r < rows else ZERO
+        _load_queries(a, query, kv, begin_token, rows, padded)
         for r in range(rows):
             stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
         position = a[POSITION] + begin_token
@@ -212,36 +254,17 @@ def attend_many(args, worker, counter):
             first, count = entry[FIRST], entry[COUNT]
             if not _visible(first, count, position, here, a[WINDOW]):
                 continue
-            k_from = _keys_of(a, entry, kv)
-            v_from = k_from + a[SIDE]
-            row, kt = f32_at(part), f32_at(keys_t)
-            for j in range(PAGE):
-                if j < count:
-                    expand(k_from + j * depth * item, a[DTYPE], part, depth)
-                    expand(v_from + j * depth * item, a[DTYPE], values + 4 * j * broad, depth)
-                for i in range(depth):
-                    kt[i * PAGE + j] = row[i] if j < count else ZERO
-                v = f32_at(values + 4 * j * broad)
-                for i in range(depth if j < count else 0, broad):
-                    v[i] = ZERO
+            _load_block(a, entry, kv, keys, values, broad)
             for r in range(0, padded, TILE_ROWS):
                 for j in range(0, PAGE, TILE_COLUMNS):
-                    tile_product(query + 4 * r * depth, 4 * depth, keys_t + 4 * j, 4 * PAGE,
+                    tile_product(query + 4 * r * depth, 4 * depth, keys + 4 * j, 4 * PAGE,
                                  scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
-            for r in range(padded):
-                s = f32_at(scores + 4 * r * PAGE)
-                for j in range(PAGE):
-                    s[j] *= scale
-                if softcap != ZERO:
-                    for j in range(PAGE):
-                        s[j] = _cap(s[j], softcap)
+            _scale_scores(scores, padded, scale, softcap)
             for r in range(padded):
                 p = position + r // group
-                begin = 0 if a[WINDOW] == 0 else min(count, max(0, p - a[WINDOW] + 1 - first))
-                end = max(0, min(count, p + 1 - first)) if r < rows else 0
-                m, l = _softmax_row(f32_at(scores + 4 * r * PAGE), begin, end)
-                f32_at(o + 4 * capacity * depth)[2 * capacity + 2 * r] = m
-                f32_at(o + 4 * capacity * depth)[2 * capacity + 2 * r + 1] = l
+                m, l = _softmax_row(f32_at(scores + 4 * r * PAGE), _begin(first, count, p, a[WINDOW]),
+                                    _end(first, count, p) if r < rows else 0)
+                stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1] = m, l
             for r in range(0, padded, TILE_ROWS):
                 for i in range(0, broad, TILE_COLUMNS):
                     tile_product(scores + 4 * r * PAGE, 4 * PAGE, values + 4 * i, 4 * broad, part + 4 * (r * broad + i), 4 * broad, PAGE, 0)
@@ -265,7 +288,9 @@ def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
 
 def attend_few_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_few`."""
-    return head_dim + tokens * (heads // kv_heads) * PAGE
+    broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
+    rows = -(-tokens * (heads // kv_heads) // LOW_ROWS) * LOW_ROWS
+    return rows * (head_dim + PAGE + broad) + PAGE * (head_dim + broad)
 
 
 # Slots of `rope_heads`: y in place [T, heads * head_dim]; cos and sin [T, rotary / 2]; per-head norm first when NORM is set.
@@ -303,21 +328,19 @@ def write_kv(args, worker, counter):
     """Put new keys and values into their open pages in the cache's stored type. Blocks are tokens."""
     a = i64_at(args)
     heads, depth, stride = a[W_HEADS], a[W_DIM], a[W_HEAD_STRIDE]
-    item = 4 if a[W_DTYPE] == F32 else 2
     while True:
         t = fetch_add(counter, 1)
         if t >= a[W_TOKENS]:
             return
-        start = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + HEADER_NBYTES + i64_at(a[W_ROWS])[t] * depth * item
-        for side in range(2):
-            base = start + side * a[W_SIDE]
-            for head in range(heads):
-                source = f32_at(a[W_K + side] + 4 * (t * heads + head) * depth)
-                if a[W_DTYPE] == F32:
-                    wide = f32_at(base + head * stride)
-                    for i in range(depth):
-                        wide[i] = source[i]
-                else:
-                    narrow = u16_at(base + head * stride)
-                    for i in range(depth):
-                        narrow[i] = narrow_half(source[i])
+        page, row = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + HEADER_NBYTES, i64_at(a[W_ROWS])[t]
+        for head in range(heads):
+            k, v = f32_at(a[W_K] + 4 * (t * heads + head) * depth), f32_at(a[W_V] + 4 * (t * heads + head) * depth)
+            keys, values = page + head * stride, page + head * stride + a[W_SIDE]
+            if a[W_DTYPE] == F32:
+                wide_k, wide_v = f32_at(keys), f32_at(values)
+                for i in range(depth):
+                    wide_k[i * PAGE + row], wide_v[row * depth + i] = k[i], v[i]
+            else:
+                narrow_k, narrow_v = u16_at(keys), u16_at(values)
+                for i in range(depth):
+                    narrow_k[i * PAGE + row], narrow_v[row * depth + i] = narrow_half(k[i]), narrow_half(v[i])

@@ -20,6 +20,7 @@ VECTOR = 16 if "avx512f" in cpu_features() else 8 if "avx2" in cpu_features() el
 # Rows of the register tile: 12 x 2 accumulators of 32 registers on AVX-512, 6 x 2 of 16 elsewhere.
 TILE_ROWS = 12 if VECTOR == 16 else 6
 TILE_COLUMNS = 2 * VECTOR
+LOW_ROWS = 4  # of the tile for the few query rows of a decode step
 DOT_ROWS = 4
 DOT_STEP = 2 * VECTOR  # weights of a row taken at once
 
@@ -96,65 +97,74 @@ def _dot_rows(widen, item: int):
 dot_rows_bf16, dot_rows_f16, dot_rows_f32 = _dot_rows(_widen_bf16, 2), _dot_rows(_widen_f16, 2), _dot_rows(_plain_f32, 4)
 
 
-@intrinsic
-def tile_product(typingctx, a, a_stride, b, b_stride, c, c_stride, depth, accumulate):
-    """C[TILE_ROWS, TILE_COLUMNS] (+)= A[TILE_ROWS, depth] @ B[depth, TILE_COLUMNS], all float32.
+def _tile_product(rows: int):
+    """A register tile of `rows` x TILE_COLUMNS."""
 
-    Addresses and strides in bytes; `accumulate` 0 starts from zero, 1 from what C holds. Each element is one chain of fused
-    multiply-adds in the order of `depth`, so cutting the depth or the columns differently gives the same bits.
-    """
-    vector = ir.VectorType(F32, VECTOR)
-    width = VECTOR * 4
+    @intrinsic
+    def tile_product(typingctx, a, a_stride, b, b_stride, c, c_stride, depth, accumulate):
+        """C[R, TILE_COLUMNS] (+)= A[R, depth] @ B[depth, TILE_COLUMNS], all float32; R is the tile's rows.
 
-    def codegen(context, builder, signature, args):
-        a, a_stride, b, b_stride, c, c_stride, depth, accumulate = args
-        load = lambda address: builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)  # noqa: E731
-        at = lambda base, offset: builder.add(base, I64(offset)) if offset else base  # noqa: E731
-        fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{VECTOR}f32")
-        rows_a = [builder.add(a, builder.mul(I64(r), a_stride)) for r in range(TILE_ROWS)]
-        rows_c = [builder.add(c, builder.mul(I64(r), c_stride)) for r in range(TILE_ROWS)]
-        warm = builder.icmp_signed("!=", accumulate, I64(0))
-        zero = ir.Constant(vector, [0.0] * VECTOR)
-        start = builder.basic_block
-        with builder.if_then(warm):
-            loaded = [load(at(row, half * width)) for row in rows_c for half in (0, 1)]
-            loading = builder.basic_block
-        entry = builder.basic_block
-        first = []
-        for value in loaded:
-            phi = builder.phi(vector)
-            phi.add_incoming(zero, start)
-            phi.add_incoming(value, loading)
-            first.append(phi)
-        loop, done = builder.append_basic_block("depth"), builder.append_basic_block("tile.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(I64)
-        step.add_incoming(I64(0), entry)
-        sums = []
-        for value in first:
-            phi = builder.phi(vector)
-            phi.add_incoming(value, entry)
-            sums.append(phi)
-        row_b = builder.add(b, builder.mul(step, b_stride))
-        halves = [load(row_b), load(at(row_b, width))]
-        offset = builder.mul(step, I64(4))
-        updated = []
-        for r in range(TILE_ROWS):
-            scalar = builder.load(builder.inttoptr(builder.add(rows_a[r], offset), F32.as_pointer()), align=4)
-            broad = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
-            broad = builder.shuffle_vector(broad, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))
-            for half in (0, 1):
-                updated.append(builder.call(fma, [broad, halves[half], sums[2 * r + half]]))
-        following = builder.add(step, I64(1))
-        step.add_incoming(following, loop)
-        for phi, value in zip(sums, updated):
-            phi.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-        builder.position_at_end(done)
-        for index, value in enumerate(updated):
-            row, half = divmod(index, 2)
-            builder.store(value, builder.inttoptr(at(rows_c[row], half * width), vector.as_pointer()), align=4)
-        return context.get_dummy_value()
+        Addresses and strides in bytes; `accumulate` 0 starts from zero, 1 from what C holds. Each element is one chain of fused
+        multiply-adds in the order of `depth`, so cutting the depth or the columns differently gives the same bits.
+        """
+        vector = ir.VectorType(F32, VECTOR)
+        width = VECTOR * 4
 
-    return types.void(*[types.int64] * 8), codegen
+        def codegen(context, builder, signature, args):
+            a, a_stride, b, b_stride, c, c_stride, depth, accumulate = args
+            load = lambda address: builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)  # noqa: E731
+            at = lambda base, offset: builder.add(base, I64(offset)) if offset else base  # noqa: E731
+            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{VECTOR}f32")
+            rows_a = [builder.add(a, builder.mul(I64(r), a_stride)) for r in range(rows)]
+            rows_c = [builder.add(c, builder.mul(I64(r), c_stride)) for r in range(rows)]
+            warm = builder.icmp_signed("!=", accumulate, I64(0))
+            zero = ir.Constant(vector, [0.0] * VECTOR)
+            start = builder.basic_block
+            with builder.if_then(warm):
+                loaded = [load(at(row, half * width)) for row in rows_c for half in (0, 1)]
+                loading = builder.basic_block
+            entry = builder.basic_block
+            first = []
+            for value in loaded:
+                phi = builder.phi(vector)
+                phi.add_incoming(zero, start)
+                phi.add_incoming(value, loading)
+                first.append(phi)
+            loop, done = builder.append_basic_block("depth"), builder.append_basic_block("tile.done")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            step = builder.phi(I64)
+            step.add_incoming(I64(0), entry)
+            sums = []
+            for value in first:
+                phi = builder.phi(vector)
+                phi.add_incoming(value, entry)
+                sums.append(phi)
+            row_b = builder.add(b, builder.mul(step, b_stride))
+            halves = [load(row_b), load(at(row_b, width))]
+            offset = builder.mul(step, I64(4))
+            updated = []
+            for r in range(rows):
+                scalar = builder.load(builder.inttoptr(builder.add(rows_a[r], offset), F32.as_pointer()), align=4)
+                broad = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
+                broad = builder.shuffle_vector(broad, ir.Constant(vector, ir.Undefined),
+                                               ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))
+                for half in (0, 1):
+                    updated.append(builder.call(fma, [broad, halves[half], sums[2 * r + half]]))
+            following = builder.add(step, I64(1))
+            step.add_incoming(following, loop)
+            for phi, value in zip(sums, updated):
+                phi.add_incoming(value, loop)
+            builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+            builder.position_at_end(done)
+            for index, value in enumerate(updated):
+                row, half = divmod(index, 2)
+                builder.store(value, builder.inttoptr(at(rows_c[row], half * width), vector.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return tile_product
+
+
+tile_product, low_tile_product = _tile_product(TILE_ROWS), _tile_product(LOW_ROWS)

@@ -90,10 +90,13 @@ class LayerPages:
         for sealed, index, first, count in blocks:
             page = (self.sealed if sealed else self.exact)[index * layout.layer_page_nbytes : (index + 1) * layout.layer_page_nbytes]
             kind = np.float32 if layout.stored == F32 else np.float16
-            side = [np.stack([page[start : start + layout.side_nbytes].view(kind).reshape(-1, layout.head_dim)[:count]
-                              for start in map(offset, range(layout.kv_heads))], 1) for offset in (layout.key_offset, layout.value_offset)]
-            keys.append(side[0])
-            values.append(side[1])
+            k, v = [], []
+            for head in range(layout.kv_heads):
+                body = page[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
+                k.append(body[0].reshape(layout.head_dim, -1).T[:count])
+                v.append(body[1].reshape(-1, layout.head_dim)[:count])
+            keys.append(np.stack(k, 1))
+            values.append(np.stack(v, 1))
             at.append(first + np.arange(count))
         split = q.reshape(len(q), -1, layout.head_dim)
         result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale,

@@ -27,12 +27,13 @@ class Codec(Protocol):
 
 
 def sides(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of every layer-page in uint8 `memory`, as views [pages, KVH, 128, D]."""
+    """K and V of every layer-page in uint8 `memory`, as views [pages, KVH, 128, D]; K lies channel by channel, V token by token."""
     item = STORED_BYTES[layout.stored]
     typed = memory.view(torch.float32 if layout.stored == F32 else torch.float16)
     shape = (len(memory) // layout.layer_page_nbytes, layout.kv_heads, PAGE, layout.head_dim)
-    strides = (layout.layer_page_nbytes // item, layout.record_nbytes // item, layout.head_dim, 1)
-    return tuple(typed.as_strided(shape, strides, offset // item) for offset in (HEADER_NBYTES, HEADER_NBYTES + layout.side_nbytes))
+    outer = (layout.layer_page_nbytes // item, layout.record_nbytes // item)
+    keys = typed.as_strided(shape, (*outer, 1, PAGE), HEADER_NBYTES // item)
+    return keys, typed.as_strided(shape, (*outer, layout.head_dim, 1), (HEADER_NBYTES + layout.side_nbytes) // item)
 
 
 class TorchLayerPages:
