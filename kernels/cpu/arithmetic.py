@@ -13,8 +13,17 @@ from numba import float32, int32, uint16, uint32
 
 from ..compile import REASSOCIATE, inlined
 from ..layout import BF16, F16, GELU, GELU_TANH, NORM_LAYER, NORM_NONE, NORM_RMS_PLUS_ONE, RELU, SILU
-from .inner_loops import DOT_ROWS, DOT_STEP, dot_rows_bf16, dot_rows_f16, dot_rows_f32
-from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_bits, f32_to_half, half_to_f32, u16_at
+from .inner_loops import (
+    DOT_STEP,
+    FEW_ROWS,
+    few_rows_bf16,
+    few_rows_f16,
+    few_rows_f32,
+    many_rows_bf16,
+    many_rows_f16,
+    many_rows_f32,
+)
+from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_bits, f32_to_half, half_to_f32, i64_at, u16_at
 
 LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
 P0, P1, P2, P3, P4, P5 = (np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5))
@@ -113,33 +122,44 @@ def _shifted_dot(w, x, depth):
 if HAS_HALF:
 
     @inlined()
-    def _four_halves(rows, x, depth, out):
-        dot_rows_f16(rows[0], rows[1], rows[2], rows[3], x, depth // DOT_STEP, out)
+    def _halves(rows, count, x, depth, out):
+        if count == FEW_ROWS:
+            few_rows_f16(rows, x, depth // DOT_STEP, out)
+        else:
+            many_rows_f16(rows, x, depth // DOT_STEP, out)
 else:
 
     @inlined()
-    def _four_halves(rows, x, depth, out):
-        for i in range(DOT_ROWS):
-            f32_at(out)[i] = _shifted_dot(u16_at(rows[i]), f32_at(x), depth // DOT_STEP * DOT_STEP)
+    def _halves(rows, count, x, depth, out):
+        for i in range(count):
+            f32_at(out)[i] = _shifted_dot(u16_at(i64_at(rows)[i]), f32_at(x), depth // DOT_STEP * DOT_STEP)
 
 
 @inlined()
-def dot_four(rows, dtype, x, depth, out):
-    """Four stored rows (a tuple of addresses) times float32 `x` -> four float32 at `out`. Bits do not depend on the neighbours."""
+def dot(rows, count, dtype, x, depth, out):
+    """`count` (FEW_ROWS or MANY_ROWS) stored rows, their addresses at `rows`, times float32 `x` -> as many float32 at `out`.
+
+    The bits of a sum do not depend on the rows beside it, nor on `count`.
+    """
     steps = depth // DOT_STEP
     sums = f32_at(out)
     if steps == 0:
-        for i in range(DOT_ROWS):
+        for i in range(count):
             sums[i] = ZERO
-    elif dtype == BF16:
-        dot_rows_bf16(rows[0], rows[1], rows[2], rows[3], x, steps, out)
     elif dtype == F16:
-        _four_halves(rows, x, depth, out)
+        _halves(rows, count, x, depth, out)
+    elif dtype == BF16:
+        if count == FEW_ROWS:
+            few_rows_bf16(rows, x, steps, out)
+        else:
+            many_rows_bf16(rows, x, steps, out)
+    elif count == FEW_ROWS:
+        few_rows_f32(rows, x, steps, out)
     else:
-        dot_rows_f32(rows[0], rows[1], rows[2], rows[3], x, steps, out)
+        many_rows_f32(rows, x, steps, out)
     for k in range(steps * DOT_STEP, depth):
-        for i in range(DOT_ROWS):
-            sums[i] += widen(rows[i], dtype, k) * f32_at(x)[k]
+        for i in range(count):
+            sums[i] += widen(i64_at(rows)[i], dtype, k) * f32_at(x)[k]
 
 
 @inlined()

@@ -15,7 +15,7 @@ from numba import float32
 from ..compile import inlined, kernel
 from ..layout import F32, HEADER_NBYTES, PAGE
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half, normalise
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, tile_product
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, row_maximum, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 
 # Slots of the argument block of the attend kernels.
@@ -51,22 +51,24 @@ def _cap(score, softcap):
     return softcap * (ONE - float32(2.0) / (doubled + ONE))
 
 
-@inlined()
-def _softmax_row(row, visible_from, visible_to):
-    """Scores of one row -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf when nothing is visible."""
-    top = MINUS_INF
-    for j in range(visible_from, visible_to):
-        top = max(top, row[j]) if row[j] == row[j] else row[j]
-    for j in range(0, min(visible_from, PAGE)):
-        row[j] = ZERO
-    for j in range(max(visible_to, 0), PAGE):
-        row[j] = ZERO
+@inlined({"contract", "reassoc", "nsz"})
+def _softmax_row(address, visible_from, visible_to):
+    """PAGE scores of one row -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf when nothing is visible."""
+    row = f32_at(address)
+    if visible_from >= visible_to:
+        for j in range(PAGE):
+            row[j] = ZERO
+        return MINUS_INF, ZERO
+    for j in range(visible_from):
+        row[j] = MINUS_INF
+    for j in range(visible_to, PAGE):
+        row[j] = MINUS_INF
+    top = row_maximum(address, PAGE // VECTOR)
     total = ZERO
-    if visible_from < visible_to:
-        for j in range(visible_from, visible_to):
-            row[j] = exp(row[j] - top)
-        for j in range(visible_from, visible_to):
-            total += row[j]
+    for j in range(PAGE):
+        weight = exp(row[j] - top)
+        row[j] = weight
+        total += weight
     return top, total
 
 
@@ -101,6 +103,12 @@ def _load_block(a, entry, kv, keys, values, broad):
     item = 4 if a[DTYPE] == F32 else 2
     source = _keys_of(a, entry, kv)
     expand(source, a[DTYPE], keys, depth * PAGE)
+    if broad == depth:
+        expand(source + a[SIDE], a[DTYPE], values, depth * entry[COUNT])
+        rest = f32_at(values)
+        for i in range(depth * entry[COUNT], depth * PAGE):
+            rest[i] = ZERO
+        return
     for j in range(PAGE):
         if j < entry[COUNT]:
             expand(source + a[SIDE] + j * depth * item, a[DTYPE], values + 4 * j * broad, depth)
@@ -177,7 +185,7 @@ def attend_few(args, worker, counter):
         _scale_scores(scores, padded, scale, softcap)
         for r in range(padded):
             position = a[POSITION] + r // group
-            m, l = _softmax_row(f32_at(scores + 4 * r * PAGE), _begin(first, count, position, a[WINDOW]),
+            m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, position, a[WINDOW]),
                                 _end(first, count, position) if r < rows else 0)
             if r < rows:
                 o = f32_at(partial + 4 * r * (depth + 2))
@@ -262,7 +270,7 @@ def attend_many(args, worker, counter):
             _scale_scores(scores, padded, scale, softcap)
             for r in range(padded):
                 p = position + r // group
-                m, l = _softmax_row(f32_at(scores + 4 * r * PAGE), _begin(first, count, p, a[WINDOW]),
+                m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, p, a[WINDOW]),
                                     _end(first, count, p) if r < rows else 0)
                 stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1] = m, l
             for r in range(0, padded, TILE_ROWS):

@@ -2,7 +2,7 @@
 
 Vectors have the width of the target's registers (16 floats with AVX-512, 8 with AVX2, else 4) and LLVM maps them to its instructions.
 What the loops become on AVX-512, read from the assembly: `dot_rows` is one `vpmovzxwd` from memory, one `vpslld` and one `vfmadd231ps`
-for 16 bf16 weights (f16: one `vcvtph2ps`), with x loaded once for four rows; `tile_product` is 24 `vfmadd231ps` on registers for 12
+for 16 bf16 weights (f16: one `vcvtph2ps`), with x loaded once for all rows; `tile_product` is 24 `vfmadd231ps` on registers for 12
 broadcasts and two loads.
 """
 
@@ -21,7 +21,8 @@ VECTOR = 16 if "avx512f" in cpu_features() else 8 if "avx2" in cpu_features() el
 TILE_ROWS = 12 if VECTOR == 16 else 6
 TILE_COLUMNS = 2 * VECTOR
 LOW_ROWS = 4  # of the tile for the few query rows of a decode step
-DOT_ROWS = 4
+# Rows that a dot loop takes side by side: a few where x stays in the first-level cache, many where it comes from the second.
+FEW_ROWS, MANY_ROWS = 4, 12 if VECTOR == 16 else 4
 DOT_STEP = 2 * VECTOR  # weights of a row taken at once
 
 FLOATS = ir.VectorType(F32, VECTOR)
@@ -49,18 +50,19 @@ def _plain_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return _load(builder, address, FLOATS, 4)
 
 
-def _dot_rows(widen, item: int):
-    """A dot loop for one stored type of `item` bytes."""
+def _dot_rows(widen, item: int, count: int):
+    """A dot loop for `count` rows of a stored type of `item` bytes."""
 
     @intrinsic
-    def dot_rows(typingctx, row0, row1, row2, row3, x, steps, out):
-        """Four rows (addresses) times float32 x over `steps` >= 1 steps of DOT_STEP weights; four sums to `out`.
+    def dot_rows(typingctx, rows, x, steps, out):
+        """The rows whose addresses lie at `rows` times float32 x over `steps` >= 1 steps of DOT_STEP weights; the sums to `out`.
 
         A row's sum has the same bits whichever rows are beside it.
         """
 
         def codegen(context, builder, signature, args):
-            rows, (x, steps, out) = args[:DOT_ROWS], args[DOT_ROWS:]
+            table, x, steps, out = args
+            rows = [_load(builder, builder.add(table, I64(8 * row)), I64, 8) for row in range(count)]
             fma = _function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
             entry = builder.basic_block
             loop, done = builder.append_basic_block("dot"), builder.append_basic_block("dot.done")
@@ -68,11 +70,11 @@ def _dot_rows(widen, item: int):
             builder.position_at_end(loop)
             step = builder.phi(I64)
             step.add_incoming(I64(0), entry)
-            sums = [builder.phi(FLOATS) for _ in range(2 * DOT_ROWS)]
+            sums = [builder.phi(FLOATS) for _ in range(2 * count)]
             at_x, at_w = builder.mul(step, I64(4 * DOT_STEP)), builder.mul(step, I64(item * DOT_STEP))
             halves = [_load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * half))), FLOATS, 4) for half in (0, 1)]
             updated = []
-            for index in range(2 * DOT_ROWS):
+            for index in range(2 * count):
                 row, half = divmod(index, 2)
                 address = builder.add(rows[row], builder.add(at_w, I64(item * VECTOR * half)))
                 updated.append(builder.call(fma, [widen(builder, address), halves[half], sums[index]]))
@@ -84,17 +86,43 @@ def _dot_rows(widen, item: int):
             builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
             builder.position_at_end(done)
             reduce = _function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
-            for row in range(DOT_ROWS):
+            for row in range(count):
                 total = builder.call(reduce, [F32(0.0), builder.fadd(updated[2 * row], updated[2 * row + 1])], fastmath=("reassoc",))
                 builder.store(total, builder.inttoptr(builder.add(out, I64(4 * row)), F32.as_pointer()))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 4), codegen
 
     return dot_rows
 
 
-dot_rows_bf16, dot_rows_f16, dot_rows_f32 = _dot_rows(_widen_bf16, 2), _dot_rows(_widen_f16, 2), _dot_rows(_plain_f32, 4)
+_STORED = ((_widen_bf16, 2), (_widen_f16, 2), (_plain_f32, 4))
+few_rows_bf16, few_rows_f16, few_rows_f32 = (_dot_rows(*kind, FEW_ROWS) for kind in _STORED)
+many_rows_bf16, many_rows_f16, many_rows_f32 = (_dot_rows(*kind, MANY_ROWS) for kind in _STORED)
+
+
+@intrinsic
+def row_maximum(typingctx, address, vectors):
+    """The largest of `vectors` * VECTOR float32 at an address; NaN if any is. `vectors` >= 1."""
+
+    def codegen(context, builder, signature, args):
+        larger = _function(builder, FLOATS, [FLOATS] * 2, f"llvm.maximum.v{VECTOR}f32")
+        entry, first = builder.basic_block, _load(builder, args[0], FLOATS, 4)
+        loop, done = builder.append_basic_block("max"), builder.append_basic_block("max.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step, top = builder.phi(I64), builder.phi(FLOATS)
+        step.add_incoming(I64(0), entry)
+        top.add_incoming(first, entry)
+        value = _load(builder, builder.add(args[0], builder.mul(step, I64(4 * VECTOR))), FLOATS, 4)
+        updated, following = builder.call(larger, [top, value]), builder.add(step, I64(1))
+        step.add_incoming(following, loop)
+        top.add_incoming(updated, loop)
+        builder.cbranch(builder.icmp_signed("<", following, args[1]), loop, done)
+        builder.position_at_end(done)
+        return builder.call(_function(builder, F32, [FLOATS], f"llvm.vector.reduce.fmaximum.v{VECTOR}f32"), [updated])
+
+    return types.float32(types.int64, types.int64), codegen
 
 
 def _tile_product(rows: int):

@@ -1,6 +1,6 @@
 """Matrix kernels over weights in their stored type (f32, f16, bf16): a few columns, and many.
 
-Few columns (decode): four rows of W at a time are read once from memory, converted in registers and multiplied with every column while they
+Few columns (decode): some rows of W at a time are read once from memory, converted in registers and multiplied with every column while they
 are in cache; a sum's order depends on neither the number of columns nor the neighbouring rows. Limited by memory.
 Many columns (prefill): 96 rows of W at a time are expanded to float32 in the second-level cache, and a register tile multiplies
 them with activations packed as panels [depth, TILE_COLUMNS]. Limited by the multiply-add units.
@@ -14,8 +14,8 @@ from numba import float32
 
 from ..compile import inlined, kernel
 from ..layout import F32
-from .arithmetic import activate, dot_four, expand, normalise
-from .inner_loops import DOT_ROWS, TILE_COLUMNS, TILE_ROWS, tile_product
+from .arithmetic import activate, dot, expand, normalise
+from .inner_loops import FEW_ROWS, MANY_ROWS, TILE_COLUMNS, TILE_ROWS, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 # Slots of the argument block.
@@ -25,7 +25,8 @@ WEIGHT, DTYPE, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(7)
 PLAIN, ADD, GATED = 0, 1, 2  # y = Wx + b · y += Wx + b · y = act(W0 x + b0) * (W1 x + b1)
 
 STREAM_NBYTES, MOST_STREAM_ROWS = 131_072, 32
-HEADROOM = 16  # floats of scratch before the normed rows
+LONG_DEPTH = 4096  # from here on x takes 16 KiB and more
+SUMS, HEADROOM = 16, 64  # floats of scratch for sums; before the normed rows (sums, then the table of row addresses)
 MANY_BLOCK = 96  # a multiple of TILE_ROWS on every target (12 and 6)
 DEPTH_BLOCK = 512
 
@@ -38,7 +39,7 @@ def _biased(value, bias, row):
 
 @inlined()
 def _stream_rows(pitch):
-    """Rows that one of four streams reads in a row: about 128 KiB."""
+    """Rows that one stream reads one after the other: about 128 KiB."""
     return min(MOST_STREAM_ROWS, max(1, STREAM_NBYTES // pitch))
 
 
@@ -46,14 +47,18 @@ def _stream_rows(pitch):
 def few_columns(args, worker, counter):
     """y[t, n] for few t.
 
-    A block is read as DOT_ROWS streams side by side, each `stream` rows long: the prefetcher then follows four long runs, where four
-    neighbouring rows at a time would be one short one after the other (57% of the read roof against 94% with 4 KiB rows).
-    With GATED two streams are the gate's and two the up matrix's.
+    A block is read as several streams side by side, each `stream` rows long: the prefetcher then follows a few long runs, where
+    neighbouring rows together would be one short run after the other (57% of the read roof against 94% with 4 KiB rows).
+    With GATED one half of the streams are the gate's and the other the up matrix's.
     """
     a = i64_at(args)
     tokens, depth, mode, matrices = a[TOKENS], a[DEPTH], a[MODE], a[MATRICES]
     scratch = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    sums = f32_at(scratch)
+    table = scratch + 4 * SUMS
+    sums, pointers = f32_at(scratch), i64_at(table)
+    # an x that fills the first-level cache is read from the second, and then more rows must share it
+    streams = FEW_ROWS if depth < LONG_DEPTH else MANY_ROWS
+    own = streams // 2 if mode == GATED else streams
     x = a[X]
     ready = a[NORM] == 0
     groups = 1 if mode == GATED else matrices
@@ -63,8 +68,7 @@ def few_columns(args, worker, counter):
         for _ in range(groups):
             pitch = depth * (4 if a[row_of + DTYPE] == F32 else 2)
             stream = _stream_rows(pitch)
-            size = 2 * stream if mode == GATED else DOT_ROWS * stream
-            here = (a[row_of + ROWS] + size - 1) // size
+            here = (a[row_of + ROWS] + own * stream - 1) // (own * stream)
             if block < here:
                 break
             block -= here
@@ -77,31 +81,25 @@ def few_columns(args, worker, counter):
             for t in range(tokens):
                 normalise(a[X] + 4 * t * depth, x + 4 * t * depth, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
             ready = True
-        rows, dtype, stride = a[row_of + ROWS], a[row_of + DTYPE], a[row_of + OUT_STRIDE]
-        out, base = f32_at(a[row_of + OUT]), a[row_of + WEIGHT]
-        other = row_of + FIELDS
-        for row in range(block * size, block * size + stream):
-            r1, r2, r3 = row + stream, row + 2 * stream, row + 3 * stream
-            # past the end a stream repeats the last row, and the sums are dropped
-            p0, p1 = base + min(row, rows - 1) * pitch, base + min(r1, rows - 1) * pitch
-            if mode == GATED:
-                p2, p3 = a[other + WEIGHT] + min(row, rows - 1) * pitch, a[other + WEIGHT] + min(r1, rows - 1) * pitch
-            else:
-                p2, p3 = base + min(r2, rows - 1) * pitch, base + min(r3, rows - 1) * pitch
-            for t in range(tokens):
-                dot_four((p0, p1, p2, p3), dtype, x + 4 * t * depth, depth, scratch)
+        rows, dtype, out_stride = a[row_of + ROWS], a[row_of + DTYPE], a[row_of + OUT_STRIDE]
+        out, other = f32_at(a[row_of + OUT]), row_of + FIELDS
+        begin = block * own * stream
+        stream = (min(own * stream, rows - begin) + own - 1) // own  # the last block has shorter streams
+        for row in range(begin, begin + stream):
+            for i in range(own):
+                at = min(row + i * stream, rows - 1)  # past the end the last row is repeated, and its sum dropped
+                pointers[i] = a[row_of + WEIGHT] + at * pitch
                 if mode == GATED:
-                    for i in range(2):
-                        at = row + i * stream
-                        if at < rows:
-                            gate = _biased(sums[i], a[row_of + BIAS], at)
-                            out[t * stride + at] = activate(gate, a[ACT]) * _biased(sums[i + 2], a[other + BIAS], at)
-                else:
-                    for i in range(DOT_ROWS):
-                        at = row + i * stream
-                        if at < rows:
-                            value = _biased(sums[i], a[row_of + BIAS], at)
-                            out[t * stride + at] = value + out[t * stride + at] if mode == ADD else value
+                    pointers[own + i] = a[other + WEIGHT] + at * pitch
+            for t in range(tokens):
+                dot(table, streams, dtype, x + 4 * t * depth, depth, scratch)
+                for i in range(own):
+                    at = row + i * stream
+                    if at < rows:
+                        value = _biased(sums[i], a[row_of + BIAS], at)
+                        if mode == GATED:
+                            value = activate(value, a[ACT]) * _biased(sums[own + i], a[other + BIAS], at)
+                        out[t * out_stride + at] = value + out[t * out_stride + at] if mode == ADD else value
 
 
 @kernel()
