@@ -45,7 +45,8 @@ def main() -> int:
     publish("first-token", "Time to the first token", INTRO, [
         Figure("ttft_warm_s", "first token, kernels compiled", f"median of {arguments.runs} processes", median(t for t, _ in warm), "s"),
         Figure("peak_warm_mb", "peak memory", "the same runs, the largest", max(m for _, m in warm), "MB"),
-        Figure("ttft_cold_s", "first token, empty kernel cache", f"median of {arguments.cold_runs} processes", median(t for t, _ in cold), "s"),
+        Figure("ttft_cold_s", "first token, empty kernel cache", f"median of {arguments.cold_runs} processes",
+               median(t for t, _ in cold), "s"),
     ])
     return 0
 

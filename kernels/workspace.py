@@ -51,6 +51,10 @@ class Workspace:
             self._addresses[id(view)] = view.ctypes.data
         return view
 
+    def holds(self, array: np.ndarray) -> bool:
+        """Is this one of the views that `take` gave out and still keeps?"""
+        return id(array) in self._addresses
+
     def address(self, array: np.ndarray) -> int:
         """Where an array begins; quick for views of this workspace, which is what ops mostly pass to kernels."""
         return self._addresses.get(id(array)) or array.ctypes.data

@@ -19,8 +19,8 @@ from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_pro
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 
 # Slots of the argument block of the attend kernels.
-Q, OUT, TOKENS, HEADS, KV_HEADS, HEAD_DIM, SCALE, WINDOW = range(8)
-SOFTCAP, POSITION, BLOCKS, TABLE, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(8, 16)
+Q, OUT, TOKENS, POSITION, BLOCKS, TABLE, HEADS = range(7)  # these change from call to call
+KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(7, 16)
 EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ATTEND_SLOTS = range(16, 22)
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
@@ -328,7 +328,8 @@ def rope_heads(args, worker, counter):
 
 
 # Slots of `write_kv`: K and V [T, kv_heads * head_dim]; SLOTS and ROWS say per token which exact slot and which row of it.
-W_K, W_V, W_TOKENS, W_HEADS, W_DIM, W_DTYPE, W_EXACT, W_PAGE_STRIDE, W_HEAD_STRIDE, W_SIDE, W_SLOTS, W_ROWS, WRITE_SLOTS = range(13)
+W_K, W_V, W_TOKENS, W_SLOTS, W_ROWS = range(5)  # these change from call to call
+W_HEADS, W_DIM, W_DTYPE, W_EXACT, W_PAGE_STRIDE, W_HEAD_STRIDE, W_SIDE, WRITE_SLOTS = range(5, 13)
 
 
 @kernel()

@@ -39,7 +39,7 @@ class LayerPages:
         self._attend[attention.WINDOW], self._attend[attention.DTYPE] = window or 0, layout.stored
         self._attend[attention.EXACT], self._attend[attention.PAGES] = address(exact), address(sealed)
         self._attend[attention.PAGE_STRIDE : attention.SIDE + 1] = shared
-        self._attend[attention.SCRATCH_STRIDE] = ops.scratch_stride
+        self._attend[attention.SCRATCH : attention.PARTIALS + 1] = ops.scratch, ops.scratch_stride, ops.partials
         reals = self._attend.view(np.float64)
         reals[attention.SCALE], reals[attention.SOFTCAP] = scale, softcap or 0.0
         self._write = np.zeros(attention.WRITE_SLOTS, np.int64)
@@ -49,10 +49,9 @@ class LayerPages:
 
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
         """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64."""
-        block = self._write
-        block[attention.W_K : attention.W_TOKENS + 1] = self.ops.at(k), self.ops.at(v), len(k)
-        block[attention.W_SLOTS : attention.W_ROWS + 1] = address(slots), address(rows)
-        self.ops.pool.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM)
+        ops = self.ops
+        self._write[: attention.W_ROWS + 1] = ops.at(k), ops.at(v), len(k), *ops.addresses_of_step(slots, rows)
+        ops.pool.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`."""
@@ -69,17 +68,14 @@ class LayerPages:
     def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
         """The kernels: few tokens one by one, so that a token's bits do not depend on how many came with it; more, tile by tile."""
         ops, block, width = self.ops, self._attend, q.shape[1]
-        heads, q_at, out_at = width // self.layout.head_dim, ops.at(q), ops.at(out)
-        block[attention.BLOCKS : attention.TABLE + 1] = len(blocks), address(blocks)
-        block[attention.SCRATCH], block[attention.PARTIALS] = ops.scratch, ops.at(ops.workspace.take("partials", 1))
+        q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
+        heads = width // self.layout.head_dim
         if len(q) > FEW:
-            block[: attention.HEADS + 1] = q_at, out_at, len(q), heads
-            block[attention.POSITION] = position
+            block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
             ops.pool.run(attention.attend_many, self._attend_at)
             return
         for t in range(len(q)):
-            block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, heads
-            block[attention.POSITION] = position + t
+            block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads
             ops.pool.run(attention.attend_few, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM)
             ops.pool.run(attention.merge_few, self._attend_at, width * len(blocks) >= SHARE_FROM)
 
