@@ -2,10 +2,10 @@
 """Decode speed of unquantized bf16 weights against the read roof, at depth 0 and at depth 1,024, all in one run.
 
 Random weights at the shape of TinyLlama-1.1B. Each round reads a weight-sized buffer with the load-only kernel (the roof), decodes at
-one depth, then at the other; figures are medians over rounds, ratios are taken within a round, so that a busy moment strikes both
-sides. Takes about two minutes and 5 GiB of memory; wants the machine to itself.
+one depth, then at the other, and reads again; figures are medians over rounds, ratios are taken within a round, so that a busy moment
+strikes both sides. Takes about a minute and 5 GiB of memory; wants the machine to itself.
 
-    python benchmarks/decode_bf16.py [--shape tinyllama-1.1b] [--rounds 7] [--tokens 16]
+    python benchmarks/decode_bf16.py [--shape tinyllama-1.1b] [--rounds 60] [--tokens 4]
 """
 
 import argparse
@@ -27,47 +27,49 @@ INTRO = ("Random bf16 weights, 16-bit KV cache, token by token with logits. "
          "Roof: a load-only kernel over 1 GiB with the same threads, in the same round.")
 
 
-def decode(engine: Engine, ids: list[int], tokens: int) -> float:
-    """Seconds per token after what the engine holds; the cache is cut back afterwards."""
-    held = len(engine.tokens)
+def decode(engine: Engine, ids: list[int]) -> float:
+    """Seconds per token after what the engine holds."""
     started = time.perf_counter()
-    for token in ids[:tokens]:
+    for token in ids:
         engine.forward_logits([token])
-    seconds = (time.perf_counter() - started) / tokens
-    engine.cache.truncate(held)
-    del engine.tokens[held:]
-    return seconds
+    return (time.perf_counter() - started) / len(ids)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tinyllama-1.1b")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
     options = EngineOptions(device="cpu", ctx=2048, threads=arguments.threads)
-    # Two engines over the same shape, one shallow and one deep, would double the memory: one engine, two depths in turn.
     engine = list(open_prepared(lambda: prepare_synthetic(arguments.shape, options)))[-1]
     pool, ids = engine.backends["cpu"].pool, np.random.default_rng(0).integers(0, engine.config.vocab_size, DEEP + 64).tolist()
     buffer = anonymous(GIB)
     buffer.view(np.uint64)[:] = 0x0123456789ABCDEF
     nbytes = engine.model.bytes_per_pass
     figures: dict[str, list[float]] = {"roof": [], "shallow": [], "deep": []}
-    # Depth 0 is measured behind one token, the least a cache can hold and still be cut back to.
-    prompts = {"shallow": ids[:1], "deep": ids[:DEEP]}
+    # One model and two caches: both depths are at hand, and a round is over before the machine changes its mind.
+    caches = {"shallow": engine.cache, "deep": engine.new_cache()}
+    engine.cache = caches["deep"]
+    for _ in engine.prefill(ids[:DEEP]):
+        continue
     for round_ in range(arguments.rounds + 1):
+        roof = read_bandwidth(pool, buffer, passes=2)
+        seconds = {}
         for depth in ("shallow", "deep"):
-            for _ in engine.prefill(prompts[depth]):
-                continue
-            roof = read_bandwidth(pool, buffer, passes=3)
-            seconds = decode(engine, ids[DEEP:], arguments.tokens)
-            if round_:  # the first round warms up
-                figures["roof"].append(roof)
-                figures[depth].append(seconds)
-        print(f"round {round_} of {arguments.rounds}", file=sys.stderr, flush=True)
+            engine.cache = caches[depth]
+            if depth == "shallow":
+                engine.cache.clear()
+            seconds[depth] = decode(engine, ids[DEEP : DEEP + arguments.tokens])
+        roof = (roof + read_bandwidth(pool, buffer, passes=2)) / 2
+        caches["deep"].truncate(DEEP)
+        if round_:  # the first round warms up
+            figures["roof"].append(roof)
+            for depth, value in seconds.items():
+                figures[depth].append(value)
     shallow, deep, roof = figures["shallow"], figures["deep"], figures["roof"]
-    fractions = [nbytes / seconds / roof for seconds, roof in zip(shallow, roof[::2])]
+    fractions = [nbytes / seconds / roof for seconds, roof in zip(shallow, roof)]
     slowdowns = [d / s - 1 for s, d in zip(shallow, deep)]
     conditions = f"{arguments.shape}, bf16, {pool.workers} threads, median of {arguments.rounds} rounds of {arguments.tokens} tokens"
     publish("decode-bf16", "Decode of bf16 weights", INTRO, [

@@ -20,6 +20,7 @@ from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, 
 
 JOB, KERNEL, ARGS, ACTIVE, COUNTER, STATES = 0, 64, 72, 128, 192, 256  # byte offsets
 RUNNING, PARKED = 0, 1
+MOST_WORKERS = 48  # their bits fit beside a job's number in one integer; memory is saturated long before
 SPINS = 20_000  # under a millisecond of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause
 
 
@@ -69,6 +70,35 @@ def _start(control, function, args, workers):
     return sleeping
 
 
+@jit("int64(int64, int64, int64, int64, int64)")
+def _start_list(control, jobs, first, count, workers):
+    """Run jobs `first`... of a list of (kernel, args, share it?). Returns -1 at the end.
+
+    Where workers must be woken it returns the job (16 bits) and a bit per worker above it, with that job open and worker 0's share of
+    it still to do (`_finish`).
+    """
+    for index in range(first, count):
+        job = i64_at(jobs + 24 * index)
+        store(control + COUNTER, 0)
+        if job[2] == 0:
+            call_kernel(job[0], job[1], 0, control + COUNTER)
+            continue
+        i64_at(control + KERNEL)[0] = job[0]
+        i64_at(control + ARGS)[0] = job[1]
+        store(control + JOB, load(control + JOB) + 1)
+        sleeping = 0
+        for worker in range(1, workers):
+            if compare_swap(control + STATES + 64 * worker, PARKED, RUNNING) == 1:
+                sleeping |= 1 << worker
+        if sleeping != 0:
+            return (sleeping << 16) | index
+        call_kernel(job[0], job[1], 0, control + COUNTER)
+        store(control + JOB, load(control + JOB) + 1)
+        while load(control + ACTIVE) != 0:
+            relax()
+    return -1
+
+
 @jit("void(int64, int64, int64)")
 def _finish(control, function, args):
     """Worker 0's share, after the sleepers have been woken; closes the job."""
@@ -89,7 +119,7 @@ class ThreadPool:
     """`workers` threads, the caller included. `run(kernel, args)` returns when every block is done. One job at a time."""
 
     def __init__(self, workers: int, spins: int = SPINS) -> None:
-        self.workers = max(1, workers)
+        self.workers = min(MOST_WORKERS, max(1, workers))
         self._memory = np.zeros(STATES // 8 + 8 * self.workers + 8, np.int64)
         self._control = (self._memory.ctypes.data + 63) // 64 * 64
         self._locks = [threading.Lock() for _ in range(self.workers)]
@@ -97,6 +127,7 @@ class ThreadPool:
         self._closed = False
         # compiled here, not inside the first worker
         self._work, self._start, self._finish, self._alone = (function.compiled for function in (_work, _start, _finish, _alone))
+        self._start_list = _start_list.compiled
         self._threads = [threading.Thread(target=self._serve, args=(worker,), name=f"effllm-{worker}", daemon=True)
                          for worker in range(1, self.workers)]
         for worker, thread in enumerate(self._threads, 1):
@@ -117,6 +148,18 @@ class ThreadPool:
         if sleeping := self._start(self._control, function, address, self.workers):
             self._wake(sleeping)
             self._finish(self._control, function, address)
+
+    def run_list(self, jobs: np.ndarray) -> None:
+        """Run jobs one after the other without coming back to Python: int64 `[n, 3]`, rows of kernel address, argument block, 1 to share it.
+
+        At most 65,535 jobs, and 48 workers in the pool.
+        """
+        at, done, count = jobs.ctypes.data, 0, len(jobs)
+        while (state := self._start_list(self._control, at, done, count, self.workers)) >= 0:
+            index, sleeping = state & 0xFFFF, state >> 16
+            self._wake(sleeping)
+            self._finish(self._control, int(jobs[index, 0]), int(jobs[index, 1]))
+            done = index + 1
 
     def _wake(self, sleeping: int) -> None:
         for worker in range(1, self.workers):

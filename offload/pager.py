@@ -29,6 +29,8 @@ class ResidentPager:
     The store must stay open until `load()` has ended. Leased views keep their memory alive even past `close()`.
     """
 
+    resident = True  # leased memory stays where it is after the lease has ended
+
     def __init__(self, store: TensorStore, groups: Mapping[Hashable, Sequence[TensorInfo]], mmap: bool = False) -> None:
         self._store = store
         self._groups = {key: tuple(infos) for key, infos in groups.items()}

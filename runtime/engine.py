@@ -85,18 +85,22 @@ class Engine:
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS)
         self.backends = backends or _backends(self.placement.devices, widths, options.threads or hardware.cpu_threads())
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx, mmap=options.load == "mmap")
-        kv = codec(options.kv)
-        layout = kv.layout(config.num_key_value_heads, config.head_dim)
-        pool = PagePool(config.num_hidden_layers, shape.pages, layout.layer_page_nbytes)
-        layers = [self.backends[device].kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pool.extent(i), spec.scale,
-                                                 spec.window, spec.softcap)
-                  for i, (device, spec) in enumerate(zip(self.placement.devices, attention_specs(config)))]
-        self.cache = KVCache(layers, kv, Keep(), shape, layout)
+        self.cache = self.new_cache()
         self.tokens: list[int] = []
         self.truncated = False
         self.load_s = 0.0
         self.prefill_s = self.decode_s = 0.0
         self._logits: np.ndarray | None = None
+
+    def new_cache(self) -> KVCache:
+        """An empty KV cache for this model, codec and context, over the backends of its layers."""
+        shape, kv = self.prepared.shape, codec(self.options.kv)
+        layout = kv.layout(self.config.num_key_value_heads, self.config.head_dim)
+        pool = PagePool(self.config.num_hidden_layers, shape.pages, layout.layer_page_nbytes)
+        layers = [self.backends[device].kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pool.extent(i), spec.scale,
+                                                 spec.window, spec.softcap)
+                  for i, (device, spec) in enumerate(zip(self.placement.devices, attention_specs(self.config)))]
+        return KVCache(layers, kv, Keep(), shape, layout)
 
     def announcements(self) -> list[str]:
         """Fallbacks that have been chosen since the last call."""

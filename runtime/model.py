@@ -171,25 +171,45 @@ class Model:
     def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm."""
         step = cache.begin(len(ids))
-        here, ops = "cpu", self.backends["cpu"]
-        with self.pager.lease("outer") as raw:
-            x = ops.embed(ids, self._lease("outer", raw)[0])
-        for layer, device in enumerate(self.devices):
-            if device != here:
-                x, here, ops = self.backends[device].from_host(ops.to_host(x)), device, self.backends[device]
-            if device == "cpu":
-                with self.pager.lease(layer) as raw:
-                    x = self._block(ops, self._lease(layer, raw), x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
-            else:
-                x = self._block(ops, self._on_device[layer], x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
+        host = self.backends["cpu"]
+        if tap is not no_tap:
+            tap = _after_flush(host, tap)
+        with host.together():
+            here, ops = "cpu", host
+            with self.pager.lease("outer") as raw:
+                x = ops.embed(ids, self._lease("outer", raw)[0])
+            for layer, device in enumerate(self.devices):
+                if device != here:
+                    x, here, ops = self.backends[device].from_host(ops.to_host(x)), device, self.backends[device]
+                if device == "cpu":
+                    with self.pager.lease(layer) as raw:
+                        w = self._lease(layer, raw)
+                        x = self._block(ops, w, x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
+                        if not self.pager.resident:  # its memory may go when the lease ends
+                            host.flush()
+                else:
+                    w = self._on_device[layer]
+                    x = self._block(ops, w, x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
+            if here != "cpu":
+                x = host.from_host(ops.to_host(x))
         cache.commit()
-        return x if here == "cpu" else self.backends["cpu"].from_host(ops.to_host(x))
+        return x
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """Scores for hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
         with self.pager.lease("outer") as raw:
             _, norm, head = self._lease("outer", raw)
             return self.backends["cpu"].logits(x, norm, head)
+
+
+def _after_flush(host: object, tap: Tap) -> Tap:
+    """A tap that sees what the ops before it have computed, not what they will."""
+
+    def see(name: str, layer: int, value: object) -> None:
+        host.flush()
+        tap(name, layer, value)
+
+    return see
 
 
 def _typed(raw: np.ndarray, dtype: str) -> np.ndarray:

@@ -14,8 +14,9 @@ from numba import float32, int32, uint16, uint32
 from ..compile import REASSOCIATE, inlined
 from ..layout import BF16, F16, GELU, GELU_TANH, NORM_LAYER, NORM_NONE, NORM_RMS_PLUS_ONE, RELU, SILU
 from .inner_loops import (
-    DOT_STEP,
     FEW_ROWS,
+    FEW_STEP,
+    MANY_STEP,
     few_rows_bf16,
     few_rows_f16,
     few_rows_f32,
@@ -122,32 +123,34 @@ def _shifted_dot(w, x, depth):
 if HAS_HALF:
 
     @inlined()
-    def _halves(rows, count, x, depth, out):
+    def _halves(rows, count, x, steps, out):
         if count == FEW_ROWS:
-            few_rows_f16(rows, x, depth // DOT_STEP, out)
+            few_rows_f16(rows, x, steps, out)
         else:
-            many_rows_f16(rows, x, depth // DOT_STEP, out)
+            many_rows_f16(rows, x, steps, out)
 else:
 
     @inlined()
-    def _halves(rows, count, x, depth, out):
+    def _halves(rows, count, x, steps, out):
+        width = FEW_STEP if count == FEW_ROWS else MANY_STEP
         for i in range(count):
-            f32_at(out)[i] = _shifted_dot(u16_at(i64_at(rows)[i]), f32_at(x), depth // DOT_STEP * DOT_STEP)
+            f32_at(out)[i] = _shifted_dot(u16_at(i64_at(rows)[i]), f32_at(x), steps * width)
 
 
 @inlined()
 def dot(rows, count, dtype, x, depth, out):
     """`count` (FEW_ROWS or MANY_ROWS) stored rows, their addresses at `rows`, times float32 `x` -> as many float32 at `out`.
 
-    The bits of a sum do not depend on the rows beside it, nor on `count`.
+    The bits of a sum do not depend on the rows beside it.
     """
-    steps = depth // DOT_STEP
+    width = FEW_STEP if count == FEW_ROWS else MANY_STEP
+    steps = depth // width
     sums = f32_at(out)
     if steps == 0:
         for i in range(count):
             sums[i] = ZERO
     elif dtype == F16:
-        _halves(rows, count, x, depth, out)
+        _halves(rows, count, x, steps, out)
     elif dtype == BF16:
         if count == FEW_ROWS:
             few_rows_bf16(rows, x, steps, out)
@@ -157,7 +160,7 @@ def dot(rows, count, dtype, x, depth, out):
         few_rows_f32(rows, x, steps, out)
     else:
         many_rows_f32(rows, x, steps, out)
-    for k in range(steps * DOT_STEP, depth):
+    for k in range(steps * width, depth):
         for i in range(count):
             sums[i] += widen(i64_at(rows)[i], dtype, k) * f32_at(x)[k]
 

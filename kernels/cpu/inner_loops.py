@@ -23,7 +23,8 @@ TILE_COLUMNS = 2 * VECTOR
 LOW_ROWS = 4  # of the tile for the few query rows of a decode step
 # Rows that a dot loop takes side by side: a few where x stays in the first-level cache, many where it comes from the second.
 FEW_ROWS, MANY_ROWS = 4, 12 if VECTOR == 16 else 4
-DOT_STEP = 2 * VECTOR  # weights of a row taken at once
+# Weights of a row taken at once: what the accumulators leave room for.
+FEW_STEP, MANY_STEP = 4 * VECTOR, 2 * VECTOR
 
 FLOATS = ir.VectorType(F32, VECTOR)
 
@@ -50,12 +51,13 @@ def _plain_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return _load(builder, address, FLOATS, 4)
 
 
-def _dot_rows(widen, item: int, count: int):
-    """A dot loop for `count` rows of a stored type of `item` bytes."""
+def _dot_rows(widen, item: int, count: int, width: int):
+    """A dot loop for `count` rows of a stored type of `item` bytes, `width` weights of each at a time."""
+    parts = width // VECTOR
 
     @intrinsic
     def dot_rows(typingctx, rows, x, steps, out):
-        """The rows whose addresses lie at `rows` times float32 x over `steps` >= 1 steps of DOT_STEP weights; the sums to `out`.
+        """The rows whose addresses lie at `rows` times float32 x over `steps` >= 1 steps of `width` weights; the sums to `out`.
 
         A row's sum has the same bits whichever rows are beside it.
         """
@@ -70,14 +72,14 @@ def _dot_rows(widen, item: int, count: int):
             builder.position_at_end(loop)
             step = builder.phi(I64)
             step.add_incoming(I64(0), entry)
-            sums = [builder.phi(FLOATS) for _ in range(2 * count)]
-            at_x, at_w = builder.mul(step, I64(4 * DOT_STEP)), builder.mul(step, I64(item * DOT_STEP))
-            halves = [_load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * half))), FLOATS, 4) for half in (0, 1)]
+            sums = [builder.phi(FLOATS) for _ in range(parts * count)]
+            at_x, at_w = builder.mul(step, I64(4 * width)), builder.mul(step, I64(item * width))
+            pieces = [_load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * part))), FLOATS, 4) for part in range(parts)]
             updated = []
-            for index in range(2 * count):
-                row, half = divmod(index, 2)
-                address = builder.add(rows[row], builder.add(at_w, I64(item * VECTOR * half)))
-                updated.append(builder.call(fma, [widen(builder, address), halves[half], sums[index]]))
+            for index in range(parts * count):
+                row, part = divmod(index, parts)
+                address = builder.add(rows[row], builder.add(at_w, I64(item * VECTOR * part)))
+                updated.append(builder.call(fma, [widen(builder, address), pieces[part], sums[index]]))
             following = builder.add(step, I64(1))
             step.add_incoming(following, loop)
             for phi, value in zip(sums, updated):
@@ -87,7 +89,10 @@ def _dot_rows(widen, item: int, count: int):
             builder.position_at_end(done)
             reduce = _function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
             for row in range(count):
-                total = builder.call(reduce, [F32(0.0), builder.fadd(updated[2 * row], updated[2 * row + 1])], fastmath=("reassoc",))
+                total = updated[parts * row]
+                for part in range(1, parts):
+                    total = builder.fadd(total, updated[parts * row + part])
+                total = builder.call(reduce, [F32(0.0), total], fastmath=("reassoc",))
                 builder.store(total, builder.inttoptr(builder.add(out, I64(4 * row)), F32.as_pointer()))
             return context.get_dummy_value()
 
@@ -97,8 +102,8 @@ def _dot_rows(widen, item: int, count: int):
 
 
 _STORED = ((_widen_bf16, 2), (_widen_f16, 2), (_plain_f32, 4))
-few_rows_bf16, few_rows_f16, few_rows_f32 = (_dot_rows(*kind, FEW_ROWS) for kind in _STORED)
-many_rows_bf16, many_rows_f16, many_rows_f32 = (_dot_rows(*kind, MANY_ROWS) for kind in _STORED)
+few_rows_bf16, few_rows_f16, few_rows_f32 = (_dot_rows(*kind, FEW_ROWS, FEW_STEP) for kind in _STORED)
+many_rows_bf16, many_rows_f16, many_rows_f32 = (_dot_rows(*kind, MANY_ROWS, MANY_STEP) for kind in _STORED)
 
 
 @intrinsic

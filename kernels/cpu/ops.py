@@ -6,7 +6,8 @@ stream is updated in place. Weights stay in their stored type. Up to FEW tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import reference
+from ..compile import Kernel
 from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
 from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
@@ -118,6 +120,8 @@ class CpuOps:
         self._where, self.at = address(self._args), self.workspace.address
         self._angles: tuple[object, object, np.ndarray, np.ndarray] | None = None
         self._angles_at = (0, 0)
+        self._collected: list[tuple[int, int, bool]] | None = None
+        self._kept: list[np.ndarray] = []
         self._step_arrays: dict[int, tuple[np.ndarray, np.ndarray, tuple[int, int]]] = {}
         # Scratch of worker w begins `scratch_stride` * w bytes after `scratch`.
         self.scratch, self.partials = address(self.workspace.take("scratch", 1)), address(self.workspace.take("partials", 1))
@@ -168,6 +172,7 @@ class CpuOps:
             outs = [self.workspace.take("logits", len(x), head.weight.shape[0])]
             self._matrix(x, norm, [head], outs, linear.PLAIN, "none")
         out = outs[0]
+        self.flush()
         return np.tanh(out / softcap, out=out) * np.float32(softcap) if softcap else out
 
     def rope_heads(self, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
@@ -178,6 +183,40 @@ class CpuOps:
         cos, sin = self._cos_sin(positions, table)
         self._rotate_with(self, y, heads, head_dim, cos, sin, norm)
         return y
+
+    # -- running kernels -------------------------------------------------------------------------------------------------------
+
+    def run(self, kernel: Kernel, where: int, parallel: bool = True, block: np.ndarray | None = None) -> None:
+        """Run a kernel, or note it where jobs are being collected. `block`, when given, may change before the job runs: it is copied."""
+        if self._collected is None:
+            self.pool.run(kernel, where, parallel)
+            return
+        if block is not None:
+            block = block.copy()
+            self._kept.append(block)
+            where = address(block)
+        self._collected.append((kernel.address, where, parallel))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Collect the jobs of a forward pass and run them in one call at the end (or at `flush`).
+
+        Between two kernels the weights have driven the interpreter's own data out of the caches, and preparing a stage there costs several
+        times what it costs beforehand. Outputs may be read only after the end.
+        """
+        self._collected = []
+        try:
+            yield
+            self.flush()
+        finally:
+            self._collected = None
+            self._kept.clear()
+
+    def flush(self) -> None:
+        """Run what was collected."""
+        if self._collected:
+            self.pool.run_list(np.array(self._collected, np.int64))
+            self._collected = []
 
     def addresses_of_step(self, first: np.ndarray, second: np.ndarray) -> tuple[int, int]:
         """Addresses of two arrays that every layer of a step is given in turn."""
@@ -209,6 +248,8 @@ class CpuOps:
         return out
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
+        """Activations for another backend, ready to be read."""
+        self.flush()
         return x
 
     # -- matrices --------------------------------------------------------------------------------------------------------------
@@ -223,7 +264,9 @@ class CpuOps:
         job = self._jobs.get((id(x), id(linears[0]), mode, id(residual)))
         if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or job.act != act:
             return None
-        self.pool.run(linear.few_columns, job.where, job.parallel)
+        if self._collected is not None:
+            self._kept.append(job.block)
+        self.run(linear.few_columns, job.where, job.parallel)
         return job.outs
 
     def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
@@ -249,7 +292,7 @@ class CpuOps:
         tokens, depth = x.shape
         self._fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
         parallel = tokens * depth * sum(each.weight.shape[0] for each in linears) >= SHARE_FROM
-        self.pool.run(linear.few_columns, self._where, parallel)
+        self.run(linear.few_columns, self._where, parallel, self._args)
         if self.workspace.holds(x) and all(map(self.workspace.holds, outs)):
             if len(self._jobs) >= MOST_JOBS:
                 self._jobs.clear()
@@ -260,19 +303,20 @@ class CpuOps:
         tokens, depth = x.shape
         panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
         self._fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
-        self.pool.run(linear.pack_columns, self._where)
+        self.run(linear.pack_columns, self._where, True, self._args)
         if mode != linear.GATED:
             self._fill(self.at(panels), tokens, depth, None, mode, act, linears, outs)
-            self.pool.run(linear.many_columns, self._where)
+            self.run(linear.many_columns, self._where, True, self._args)
             return
         gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
         self._fill(self.at(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
-        self.pool.run(linear.many_columns, self._where)
+        self.run(linear.many_columns, self._where, True, self._args)
         self._fill(self.at(gate), tokens, gate.shape[1], None, mode, act, linears[:1], [gate])
         self._args[linear.FIRST + linear.WEIGHT] = address(up)
-        self.pool.run(linear.gate_rows, self._where)
+        self.run(linear.gate_rows, self._where, True, self._args)
 
     def _reference(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+        self.flush()
         n = x if norm is None else reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
         results = [reference.linear(n, reference.widen(each.weight.parts["data"], each.weight.spec.scheme), each.bias) for each in linears]
         if mode == linear.GATED:
@@ -301,9 +345,10 @@ class CpuOps:
         self._args[:9] = (self.at(y), len(y), heads, head_dim, 2 * cos.shape[1], self._angles_at[0], self._angles_at[1],
                           0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight))
         self._reals[attention.R_EPS] = 0.0 if norm is None else norm.eps
-        self.pool.run(attention.rope_heads, self._where, y.size >= SHARE_FROM)
+        self.run(attention.rope_heads, self._where, y.size >= SHARE_FROM, self._args)
 
     def _rotate_reference(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
+        self.flush()
         split = y.reshape(len(y), heads, head_dim)
         result = split if norm is None else reference.normalise(split, norm.kind, norm.weight, norm.bias, norm.eps)
         split[:] = reference.rotate_heads(result, cos, sin)

@@ -48,10 +48,13 @@ class LayerPages:
         self._attend_at, self._write_at = address(self._attend), address(self._write)
 
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
-        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64."""
+        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64.
+
+        Once per forward pass: the argument block is the layer's own and may wait until the pass is run.
+        """
         ops = self.ops
         self._write[: attention.W_ROWS + 1] = ops.at(k), ops.at(v), len(k), *ops.addresses_of_step(slots, rows)
-        ops.pool.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM)
+        ops.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`."""
@@ -72,15 +75,17 @@ class LayerPages:
         heads = width // self.layout.head_dim
         if len(q) > FEW:
             block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
-            ops.pool.run(attention.attend_many, self._attend_at)
+            ops.run(attention.attend_many, self._attend_at)
             return
+        changing = block if len(q) > 1 else None
         for t in range(len(q)):
             block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads
-            ops.pool.run(attention.attend_few, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM)
-            ops.pool.run(attention.merge_few, self._attend_at, width * len(blocks) >= SHARE_FROM)
+            ops.run(attention.attend_few, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM, changing)
+            ops.run(attention.merge_few, self._attend_at, width * len(blocks) >= SHARE_FROM, changing)
 
     def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
         """Plain softmax over the gathered keys and values."""
+        self.ops.flush()
         layout = self.layout
         keys, values, at = [], [], []
         for sealed, index, first, count in blocks:
