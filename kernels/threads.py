@@ -150,7 +150,7 @@ class ThreadPool:
             self._finish(self._control, function, address)
 
     def run_list(self, jobs: np.ndarray) -> None:
-        """Run jobs one after the other without coming back to Python: int64 `[n, 3]`, rows of kernel address, argument block, 1 to share it.
+        """Run jobs one after the other without coming back to Python: int64 `[n, 3]`, kernel address, argument block, 1 to share it.
 
         At most 65,535 jobs, and 48 workers in the pool.
         """

@@ -32,6 +32,12 @@ def is_cold() -> bool:
     return folder is not None and not (folder / MARK).exists()
 
 
+def load_all() -> None:
+    """Take every function from the cache (or compile it): after this the memory of the process holds all machine code it will ever have."""
+    for function in compiled_functions():
+        function.load()
+
+
 def warm() -> Iterator[tuple[int, int]]:
     """Compile everything in a child; yields (functions done, functions in total). A child that fails costs time, nothing else: what it
     did not compile is compiled when it is first called."""

@@ -20,6 +20,7 @@ from .config import ModelConfig, read_config
 from .model import check_tensors, dims
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
+COLD_ALLOWANCE = 64 << 20
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
 
@@ -98,13 +99,26 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
     fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape_for(wanted or config.context_length))
     demand = Demand(
-        baseline=hardware.rss(), workspace=workspace(wanted or config.context_length),
+        baseline=_baseline(), workspace=workspace(wanted or config.context_length),
         weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
         kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
     placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device, options.gpu_layers)
     return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes)
+
+
+def _baseline() -> int:
+    """Bytes of the process when everything that a run imports and compiles is in. With a cold kernel cache, where that would take long,
+    what the machine code will add is an allowance."""
+    import tokenizers  # noqa: F401
+
+    from ..kernels import warm
+
+    if warm.is_cold():
+        return hardware.rss() + COLD_ALLOWANCE
+    warm.load_all()
+    return hardware.rss()
 
 
 def _device(options: EngineOptions, notices: list[str]) -> str:
