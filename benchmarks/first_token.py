@@ -24,7 +24,7 @@ INTRO = f'`effllm run fable "{PROMPT}" -n 60 --seed 1 --json`, files in the page
 
 def run(cache: str | None) -> tuple[float, float]:
     """(seconds to the first token, peak memory in MB) of one process."""
-    environment = dict(os.environ) if cache is None else {**os.environ, "EFFLLM_CACHE_DIR": cache}
+    environment = dict(os.environ) if cache is None else {**os.environ, "XDG_CACHE_HOME": cache}
     command = [str(Path(sys.executable).with_name("effllm")), "run", "fable", PROMPT, "-n", "60", "--seed", "1", "--json"]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     answer = json.loads(done.stdout)

@@ -46,9 +46,7 @@ def cache_key() -> str:
 
 
 def cache_root() -> Path:
-    """`EFFLLM_CACHE_DIR`, or the user's cache folder."""
-    if override := os.environ.get("EFFLLM_CACHE_DIR"):
-        return Path(override)
+    """The user's cache folder for this program (`XDG_CACHE_HOME` moves it on Linux)."""
     from platformdirs import user_cache_path
 
     return user_cache_path("effllm")

@@ -164,7 +164,7 @@ for stored in ("f16", "bf16"):
 said = ops.registry.announcements()
 assert len(said) == 2 and "half by shifts" in said[0] and not ops.registry.announcements(), said
 """
-    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "EFFLLM_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

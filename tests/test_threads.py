@@ -66,7 +66,7 @@ def test_a_waiting_worker_does_not_hold_the_interpreter():
 
 def cold(folder) -> subprocess.Popen:
     code = "from effllm.kernels import warm\nassert warm.is_cold()\nprint([p for p in warm.warm()][-1])\nassert not warm.is_cold()"
-    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "EFFLLM_CACHE_DIR": str(folder)}, stdout=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "XDG_CACHE_HOME": str(folder)}, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True)
 
 
@@ -87,7 +87,7 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
     (tmp_path / "file").write_text("in the way")
     code = ("from effllm.kernels import compile, warm, threads\nassert compile.cache_folder() is None and not warm.is_cold()\n"
             "p = threads.ThreadPool(2); p.close(); print('ran')")
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "EFFLLM_CACHE_DIR": str(tmp_path / "file")},
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")},
                           capture_output=True, text=True)
     assert done.stdout == "ran\n", done.stderr
 
