@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from numba import types
 from numba.core.registry import cpu_target
 
 # No reordering is allowed across NaN checks: a NaN must stay visible. Sums may be reassociated, which is what vectorises them.
+COMPLETE = "complete"  # the file that says that a cache folder holds everything
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
@@ -36,8 +38,9 @@ def cpu_features() -> frozenset[str]:
 @cache
 def cache_key() -> str:
     """Name of the cache folder for these sources, this Numba and this CPU."""
-    digest = hashlib.sha256()
     root = Path(__file__).resolve().parent
+    # Numba files what it compiled under the path of the source, so another copy of the same sources has to compile its own.
+    digest = hashlib.sha256(str(root).encode())
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
@@ -60,10 +63,24 @@ def cache_folder() -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    if not os.access(folder, os.W_OK):
+    if not os.access(folder, os.W_OK) and not (folder / COMPLETE).exists():
         return None
     numba.config.CACHE_DIR = str(folder)
     return folder
+
+
+def cached(build: Callable[[bool], object]) -> object:
+    """`build(True)` with the cache folder, or `build(False)` where there is none, it is full, or a file in it is damaged."""
+    folder = cache_folder()
+    if folder is None:
+        return build(False)
+    try:
+        return build(True)
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+        (folder / COMPLETE).unlink(missing_ok=True)
+        for damaged in (path for path in folder.rglob("*.nb[ci]") if path.stat().st_size == 0):
+            damaged.unlink(missing_ok=True)
+        return build(False)
 
 
 class Kernel:
@@ -76,8 +93,8 @@ class Kernel:
     def load(self) -> None:
         """Compile, or take from the cache, unless that is done."""
         if self._code is None:
-            self._code = numba.cfunc(KERNEL_SIGNATURE, cache=cache_folder() is not None, error_model="numpy",
-                                     fastmath=self.fastmath)(self.body)
+            self._code = cached(lambda cache: numba.cfunc(KERNEL_SIGNATURE, cache=cache, error_model="numpy",
+                                                          fastmath=self.fastmath)(self.body))
             self._address = self._code.address
 
     @property
@@ -107,8 +124,8 @@ class Jit:
     def load(self) -> None:
         """Compile, or take from the cache, unless that is done."""
         if self._code is None:
-            self._code = numba.njit(self.signature, cache=cache_folder() is not None, nogil=True, error_model="numpy",
-                                    fastmath=self.fastmath)(self.body)
+            self._code = cached(lambda cache: numba.njit(self.signature, cache=cache, nogil=True, error_model="numpy",
+                                                         fastmath=self.fastmath)(self.body))
 
     @property
     def compiled(self) -> Callable:

@@ -20,7 +20,7 @@ from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, 
 
 JOB, KERNEL, ARGS, ACTIVE, COUNTER, STATES = 0, 64, 72, 128, 192, 256  # byte offsets
 RUNNING, PARKED = 0, 1
-MOST_WORKERS = 48  # their bits fit beside a job's number in one integer; memory is saturated long before
+MOST_WORKERS = 46  # their bits fit beside a job's number in one integer; memory is saturated long before
 SPINS = 20_000  # under a millisecond of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause
 
 
@@ -152,10 +152,10 @@ class ThreadPool:
     def run_list(self, jobs: np.ndarray) -> None:
         """Run jobs one after the other without coming back to Python: int64 `[n, 3]`, kernel address, argument block, 1 to share it.
 
-        At most 65,535 jobs, and 48 workers in the pool.
+        At most 65,535 jobs; the pool's workers are at most MOST_WORKERS.
         """
         at, done, count = jobs.ctypes.data, 0, len(jobs)
-        while (state := self._start_list(self._control, at, done, count, self.workers)) >= 0:
+        while (state := self._start_list(self._control, at, done, count, self.workers)) != -1:
             index, sleeping = state & 0xFFFF, state >> 16
             self._wake(sleeping)
             self._finish(self._control, int(jobs[index, 0]), int(jobs[index, 1]))

@@ -12,9 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .compile import Jit, Kernel, cache_folder
-
-MARK = "complete"
+from .compile import COMPLETE, Jit, Kernel, cache_folder
 
 
 def compiled_functions() -> list[Kernel | Jit]:
@@ -29,7 +27,7 @@ def compiled_functions() -> list[Kernel | Jit]:
 def is_cold() -> bool:
     """Would a run have to compile, with a cache folder to compile into?"""
     folder = cache_folder()
-    return folder is not None and not (folder / MARK).exists()
+    return folder is not None and not (folder / COMPLETE).exists()
 
 
 def load_all() -> None:
@@ -73,7 +71,7 @@ def main() -> None:
             function.load()
             sys.stdout.write(f"{done} {len(functions)} {function.name}\n")
             sys.stdout.flush()
-        (folder / MARK).touch()
+        (folder / COMPLETE).touch()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The memory of sealed KV pages: one extent per layer, pages in position order, in anonymous memory that the system fills on touch.
 
 An extent is reserved whole for the context that was planned, but costs nothing until a page is written, so a short chat in a
-long context stays small. The pool counts bytes and never learns what a page holds.
+long context stays small. The pool never learns what a page holds.
 """
 
 from __future__ import annotations
@@ -17,12 +17,6 @@ class PagePool:
     def __init__(self, layers: int, pages: int, page_nbytes: int) -> None:
         self.page_nbytes, self.pages = page_nbytes, pages
         self._extents = [anonymous(pages * page_nbytes) for _ in range(layers)]
-        self.held = 0
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes of the pages in use, over all layers."""
-        return self.held * self.page_nbytes * len(self._extents)
 
     def extent(self, layer: int) -> np.ndarray:
         """The memory of a layer's pages, uint8 `[pages * page_nbytes]`."""

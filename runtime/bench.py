@@ -21,7 +21,7 @@ from ..offload.memory import anonymous
 from .engine import Engine
 from .events import Progress
 from .model import parameters
-from .prepare import EngineOptions, Prepared, prepare_with
+from .prepare import LOGIT_ROWS, EngineOptions, Prepared, prepare_with
 from .synthetic import SyntheticStore, synthetic_config
 
 ROOF_NBYTES = 1 << 30
@@ -41,6 +41,8 @@ class BenchOptions:
         for name, least in (("prompt", 0), ("gen", 0), ("depth", 0), ("repetitions", 1), ("columns", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} {getattr(self, name)} is too small", f"at least {least}")
+        if self.columns > LOGIT_ROWS:
+            raise UsageError(f"columns {self.columns} is too large", f"at most {LOGIT_ROWS}")
         if not self.prompt and not self.gen:
             raise UsageError("nothing to measure", "give -p or -n")
 
@@ -89,7 +91,7 @@ class BenchRow:
 
 
 def prepare_synthetic(shape: str, options: EngineOptions) -> Prepared:
-    """Like `engine.prepare`, for random weights of a named shape."""
+    """Like `prepare.prepare`, for random weights of a named shape."""
     config = synthetic_config(shape)
     return prepare_with(None, config, SyntheticStore(config), options)
 

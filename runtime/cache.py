@@ -161,7 +161,8 @@ class KVCache:
 
     def truncate(self, n: int) -> int:
         """Forget tokens from `n` on. Returns how many are held: fewer than `n` where a sealed page would have to be exact again, and
-        then the caller prefills the rest, so that the cache is what it would be had the later tokens never come."""
+        then the caller prefills the rest. With raw codecs the cache is then what it would be had the later tokens never come; with a lossy
+        one the tokens run again see as packed what they saw exact before."""
         if n >= self.n:
             return self.n
         sealed = max(0, (n - self.shape.window - self.shape.sinks) // PAGE)

@@ -22,7 +22,8 @@ from ..offload.hardware import Machine, describe
 from .events import Progress
 
 # (op, columns) that tell the candidates apart: one token, and a chunk of a prompt.
-CALLS = (("matrix", 1), ("matrix", 512), ("rotate", 1))
+CALLS = {"matrix": (1, 512), "rotate": (1,), "attend": (1,)}
+STORED = {"matrix": tuple(STORED_TYPES), "rotate": ("f32",), "attend": ("f32", "f16")}
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,9 @@ def diagnose() -> Diagnosis:
 def kernel_choices() -> tuple[KernelChoice, ...]:
     registry = default_registry()
     found = []
-    for op, columns in CALLS:
-        for stored in STORED_TYPES if op == "matrix" else ("f32",):
-            choice = registry.select(Call(op, stored, columns))
-            found.append(KernelChoice(op, stored, columns, choice.candidate.name, choice.candidate.fallback, choice.declined))
+    for call in (Call(op, stored, columns) for op in CALLS for columns in CALLS[op] for stored in STORED[op]):
+        choice = registry.select(call)
+        found.append(KernelChoice(call.op, call.stored, call.columns, choice.candidate.name, choice.candidate.fallback, choice.declined))
     return tuple(found)
 
 

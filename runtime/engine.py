@@ -15,7 +15,6 @@ import numpy as np
 
 from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.workspace import Dims
-from ..offload import hardware
 from ..offload.memory import anonymous
 from ..offload.pages import PagePool
 from ..quant.kv import codec
@@ -23,7 +22,7 @@ from .cache import KVCache
 from .events import Notice, Progress
 from .model import Model, attention_specs, dims
 from .policy.keep import Keep
-from .prepare import LOGIT_ROWS, EngineOptions, Prepared, prepare
+from .prepare import LOGIT_ROWS, EngineOptions, Prepared, prepare, worker_count
 from .sampler import Sampler
 
 
@@ -83,11 +82,12 @@ class Engine:
         self.prepared, self.config, self.options = prepared, config, options
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS)
-        self.backends = backends or _backends(self.placement.devices, widths, options.threads or hardware.cpu_threads())
+        self.backends = backends or _backends(self.placement.devices, widths, worker_count(options))
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx, mmap=options.load == "mmap")
         self.cache = self.new_cache()
         self.tokens: list[int] = []
         self.truncated = False
+        self.reused = 0  # tokens of the last prompt that the cache already held
         self.load_s = 0.0
         self.prefill_s = self.decode_s = 0.0
         self._logits: np.ndarray | None = None
@@ -123,6 +123,10 @@ class Engine:
 
         Raises UsageError for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer.
         """
+        self.truncated = False
+        yield from self._prefill(ids)
+
+    def _prefill(self, ids: Sequence[int]) -> Iterator[Progress]:
         ids = list(ids)
         if not ids:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
@@ -130,13 +134,13 @@ class Engine:
             raise UsageError(f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}",
                              "the tokenizer is of another model")
         if len(ids) >= self.n_ctx:
-            if self.options.overflow != "shift":
+            if self.options.overflow != "shift" or self.n_ctx < 4:
                 raise ContextOverflow(f"the prompt has {len(ids)} tokens and the context holds {self.n_ctx}",
                                       "shorten it, raise -c, or --overflow shift to drop the middle")
             ids = self._shortened(ids)
         held = _common_prefix(self.tokens, ids)
         held = self.cache.truncate(min(held, len(ids) - 1))
-        self.tokens = ids[:held]
+        self.tokens, self.reused = ids[:held], held
         started = time.perf_counter()
         for piece in self.cache.pieces(len(ids) - held):
             x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece])
@@ -170,8 +174,10 @@ class Engine:
             finish = "stop" if token in stop_ids and not ignore_eos else "length" if made == max_tokens else None
             if finish is None and len(self.tokens) + 1 >= self.n_ctx:
                 if self.options.overflow == "shift":
-                    for _ in self.prefill(self._shortened(self.tokens)):
+                    prefill_s = self.prefill_s
+                    for _ in self._prefill(self._shortened(self.tokens)):
                         continue
+                    self.prefill_s = prefill_s  # it counts as decode: the person waits in the middle of an answer
                 else:
                     finish = "context"
             self.decode_s += time.perf_counter() - started

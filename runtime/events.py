@@ -35,7 +35,7 @@ class TextDelta:
 class Stats:
     """What an answer cost. Times in seconds, rates in tokens a second, sizes in bytes.
 
-    `ttft_s` counts from the start of the process for the first answer, from the request for later ones; `decode_tps` is what a
+    `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a
     person sees: sampling and text included.
     """
 

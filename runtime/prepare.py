@@ -85,14 +85,14 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         notices.append(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
-    workers = options.threads or hardware.cpu_threads()
+    workers = worker_count(options)
     wanted = options.ctx
     if wanted is not None and wanted > config.context_length and not options.force:
         raise UsageError(f"-c {wanted} is more than the {config.context_length} positions that the model was made for",
                          "a smaller -c, or --force to try")
 
     def shape_for(ctx: int) -> CacheShape:
-        return CacheShape(ctx, sinks, options.kv_window, min(chunk, -(-ctx // PAGE) * PAGE))
+        return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(chunk, -(-ctx // PAGE) * PAGE))
 
     def workspace(ctx: int) -> int:
         return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS), workers).values())
@@ -106,6 +106,13 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
     placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device, options.gpu_layers)
     return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes)
+
+
+def worker_count(options: EngineOptions) -> int:
+    """Threads of the pool: as asked, else one per core; never more than the pool takes."""
+    from ..kernels.threads import MOST_WORKERS
+
+    return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
 
 
 def _baseline() -> int:

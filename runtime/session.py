@@ -31,11 +31,13 @@ Message = dict[str, str]
 class Session:
     """`think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` are strings that end an answer.
 
-    Messages are dicts with `role` and `content`, the system prompt kept apart in `system`.
+    Messages are dicts with `role` and `content`, the system prompt kept apart in `system`. `from_process_start`: the first answer's time
+    to first token counts from the start of the process, as for a command that does nothing else.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
-                 stops: Sequence[str] = (), max_tokens: int | None = None, raw: bool = False, ignore_eos: bool = False) -> None:
+                 stops: Sequence[str] = (), max_tokens: int | None = None, raw: bool = False, ignore_eos: bool = False,
+                 from_process_start: bool = False) -> None:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
         self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
         self.raw = raw or tokenizer.template is None
@@ -43,7 +45,7 @@ class Session:
         self.messages: list[Message] = []
         self.stats: Stats | None = None
         self._cancelled = False
-        self._first = True
+        self.from_process_start = from_process_start
         self._said_raw = raw
         self._held: tuple[str, list[int]] = ("", [])
 
@@ -78,32 +80,41 @@ class Session:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
-        try:
-            yield from self._turn()
-        except EffllmError:
+        yield from self._guarded(before)
+        if self.messages and self.messages[-1]["role"] == "user":  # nothing was said: two questions in a row would confuse a template
             self.messages = before
-            raise
 
     def complete(self, text: str) -> Iterator[Event]:
         """Continue a text as it stands, without a template and without a history."""
         if not text:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
+        self._cancelled = False
         yield from self._answer(self.tokenizer.encode(text), "")
 
     def regenerate(self) -> Iterator[Event]:
         """Answer the last user message again; the random state goes on, so the answer may differ."""
         if not any(message["role"] == "user" for message in self.messages):
             raise UsageError("nothing to answer again", "ask something first")
+        before = list(self.messages)
         while self.messages[-1]["role"] != "user":
             self.messages.pop()
-        yield from self._turn()
+        yield from self._guarded(before)
 
     def continue_(self) -> Iterator[Event]:
         """Go on with the last answer where it was cut."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UsageError("there is no answer to continue", "ask something first")
+        before = list(self.messages)
         said = self.messages.pop()["content"]
-        yield from self._turn(said)
+        yield from self._guarded(before, said)
+
+    def _guarded(self, before: list[Message], said: str = "") -> Iterator[Event]:
+        """A turn that leaves the history as it was when it cannot begin."""
+        try:
+            yield from self._turn(said)
+        except EffllmError:
+            self.messages = before
+            raise
 
     def undo(self) -> bool:
         """Forget the last question and its answer; False when there is none."""
@@ -136,7 +147,11 @@ class Session:
 
     def _turn(self, said: str = "") -> Iterator[Event]:
         """Answer `messages`; `said` is the beginning of the answer that was given before."""
-        prompt = self._prompt() + said
+        self._cancelled = False
+        prompt = self._prompt()
+        if said:  # an answer goes on behind its reasoning, also where the template opens one
+            closing = "</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
+            prompt += closing + said
         if self.raw and not self._said_raw:
             self._said_raw = True
             yield Notice(NO_TEMPLATE)
@@ -169,7 +184,6 @@ class Session:
     def _answer(self, ids: list[int], said: str, history: list[Message] | None = None) -> Iterator[Event]:
         """Run the prompt and stream the answer. However it ends, what was said goes into `history`."""
         engine = self.engine
-        self._cancelled = False
         started, first_at = time.monotonic(), None
         prefill_before, decode_before = engine.prefill_s, engine.decode_s
         tokens: list[int] = []
@@ -187,13 +201,14 @@ class Session:
             return parts
 
         try:
-            held = len(engine.tokens)
             for progress in engine.prefill(ids):
                 yield progress
                 if self._cancelled:
                     finish = "cancelled"
                     break
-            cached = max(0, min(held, len(ids)) if engine.tokens == ids and held <= len(ids) else 0)
+            if engine.truncated:
+                yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
+            dropped = engine.truncated
             if finish != "cancelled" and self.max_tokens != 0:
                 for step in engine.generate(self._sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos):
                     tokens.append(step.token)
@@ -203,6 +218,9 @@ class Session:
                     for kind, part in split(stops.push(text)):
                         yield TextDelta(part, kind)
                     yield from (Notice(line) for line in engine.announcements())
+                    if engine.truncated and not dropped:
+                        dropped = True
+                        yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
                     finish = "stop" if stops.hit else "cancelled" if self._cancelled else step.finish or finish
                     if stops.hit or self._cancelled or step.finish:
                         break
@@ -215,9 +233,9 @@ class Session:
         finally:
             if history is not None and (tokens or said):
                 history.append({"role": "assistant", "content": "".join(shown)})
-        origin = _process_start() if self._first else started
-        self._first = False
-        self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids), cached,
+        origin = _process_start() if self.from_process_start else started
+        self.from_process_start = False
+        self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids), engine.reused,
                                 (first_at or time.monotonic()) - origin, engine.prefill_s - prefill_before, engine.decode_s - decode_before)
         if finish == "context":
             yield Notice(f"the context of {engine.n_ctx} tokens is full: "
@@ -245,7 +263,7 @@ class Session:
                    "settings": settings}
         part = path.with_name(path.name + ".part")
         try:
-            part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")  # escaped: a lone surrogate has no UTF-8
             os.replace(part, path)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -255,12 +273,12 @@ class Session:
         """Read a conversation back. Raises EffllmError for a file that is not one; the current conversation is then untouched."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise EffllmError(f"cannot read {path}: {error}", "give a file that /save wrote") from None
         if not isinstance(content, dict) or content.get("format") != SESSION_FORMAT or content.get("version") != SESSION_VERSION:
             raise EffllmError(f"{path} is not a conversation of this version", "give a file that /save wrote")
         messages = content.get("messages")
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        if not isinstance(messages, list) or not all(map(_is_message, messages)) or not isinstance(content.get("system"), str | None):
             raise EffllmError(f"{path}: the messages are malformed", "give a file that /save wrote")
         try:
             settings = SamplerSettings(**content.get("settings", {}))

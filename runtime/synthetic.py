@@ -76,7 +76,10 @@ def synthetic_config(shape: str) -> ModelConfig:
     path = Path(shape)
     if path.is_file():
         try:
-            return parse_config(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(raw, dict):
+                raise ValueError("it holds no JSON object")
+            return parse_config(raw)
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{shape} is not a config: {error}", "give a model's config.json") from None
     raise UsageError(f"no shape {shape!r}", f"known: {', '.join(SHAPES)}, or a config.json")

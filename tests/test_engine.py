@@ -216,3 +216,21 @@ def test_taps_see_every_layer(engine):
     assert {layer for _, layer in seen} == set(range(6))
     assert seen["q", 3].shape == (10, 256) and seen["k", 3].shape == (10, 128) and seen["mlp_in", 5].shape == (10, 256)
     engine.reset()
+
+
+def test_a_window_larger_than_the_context_takes_no_more_than_the_context():
+    wide, exact = (prepare(FABLE, EngineOptions(device="cpu", kv_window=window)).placement.kv_bytes for window in (100_000, 2048))
+    assert wide == exact
+
+
+def test_more_threads_than_the_pool_takes_are_planned_as_what_runs():
+    many = opened(threads=500)
+    assert many.placement.workspace_bytes == many.backends["cpu"].workspace.nbytes
+    many.close()
+
+
+def test_a_context_too_small_to_shift_is_an_overflow():
+    tiny = opened(ctx=1, overflow="shift")
+    with pytest.raises(ContextOverflow):
+        list(tiny.prefill([300, 301]))
+    tiny.close()

@@ -85,7 +85,7 @@ def test_bench_counts_what_it_ran():
 
 
 def test_bench_refuses_nonsense():
-    for bad in ({"prompt": 0, "gen": 0}, {"repetitions": 0}, {"depth": -1}, {"columns": 0}):
+    for bad in ({"prompt": 0, "gen": 0}, {"repetitions": 0}, {"depth": -1}, {"columns": 0}, {"columns": 40}):
         with pytest.raises(UsageError):
             BenchOptions(**bad)
 
@@ -101,3 +101,10 @@ def test_synthetic_weights_are_sane_and_shapes_are_real():
         assert synthetic_config(name).num_hidden_layers >= 16
     with pytest.raises(UsageError, match="no shape 'giraffe'"):
         synthetic_config("giraffe")
+
+
+@pytest.mark.parametrize("content", ("[1, 2]", "3", "null", '"a"', "{", "[" * 100_000))
+def test_a_file_that_is_no_config_is_refused(tmp_path, content):
+    (tmp_path / "shape.json").write_text(content)
+    with pytest.raises(UsageError, match="is not a config"):
+        synthetic_config(str(tmp_path / "shape.json"))

@@ -213,3 +213,80 @@ def test_ignore_eos_goes_on(start):
     session = start(max_tokens=400, ignore_eos=True)
     stats = list(session.ask("And then?"))[-1].stats
     assert stats.finish_reason == "length" and len(stats.token_ids) == 400
+
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m['role'] != ['user', 'assistant'][loop.index0 % 2] %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+def strict(session):
+    from effllm.runtime.template import ChatTemplate
+
+    session.tokenizer.template = ChatTemplate(STRICT, session.tokenizer.special_tokens)
+    return session
+
+
+def test_a_turn_that_says_nothing_leaves_no_question_behind(start, tokenizer):
+    usual = tokenizer.template
+    try:
+        session = strict(start(max_tokens=0))
+        list(session.ask(QUESTION))
+        assert session.messages == []
+        session.max_tokens = 3
+        seen = []
+        for event in session.ask(QUESTION):
+            session.cancel()
+            seen.append(event)
+        assert seen[-1].stats.finish_reason == "cancelled"
+        assert [m["role"] for m in session.messages] in ([], ["user", "assistant"])
+        assert text_of(session.ask(QUESTION))
+    finally:
+        tokenizer.template = usual
+
+
+def test_cancelling_while_the_prompt_is_rendered_counts(start, monkeypatch):
+    session = start(max_tokens=40)
+    render = session.tokenizer.render_chat
+
+    def interrupted(*arguments, **options):
+        session.cancel()
+        return render(*arguments, **options)
+
+    monkeypatch.setattr(session.tokenizer, "render_chat", interrupted)
+    assert list(session.ask(QUESTION))[-1].stats.finish_reason == "cancelled"
+
+
+def test_a_failed_regenerate_or_continue_keeps_the_answer(start):
+    session = start()
+    list(session.ask(QUESTION))
+    before = list(session.messages)
+    session.system = "word " * 5000
+    for again in (session.regenerate, session.continue_):
+        with pytest.raises(ContextOverflow):
+            list(again())
+        assert session.messages == before
+
+
+def test_cached_tokens_are_those_that_were_not_run(start):
+    session = start()
+    list(session.ask(QUESTION))
+    assert list(session.regenerate())[-1].stats.cached_tokens == 16
+    session.undo()
+    stats = list(session.ask("Something else altogether, if you please, about a goose."))[-1].stats
+    assert stats.cached_tokens <= 3 and stats.to_json()["timings"]["prefill_tps"] > 0
+
+
+def test_a_surrogate_survives_saving(start, tmp_path):
+    session = start()
+    session.messages = [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "ok"}]
+    session.save(tmp_path / "talk.json")
+    other = start()
+    other.load(tmp_path / "talk.json")
+    assert other.messages == session.messages
+    (tmp_path / "bad.json").write_text('{"format": "effllm-session", "version": 1, "messages": [], "system": 5}')
+    with pytest.raises(EffllmError):
+        other.load(tmp_path / "bad.json")

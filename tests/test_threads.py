@@ -11,7 +11,7 @@ import numpy as np
 from effllm.kernels import warm
 from effllm.kernels.compile import cache_folder, cache_key, kernel
 from effllm.kernels.cpu.intrinsics import fetch_add, i64_at
-from effllm.kernels.threads import ThreadPool
+from effllm.kernels.threads import MOST_WORKERS, ThreadPool
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 
@@ -41,6 +41,19 @@ def test_every_block_once_whatever_the_threads_do():
         pool = ThreadPool(workers, spins)
         assert (run_jobs(pool, 2000, 13) == 2000).all()
         pool.close()
+
+
+def test_a_list_of_jobs_wakes_every_worker_there_can_be():
+    pool = ThreadPool(MOST_WORKERS + 9, spins=10)
+    assert pool.workers == MOST_WORKERS
+    done = np.zeros(5, np.int64)
+    args = np.array([5, done.ctypes.data], np.int64)
+    jobs = np.array([(count_blocks.address, args.ctypes.data, share) for share in (1, 1, 0, 1, 1)], np.int64)
+    for turn in range(1, 4):
+        time.sleep(0.05)  # all parked
+        pool.run_list(jobs)
+        assert (done == 5 * turn).all()
+    pool.close()
 
 
 def test_parked_workers_wake_up():
@@ -95,3 +108,16 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
 def test_the_cache_is_named_by_all_kernel_sources():
     folder = cache_folder()
     assert folder is not None and folder.name == cache_key() and len(cache_key()) == 16
+
+
+def test_a_damaged_cache_file_costs_time_once(tmp_path):
+    run = ("from effllm.kernels import warm\nwarm.load_all() if not warm.is_cold() else list(warm.warm())\n"
+           "from effllm.kernels.threads import ThreadPool\nThreadPool(2).close()\nprint('ran')")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    for damage in (False, True):
+        if damage:
+            for path in tmp_path.rglob("*.nbc"):
+                path.write_bytes(b"")
+        done = subprocess.run([sys.executable, "-c", run], env=environment, capture_output=True, text=True)
+        assert done.stdout == "ran\n", done.stderr[-1500:]
+    assert not list(tmp_path.rglob("complete"))
