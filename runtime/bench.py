@@ -100,9 +100,9 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
     """Measure; yields Progress per repetition and a BenchRow per test. Each test warms up once first."""
     if options.ctx > engine.n_ctx:
         raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}", f"-c {options.ctx}")
-    roof = _roof(engine)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, engine.config.vocab_size, options.ctx).tolist()
+    measured: list[tuple[int, int, list[float], int]] = []
     for prompt, gen in ((options.prompt, 0), (0, options.gen)):
         if not prompt and not gen:
             continue
@@ -111,7 +111,10 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         for done in range(options.repetitions):
             yield Progress(f"measuring {'pp' if prompt else 'tg'}", done, options.repetitions, "runs")
             samples.append(_once(engine, ids, options.depth, prompt, gen, options.columns))
-        yield _row(engine, options, name, prompt, gen, samples, roof)
+        measured.append((prompt, gen, samples, hardware.peak_rss()))
+    roof = _roof(engine)  # last: its buffer is no part of what the model takes
+    for prompt, gen, samples, peak in measured:
+        yield _row(engine, options, name, prompt, gen, samples, roof, peak)
 
 
 def _once(engine: Engine, ids: list[int], depth: int, prompt: int, gen: int, columns: int) -> float:
@@ -130,7 +133,8 @@ def _once(engine: Engine, ids: list[int], depth: int, prompt: int, gen: int, col
     return time.perf_counter() - started
 
 
-def _row(engine: Engine, options: BenchOptions, name: str, prompt: int, gen: int, samples: list[float], roof: float) -> BenchRow:
+def _row(engine: Engine, options: BenchOptions, name: str, prompt: int, gen: int, samples: list[float], roof: float,
+         peak: int) -> BenchRow:
     tokens = prompt or gen * options.columns
     rates = [tokens / seconds for seconds in samples]
     nanoseconds = [round(seconds * 1e9) for seconds in samples]
@@ -142,7 +146,7 @@ def _row(engine: Engine, options: BenchOptions, name: str, prompt: int, gen: int
         type_v=engine.options.kv, n_prompt=prompt, n_gen=gen, n_depth=options.depth, avg_ns=round(fmean(nanoseconds)),
         stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates), stddev_ts=_spread(rates), samples_ns=tuple(nanoseconds),
         samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=nbytes,
-        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=hardware.peak_rss())
+        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=peak)
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -48,6 +48,8 @@ def open_prepared(prepare_late: Callable[[], Prepared]) -> Iterator[Progress | N
     if warm.is_cold():
         for done, total in warm.warm():
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
+    if warm.cache_folder() is None:
+        yield Notice("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
     prepared = prepare_late()
     yield from (Notice(text) for text in prepared.notices)
     engine = Engine(prepared)

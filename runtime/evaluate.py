@@ -17,6 +17,8 @@ from .engine import Engine
 from .events import Progress
 from .text import Tokenizer
 
+FLOOR_TOKENS = 256  # both tables of log-probabilities are held at once: half a GB for a vocabulary of 128k
+
 
 @dataclass(frozen=True)
 class PerplexityResult:
@@ -109,7 +111,7 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
             yield Progress("scoring", done, total, "tokens")
         if len(window) == len(cut[0]):  # a short last window would count its exact tokens too heavily
             bits = engine.cache.bits_per_value
-    floor = _floor(reference, cut[0])
+    floor = _floor(reference, cut[0][:FLOOR_TOKENS])
     each = np.concatenate(divergence)
     yield KldResult(
         tokens=len(each), ppl=math.exp(np.concatenate(loss).mean()), ppl_ref=math.exp(np.concatenate(loss_ref).mean()),
@@ -119,7 +121,7 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
 
 
 def _floor(reference: Engine, window: list[int]) -> float:
-    """The reference against itself on one window, the prompt cut into single pages the second time."""
+    """The reference against itself on the beginning of a window, the prompt cut into single pages the second time."""
     whole = np.concatenate([log_softmax(logits) for _, logits in reference.score(window)])
     cut = np.concatenate([log_softmax(logits) for _, logits in reference.score(window, pages=1)])
     return float((np.exp(whole) * (whole - cut)).sum(-1).mean())
