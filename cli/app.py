@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, chat, doctor, list_, plan, run, show
+from . import bench, chat, doctor, list_, plan, quantize, run, show, verify
 from . import eval as evaluation
 from .environment import Environment
 from .errors import guarded
@@ -26,6 +26,7 @@ EXAMPLES = """examples
   effllm chat fable
   effllm run ./my-model -f question.txt > answer.txt
   effllm plan tinyllama --ram 2G -c 4096
+  effllm quantize ./my-model -o ./my-model-4bit --bits 4
   effllm bench fable -p 512 -n 64
 
 The answer goes to stdout, everything else to stderr. Every flag is also a variable: --ctx-size is EFFLLM_CTX_SIZE.
@@ -54,7 +55,7 @@ def build() -> typer.Typer:
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(name="effllm", cls=PlainGroup, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
     app.callback(cls=PlainGroup, invoke_without_command=True, help=HELP, epilog=EXAMPLES)(root)
-    for module in (run, chat, list_, show, plan, bench, evaluation, doctor):
+    for module in (run, chat, list_, show, plan, quantize, verify, bench, evaluation, doctor):
         module.register(app)
     return app
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .loading import find, follow, last
-from .options import OUTPUT, AnyModel, EngineFlags, Json
+from .loading import at_bits, find_any, follow, last
+from .options import OUTPUT, AnyModel, EngineFlags, Json, WeightFlags
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ MEASURE = "measurement"
 EXAMPLES = """examples
 
   effllm bench fable -p 512 -n 64
-  effllm bench --synthetic tinyllama-1.1b -d 1024 -r 5 -o json
+  effllm bench --synthetic tinyllama-1.1b --bits 4 -d 1024 -r 5 -o json
 """
 
 Synthetic = Annotated[str | None, flag(MEASURE, "--synthetic", "SHAPE", "random weights of a named shape or a config.json")]
@@ -38,8 +39,8 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic = None, prompt: PromptTokens = None, gen: GenTokens = None,
-          depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: EngineFlags, output: Output = "md",
-          json: Json = False) -> None:
+          depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: EngineFlags, weights: WeightFlags,
+          output: Output = "md", json: Json = False) -> None:
     """Tokens per second: reading a prompt (pp) and writing an answer (tg)."""
     from ..runtime.bench import BenchOptions, BenchRow, context_for
     from ..runtime.bench import bench as measure
@@ -50,12 +51,12 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
     asked = {"prompt": prompt, "gen": gen, "depth": depth, "repetitions": repetitions, "columns": columns}
     options = BenchOptions(**{name: value for name, value in asked.items() if value is not None})
-    prepare = preparation(model, synthetic, context_for(engine.options(), options), screen)
-    opened = last(follow(open_prepared(prepare), screen, Engine))
-    try:
-        rows = list(follow(measure(opened, options, model or f"{synthetic} (random)"), screen, BenchRow))
-    finally:
-        opened.close()
+    with preparation(model, synthetic, context_for(engine.options(), options), weights, screen) as prepare:
+        opened = last(follow(open_prepared(prepare), screen, Engine))
+        try:
+            rows = list(follow(measure(opened, options, model or f"{synthetic} (random)"), screen, BenchRow))
+        finally:
+            opened.close()
     if json or output == "json":
         screen.json([row.to_json() for row in rows])
     elif output == "csv":
@@ -64,15 +65,20 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
         write_table(rows, screen)
 
 
-def preparation(model: str | None, synthetic: str | None, options: EngineOptions, screen: Screen) -> Callable[[], Prepared]:
+@contextmanager
+def preparation(model: str | None, synthetic: str | None, options: EngineOptions, weights: WeightFlags,
+                screen: Screen) -> Iterator[Callable[[], Prepared]]:
     """Headers and plan, for when the engine opens."""
     from ..runtime.bench import prepare_synthetic
     from ..runtime.engine import prepare
 
-    if synthetic is not None:
-        return lambda: prepare_synthetic(synthetic, options)
-    folder = find(model, screen).folder
-    return lambda: prepare(folder, options)
+    if synthetic is None:
+        with at_bits(find_any(model, screen), weights, screen, options.threads) as ref:
+            yield lambda: prepare(ref.folder, options)
+        return
+    if weights.keep:
+        raise UsageError("random weights are never kept", "drop --keep")
+    yield lambda: prepare_synthetic(synthetic, options, None if weights.bits is None else f"{weights.bits}bit")
 
 
 def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:

@@ -8,8 +8,8 @@ import typer
 
 from .. import UsageError
 from .flags import add_command
-from .loading import find, open_session
-from .options import AnswerFlags, EngineFlags, Model, SamplingFlags, Stats
+from .loading import at_bits, find_any, open_session
+from .options import AnswerFlags, EngineFlags, Model, SamplingFlags, Stats, WeightFlags
 from .prompt import read_prompt
 from .screen import Screen
 
@@ -29,16 +29,16 @@ def register(app: typer.Typer) -> None:
     add_command(app, "chat", "talk to a model", chat, EXAMPLES)
 
 
-def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags,
+def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, weights: WeightFlags,
          stats: Stats = False) -> int:
     """Chat in the terminal; piped text is answered once, as by `run`."""
     screen = Screen(context.obj)
-    ref = find(model, screen)
-    if not screen.environment.is_terminal(screen.environment.stdin):
-        from .run import answer_once
+    with at_bits(find_any(model, screen), weights, screen, engine.threads) as ref:
+        if not screen.environment.is_terminal(screen.environment.stdin):
+            from .run import answer_once
 
-        return answer_once(screen, ref, read_prompt(None, "-", screen), answer, sampling, engine, stats=stats)
-    return converse(screen, ref, answer, sampling, engine, stats)
+            return answer_once(screen, ref, read_prompt(None, "-", screen), answer, sampling, engine, stats=stats)
+        return converse(screen, ref, answer, sampling, engine, stats)
 
 
 def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, stats: bool) -> int:

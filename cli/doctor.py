@@ -19,12 +19,12 @@ from .options import OUTPUT, Json
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from ..runtime.diagnose import Diagnosis, KernelChoice
+    from ..runtime.diagnose import Diagnosis, KernelChoice, Measurement
 
 TRIAL = ("run", "fable", "--raw", "Once upon a time", "-n", "8", "--temp", "0", "--device", "cpu", "--json")
 TRIAL_TIMEOUT_S = 300
 
-Warm = Annotated[bool, flag(OUTPUT, "--warm", "", "compile the kernels now, so that the next run starts at once")]
+Warm = Annotated[bool, flag(OUTPUT, "--warm", "", "compile and measure the kernels now, so that the next run starts at once")]
 
 
 def register(app: typer.Typer) -> None:
@@ -91,8 +91,22 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
     screen.table(("kernel", "stored", "tokens", "runs as", "because"),
                  [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in report.kernels], right=(2,))
     screen.line()
+    show_measured(screen, report.measured)
+    screen.line()
+
+
+def show_measured(screen: Screen, measured: tuple[Measurement, ...]) -> None:
+    """Dot products against table lookup, as measured on this machine."""
+    if not measured:
+        screen.line("dot products or table lookup: nothing measured yet; a model that needs it measures, or `effllm doctor --warm`")
+        return
+    rows = [(str(each.case.bits), str(each.case.group), str(each.case.depth), str(each.case.threads), f"{each.timing.dot / 1e9:.1f}",
+             f"{each.timing.lut / 1e9:.1f}", each.kernel, each.reason) for each in measured]
+    screen.table(("bits", "group", "inputs", "threads", "dot", "lut", "runs as", "because"), rows, right=(0, 1, 2, 3, 4, 5))
+    screen.line("dot, lut: billions of weights a second for one token")
 
 
 def reason(choice: KernelChoice) -> str:
-    """Why something slower runs; nothing where the first choice does."""
-    return "; ".join(f"{name}: {why}" for name, why in choice.declined) if choice.fallback else ""
+    """Why something slower runs, or for one token of a low-bit weight something else; nothing where the first choice does."""
+    told = choice.fallback or (choice.op == "low-bit matrix" and choice.columns == 1)
+    return "; ".join(f"{name}: {why}" for name, why in choice.declined) if told else ""

@@ -83,3 +83,10 @@ class Environment:
         from platformdirs import user_state_path
 
         return user_state_path("effllm", appauthor=False)
+
+    @property
+    def models_folder(self) -> Path:
+        """Models that this program made and keeps. Not created here."""
+        from platformdirs import user_data_path
+
+        return user_data_path("effllm", appauthor=False) / "models"

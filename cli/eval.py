@@ -9,8 +9,8 @@ import typer
 
 from .flags import add_command, flag
 from .help import PlainGroup
-from .loading import find, follow, last, loaded, open_with_progress
-from .options import EngineFlags, Json, Model
+from .loading import at_bits, find, find_any, follow, last, loaded, open_with_progress
+from .options import EngineFlags, Json, Model, WeightFlags
 from .prompt import read_file, read_stream
 from .screen import Screen
 
@@ -32,7 +32,7 @@ KLD_EXAMPLES = """examples
 """
 
 Text = Annotated[str, flag(TEXT, "--text", "FILE", "the text to score, - is standard input")]
-Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one, with a 32-bit cache)")]
+Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one as it is stored, with a 32-bit cache)")]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,14 +42,14 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="eval", rich_help_panel="measure")
 
 
-def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, json: Json = False) -> None:
+def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, json: Json = False) -> None:
     """Perplexity over windows of -c tokens (1024) that share nothing."""
     from ..runtime.evaluate import PerplexityResult, perplexity
 
     screen = Screen(context.obj)
     content = read_text(text, screen)
-    ref = find(model, screen)
-    with loaded(ref, windowed(ref, engine), screen) as at_hand:
+    found = find_any(model, screen)
+    with at_bits(found, weights, screen, engine.threads) as ref, loaded(ref, windowed(ref, engine), screen) as at_hand:
         result = last(follow(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx), screen, PerplexityResult))
     if json:
         screen.json(result.to_json())
@@ -57,7 +57,8 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, j
         screen.pairs((("tokens", str(result.tokens)), ("perplexity", f"{result.ppl:.4f} ± {result.ppl_error:.4f}")))
 
 
-def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, against: Against = None, json: Json = False) -> None:
+def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, against: Against = None,
+        json: Json = False) -> None:
     """KL divergence of the next-token distributions from a reference, token by token."""
     from dataclasses import replace
 
@@ -66,10 +67,10 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, a
 
     screen = Screen(context.obj)
     content = read_text(text, screen)
-    ref = find(model, screen)
-    reference_ref = find(against, screen) if against else ref
-    options = windowed(ref, engine)
-    with loaded(ref, options, screen) as at_hand:
+    found = find_any(model, screen)
+    reference_ref = find(against, screen) if against else found  # a model at --bits is held against itself as it is stored
+    options = windowed(found, engine)
+    with at_bits(found, weights, screen, engine.threads) as ref, loaded(ref, options, screen) as at_hand:
         reference = open_with_progress(reference_ref.folder, replace(options, kv="32bit"), screen)
         try:
             result = last(follow(compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx), screen, KldResult))

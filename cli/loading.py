@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from .. import EffllmError, ModelNotFound
+from .. import EffllmError, ModelNotFound, UsageError
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..runtime.engine import Engine, EngineOptions
     from ..runtime.session import Session
     from ..runtime.text import Tokenizer
-    from .options import AnswerFlags, EngineFlags, SamplingFlags
+    from .options import AnswerFlags, EngineFlags, SamplingFlags, WeightFlags
 
 LARGEST_JSON = 1 << 20
 Result = TypeVar("Result")
@@ -34,12 +34,49 @@ class Loaded:
 
 def find(model: str, screen: Screen) -> ModelRef:
     """The model of that name, its files present. A sentence in its place is told apart from a typing error."""
+    ref = find_any(model, screen)
+    if ref.variant:
+        raise UsageError(f"{model} would be quantized as it is loaded, which this command does not do",
+                         f"effllm quantize {model.rpartition(':')[0]} -o DIR --spec {ref.variant}, then give DIR")
+    return ref
+
+
+def find_any(model: str, screen: Screen) -> ModelRef:
+    """`find` for a command that goes on with `at_bits`: the name may end in a format."""
     from ..runtime.catalog import resolve
 
     if " " in model.strip() and not Path(model).exists():
         raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
                             f'effllm run fable "{shortened(model)}"')
     return resolve(model, screen.environment.variables)
+
+
+@contextmanager
+def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, threads: int | None = None) -> Iterator[ModelRef]:
+    """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run."""
+    from ..runtime import on_load
+    from ..runtime.convert import Converted
+
+    bits = f"{weights.bits}bit" if weights.bits is not None else ref.variant
+    if bits is None:
+        if weights.keep:
+            raise UsageError("--keep keeps what --bits makes", f"effllm run {ref.text} --bits 4 --keep")
+        yield ref
+        return
+    if ref.variant not in (None, bits):
+        raise UsageError(f"{ref.text} and --bits {weights.bits} disagree", "give one of them")
+    request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, threads)
+    if kept := on_load.find_kept(request):
+        screen.note(f"weights of {bits} from {kept}")
+        yield replace(ref, folder=kept)
+    elif weights.keep:
+        request.folder.parent.mkdir(parents=True, exist_ok=True)
+        last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted))
+        yield replace(ref, folder=request.folder)
+    else:
+        with on_load.temporary_folder() as folder:
+            last(follow(on_load.quantize_on_load(request, folder / "model"), screen, Converted))
+            yield replace(ref, folder=folder / "model")
 
 
 def shortened(text: str) -> str:

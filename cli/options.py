@@ -51,6 +51,9 @@ class EngineFlags:
 
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, flag(COMPUTE, "--device", "auto|cpu|cuda", "where layers live (auto)")] = None
     threads: Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")] = None
+    kernel: Annotated[Literal["auto", "dot", "lut"] | None, flag(COMPUTE, "--kernel", "auto|dot|lut",
+                                                                 "low-bit weights: dot products or lookup, by measurement (auto)")] = None
+    exact: Annotated[bool, flag(COMPUTE, "--exact", "", "low-bit weights times float32 activations: slower, nothing rounded")] = False
     gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "layers on the GPU (as many as fit)")] = None
     strict: Annotated[bool, flag(COMPUTE, "--strict", "", "an unknown key in the model's config is an error")] = False
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N", "context in tokens (the model's, or what fits of it)")] = None
@@ -67,6 +70,14 @@ class EngineFlags:
         from ..runtime.engine import EngineOptions
 
         return EngineOptions(**given(self), **{name: value for name, value in more.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class WeightFlags:
+    """Weights made small while they are loaded."""
+
+    bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights on load (as they are stored)")] = None
+    keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, to be found by the next run")] = False
 
 
 @dataclass(frozen=True)

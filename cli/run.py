@@ -9,8 +9,8 @@ import typer
 from .. import UsageError
 from .errors import INTERRUPTED
 from .flags import add_command, flag
-from .loading import find, open_session
-from .options import ANSWER, AnswerFlags, AnyModel, EngineFlags, Json, SamplingFlags, Stats, Yes
+from .loading import at_bits, find_any, open_session
+from .options import ANSWER, AnswerFlags, AnyModel, EngineFlags, Json, SamplingFlags, Stats, WeightFlags, Yes
 from .prompt import read_prompt
 from .screen import Screen
 
@@ -37,22 +37,23 @@ def register(app: typer.Typer) -> None:
 
 
 def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, raw: Raw = False,
-        ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, stats: Stats = False,
-        json: Json = False, yes: Yes = False) -> int:
+        ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, weights: WeightFlags,
+        stats: Stats = False, json: Json = False, yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
     screen = Screen(context.obj)
     model = model or offer_default(screen, yes)
     if raw and answer.system is not None:
         raise UsageError("--system has no place in --raw text", "drop one of them, or write the system prompt into the text")
-    ref = find(model, screen)
+    found = find_any(model, screen)
     text = read_prompt(prompt, file, screen)
-    if text is not None:
-        return answer_once(screen, ref, text, answer, sampling, engine, raw=raw, ignore_eos=ignore_eos, stats=stats, json=json)
-    if json or raw or ignore_eos:
+    if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {model} "your prompt"')
-    from .chat import converse
+    with at_bits(found, weights, screen, engine.threads) as ref:
+        if text is not None:
+            return answer_once(screen, ref, text, answer, sampling, engine, raw=raw, ignore_eos=ignore_eos, stats=stats, json=json)
+        from .chat import converse
 
-    return converse(screen, ref, answer, sampling, engine, stats)
+        return converse(screen, ref, answer, sampling, engine, stats)
 
 
 def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, *,

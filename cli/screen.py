@@ -164,4 +164,4 @@ def describe(event: Progress, elapsed: float) -> str:
     else:
         amount = f"{event.done}/{event.total}" + (f" {event.unit}" if event.unit not in event.phase else "")
         rate = f"{event.done / elapsed:.0f} {event.unit}/s" if event.unit == "tokens" else ""
-    return "  ".join(part for part in (event.phase, amount.strip(), share, rate) if part)
+    return "  ".join(part for part in (event.phase, amount.strip(), share, rate, event.detail) if part)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import typer
 
 from .flags import add_command
@@ -23,14 +21,18 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     """What a model is: shape, context, precision, licence."""
     from ..offload.size import format_size
     from ..runtime.engine import EngineOptions, prepare
+    from ..runtime.model import check_tensors
+    from ..runtime.model import parameters as count
     from ..runtime.text import Tokenizer
 
     screen = Screen(context.obj)
     ref = find(model, screen)
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
-    config, tensors = prepared.config, prepared.store.tensors.values()
+    config, container = prepared.config, prepared.container
+    groups = check_tensors(config, prepared.store, container)
     tokenizer = Tokenizer.load(ref.folder, config)
-    parameters, stored = sum(prod(info.shape) for info in tensors), sorted({info.dtype for info in tensors})
+    parameters, tensors = count(groups), [tensor for roles in groups.values() for tensor in roles.values()]
+    stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
     windows = sorted({window for window in config.windows if window is not None})
     if json:
         screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": ref.licence,
@@ -39,7 +41,10 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
                      "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
-                     "warnings": list(config.warnings)})
+                     "warnings": list(config.warnings),
+                     "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
+                                                                  "source": dict(container.source), "method": dict(container.method),
+                                                                  "calibration": dict(container.calibration)}})
         return
     for warning in config.warnings:
         screen.note(warning)
@@ -50,6 +55,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("folder", str(ref.folder)),
         ("licence", ref.licence or "not stated"),
         ("parameters", f"{counted(parameters)}, stored as {', '.join(stored)}, {format_size(prepared.store.nbytes)}"),
+        ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "
+                                                   f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}, feed-forward {config.intermediate_size}"),
         ("attention", f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"),
         ("window", ", ".join(f"{window} tokens" for window in windows)),

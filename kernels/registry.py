@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Call:
-    """What decides a choice: the op, the stored type, the number of columns (tokens), the activation."""
+    """What decides a choice: the op, the stored type, the number of columns (tokens), the activation; of low-bit weights the bits too, and
+    whether their codes lie in lookup order."""
 
     op: str
     stored: str = "f32"
     columns: int = 1
     act: str = "none"
+    bits: int = 0
+    looked_up: bool = False
 
 
 @dataclass(frozen=True)

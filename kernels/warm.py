@@ -1,7 +1,8 @@
-"""Every compiled function of the program, and the cold start that compiles them in a child process.
+"""Every compiled function that a run needs, and the cold start that compiles them in a child process.
 
 The child keeps the compiler's memory out of the run that follows, and a lock on the cache folder makes two cold starts share one
-compilation: the second waits and finds the work done. Run as `python -m effllm.kernels.warm`; prints `done total name` lines.
+compilation: the second waits and finds the work done. The child has helpers, one a core, that take the next function from a pipe. What only
+quantizing needs is compiled when that begins. Run as `python -m effllm.kernels.warm`; prints `name total` lines.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from pathlib import Path
 
 from .compile import COMPLETE, Jit, Kernel, cache_folder
 
+MOST_HELPERS = 4  # each takes some 200 MB while it compiles
+
 
 def compiled_functions() -> list[Kernel | Jit]:
-    """All kernels and compiled helpers, in the order a first run needs them."""
+    """All kernels and compiled helpers of a run, those first that take longest to compile."""
     from . import threads
-    from .cpu import attention, linear, roof, sampling
+    from .cpu import attention, gemm, linear, lut, lut_order, packed, packed_rows, roof, sampling
 
-    modules = (threads, linear, attention, sampling, roof)
+    modules = (packed, gemm, attention, linear, lut, lut_order, packed_rows, threads, sampling, roof)
     return [value for module in modules for value in vars(module).values() if isinstance(value, Kernel | Jit)]
 
 
@@ -41,9 +44,8 @@ def warm() -> Iterator[tuple[int, int]]:
     did not compile is compiled when it is first called."""
     command = [sys.executable, "-P", "-m", f"{__package__}.warm"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()) as child:
-        for line in child.stdout:
-            done, total, _ = line.split(" ", 2)
-            yield int(done), int(total)
+        for done, line in enumerate(child.stdout, 1):
+            yield done, int(line.rsplit(" ", 1)[1])
 
 
 def _environment() -> dict[str, str]:
@@ -67,11 +69,33 @@ def main() -> None:
         return
     with _locked(folder):
         functions = compiled_functions()
-        for done, function in enumerate(functions, 1):
-            function.load()
-            sys.stdout.write(f"{done} {len(functions)} {function.name}\n")
-            sys.stdout.flush()
+        _compile(functions, min(MOST_HELPERS, os.cpu_count() or 1))
         (folder / COMPLETE).touch()
+
+
+def _compile(functions: list[Kernel | Jit], processes: int) -> None:
+    """Compile all in this process and forked copies of it. Raises RuntimeError when a copy fails."""
+    take, give = os.pipe()
+    os.write(give, bytes(range(len(functions))))
+    os.close(give)
+    sys.stdout.flush()
+    helpers = []
+    for _ in range(processes - 1):
+        helper = os.fork()
+        if helper == 0:
+            _take(functions, take)
+            os._exit(0)
+        helpers.append(helper)
+    _take(functions, take)
+    os.close(take)
+    if any(os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1]) for helper in helpers):
+        raise RuntimeError("a compiler process failed")
+
+
+def _take(functions: list[Kernel | Jit], take: int) -> None:
+    while index := os.read(take, 1):
+        functions[index[0]].load()
+        os.write(1, f"{functions[index[0]].name} {len(functions)}\n".encode())  # one write: lines of two processes never mix
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ class Dims:
     rows: int
 
 
+def address(array: np.ndarray | None) -> int:
+    """Where an array's first value lies; 0 for None."""
+    return 0 if array is None else array.__array_interface__["data"][0]
+
+
 class Workspace:
     """Named float32 buffers of planned sizes. `take` returns a view; asking for more than was planned is a programming error."""
 

@@ -1,36 +1,91 @@
-"""What a weight's numbers are: bits, group and scheme, and from that its exact size.
+"""What a weight's numbers are: bits, group and scheme, and from that its exact size. The planner trusts `nbytes`.
 
-Raw schemes keep the type of the checkpoint. The planner trusts `nbytes`, so it is exact for every scheme.
+Raw schemes keep the type of the checkpoint. A low-bit weight is w[n, k] = row[n] * f(scale[n, k // group]) * v(code[n, k]):
+
+    codebook    v = levels[code], f = steps[scale], two small integer tables per tensor; groups of 16, scales of 4 bits
+    affine      v = code - zero[group]; scales and zeros of 8 bits
+    symmetric   v = code - 2**(bits - 1); scales of 8 bits
+    ternary     v = code - 1 of a code 0, 1, 2 kept in two bits; scales of 8 bits
+
+`outliers` is the share of weights that are corrected beside the base. `kernels/tiles.py` says how the bytes lie.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from decimal import Decimal
 from math import prod
 
 from .. import UsageError
+from ..kernels import tiles
 
 RAW_BITS = {"f32": 32, "f16": 16, "bf16": 16}
+GROUPS = {"codebook": (16,), "affine": (32, 64, 128), "symmetric": (16, 32, 64, 128), "ternary": (32, 64, 128)}
+BITS = {"codebook": (4, 3, 2), "affine": (8, 6, 5, 4, 3, 2), "symmetric": (8, 6, 5, 4, 3, 2), "ternary": (2,)}
+# What a person gets who names only a width.
+DEFAULTS = {"8bit": "symmetric8:32", "6bit": "symmetric6:32", "5bit": "symmetric5:32", "4bit": "codebook4:16", "3bit": "codebook3:16",
+            "2bit": "codebook2:16", "ternary": "ternary:64"}
+TEXT = re.compile(r"(codebook|affine|symmetric)([2-8]):(\d{2,3})|(ternary):(\d{2,3})")
+OUTLIERS = re.compile(r"(.+)\+(0?\.\d+|\d+(?:\.\d+)?%)")
+MOST_OUTLIERS = 0.05
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """`bits` per stored value, `group` values that share a scale (0: none), `scheme` by name. Raises UsageError for an unknown mix."""
+    """`bits` per stored code, `group` values that share a scale (0: none), `scheme` by name, `outliers` as a share.
+
+    Raises UsageError for an unknown mix.
+    """
 
     bits: int
     group: int
     scheme: str
+    outliers: float = 0.0
 
     def __post_init__(self) -> None:
-        if RAW_BITS.get(self.scheme) != self.bits or self.group != 0:
+        known = RAW_BITS.get(self.scheme) == self.bits and self.group == 0 and not self.outliers
+        if not known and not (self.bits in BITS.get(self.scheme, ()) and self.group in GROUPS[self.scheme]):
             raise UsageError(f"no weight format {self.scheme!r} with {self.bits} bits in groups of {self.group}",
-                             f"known: {', '.join(RAW_BITS)}")
+                             f"known: {', '.join(DEFAULTS)}, such as {DEFAULTS['4bit']}, affine4:64, symmetric8:32, {', '.join(RAW_BITS)}")
+        if not 0 <= self.outliers <= MOST_OUTLIERS:
+            raise UsageError(f"{self.outliers:.2%} of weights as outliers is too many", f"at most {MOST_OUTLIERS:.0%}")
 
     @classmethod
     def raw(cls, scheme: str) -> QuantSpec:
         """The spec of unquantized values: f32, f16 or bf16."""
         return cls(RAW_BITS.get(scheme, 0), 0, scheme)
 
+    @classmethod
+    def parse(cls, text: str) -> QuantSpec:
+        """`4bit`, `codebook4:16`, `affine4:64`, `ternary:64`, `bf16`, any low-bit one with `+0.5%` outliers. Raises UsageError."""
+        outliers, base = 0.0, text
+        if match := OUTLIERS.fullmatch(text):
+            base, share = match.groups()
+            outliers = float(share[:-1]) / 100 if share.endswith("%") else float(share)
+        base = DEFAULTS.get(base, base)
+        if base in RAW_BITS and not outliers:
+            return cls.raw(base)
+        match = TEXT.fullmatch(base)
+        if match is None:
+            raise UsageError(f"no weight format {text!r}", f"known: {', '.join(DEFAULTS)}, or one such as codebook4:16, affine4:64")
+        scheme, bits, group, ternary, ternary_group = match.groups()
+        return cls(2, int(ternary_group), ternary, outliers) if ternary else cls(int(bits), int(group), scheme, outliers)
+
+    def __str__(self) -> str:
+        if self.is_raw:
+            return self.scheme
+        width = "" if self.scheme == "ternary" else self.bits
+        return f"{self.scheme}{width}:{self.group}" + (f"+{Decimal(str(self.outliers)):f}" if self.outliers else "")
+
+    @property
+    def is_raw(self) -> bool:
+        return self.scheme in RAW_BITS
+
+    def sections(self, shape: tuple[int, int]) -> tiles.Sections:
+        """Where the parts of a low-bit weight `[N, K]` lie in its blob."""
+        return tiles.sections(shape, self.bits, self.scheme, self.group, self.outliers)
+
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Exact bytes of a tensor of this shape, padding between tensors not counted."""
-        return prod(shape) * self.bits // 8
+        """Exact bytes of a tensor of this shape, padding inside it included, padding between tensors not."""
+        return prod(shape) * self.bits // 8 if self.is_raw else self.sections(shape).nbytes

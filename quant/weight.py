@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from ..kernels.layout import STORED_TYPES
+from ..kernels.tiles import SCHEMES, TILE
 from .spec import QuantSpec
 
 RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np.dtype(np.uint16)}
@@ -20,11 +21,15 @@ RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np
 
 @dataclass(frozen=True)
 class Weight:
-    """`parts["data"]` holds raw values. `address` is for CPU kernels."""
+    """`parts["data"]` holds raw values `[N, K]`, or the blob of a low-bit weight as uint8. `address` is for CPU kernels.
+
+    `looked_up`: the codes of the blob have been put in lookup order (`kernels/cpu/lut_order.py`).
+    """
 
     spec: QuantSpec
     shape: tuple[int, ...]
     parts: Mapping[str, object]
+    looked_up: bool = False
 
     @cached_property
     def address(self) -> int:
@@ -37,6 +42,41 @@ class Weight:
         if data.nbytes != spec.nbytes(shape):
             raise ValueError(f"{data.nbytes} bytes for shape {shape} in {scheme}, expected {spec.nbytes(shape)}")
         return cls(spec, shape, {"data": data.view(RAW_NUMPY[scheme]).reshape(shape)})
+
+
+    @classmethod
+    def low_bit(cls, spec: QuantSpec, shape: tuple[int, int], blob: np.ndarray) -> Weight:
+        """Wrap the blob of a low-bit weight without copying. Raises ValueError when its size is not the shape's."""
+        if blob.nbytes != spec.nbytes(shape):
+            raise ValueError(f"{blob.nbytes} bytes for shape {shape} in {spec}, expected {spec.nbytes(shape)}")
+        return cls(spec, shape, {"data": blob})
+
+    @cached_property
+    def low_bit_fields(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the CPU kernels of low-bit weights read of it: address, kind, rows; then tiles, shift, addresses of its sections, outliers.
+
+        In the order of `kernels/cpu/packed.py`; 0 for a section that the format lacks.
+        """
+        spec, base, at = self.spec, self.address, self.spec.sections(self.shape)
+        place = lambda offset: base + offset if offset >= 0 else 0  # noqa: E731
+        shift = (spec.group // TILE).bit_length() - 1  # -1: half a tile
+        return ((base, spec.bits * 4 + SCHEMES[spec.scheme], self.shape[0]),
+                (at.depth // TILE, shift, place(at.scales), place(at.zeros), place(at.row_scales), place(at.tables), place(at.sparse),
+                 at.sparse_count))
+
+    def to_f32(self) -> np.ndarray:
+        """What the weight means, float32 `[N, K]`: a copy."""
+        if self.spec.is_raw:
+            return to_f32(self.parts["data"], self.spec.scheme)
+        from .codes import dequantize
+        from .pack import unpack
+
+        blob = self.parts["data"]
+        if self.looked_up:
+            from ..kernels.cpu.lut_order import restored
+
+            blob = restored(blob, self.spec, self.shape)
+        return dequantize(unpack(blob, self.spec, self.shape), self.spec)
 
 
 def to_f32(data: np.ndarray, scheme: str) -> np.ndarray:

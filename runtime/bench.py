@@ -18,6 +18,7 @@ from ..kernels.cpu.roof import read_bandwidth
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.memory import anonymous
+from ..quant.spec import QuantSpec
 from .engine import Engine
 from .events import Progress
 from .model import parameters
@@ -90,10 +91,11 @@ class BenchRow:
         return {**asdict(self), "test": self.test}
 
 
-def prepare_synthetic(shape: str, options: EngineOptions) -> Prepared:
-    """Like `prepare.prepare`, for random weights of a named shape."""
+def prepare_synthetic(shape: str, options: EngineOptions, spec: str | None = None) -> Prepared:
+    """Like `prepare.prepare`, for random weights of a named shape: bf16, or a format such as 4bit."""
     config = synthetic_config(shape)
-    return prepare_with(None, config, SyntheticStore(config), options)
+    store = SyntheticStore(config, None if spec is None else QuantSpec.parse(spec))
+    return prepare_with(None, config, store, options, store.container)
 
 
 def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress | BenchRow]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from math import prod
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError
+from ..quant.spec import DEFAULTS
 from . import hub
 from .config import read_config
 from .config_reader import ConfigError, Keys, show
@@ -24,6 +25,7 @@ KEYS = frozenset({"repo", "path", "revision", "licence", "gated", "params", "siz
 ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
 PARAMS = re.compile(r"[0-9]+(\.[0-9]+)?[MB]")
 BITS = (2, 3, 4, 5, 6, 8, 16)
+VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})")
 LOOK = "effllm list shows the models that are here; fable comes with effllm"
 
 
@@ -46,7 +48,10 @@ class CatalogEntry:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model whose files are at hand. Catalog facts are None for a folder that no alias stands for."""
+    """A model whose files are at hand. Catalog facts are None for a folder that no alias stands for.
+
+    `variant` is the format that was named after a colon (`fable:4bit`): the folder holds the model that it is to be made of.
+    """
 
     text: str
     folder: Path
@@ -57,6 +62,7 @@ class ModelRef:
     gated: bool = False
     size_bytes: int | None = None
     default_bits: int | None = None
+    variant: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,11 @@ def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
     text = text.strip()
     if not text:
         raise UsageError("no model is named", LOOK)
+    if (match := VARIANT.fullmatch(text)) and not _exists(Path(text)):
+        ref = resolve(match.group(1), env)
+        if ref.variant:
+            raise UsageError(f"{show(text)} names two formats", f"leave one away: {show(match.group(1))}")
+        return replace(ref, text=text, variant=match.group(2))
     looks_like_path = text.startswith(("/", "./", "../", "~", ".\\")) or text in (".", "..") or text.endswith("/")
     path = hub.expand(text, env) if text.startswith("~") else Path(text)
     if looks_like_path or (len(path.parts) > 1 and _exists(path)):
@@ -140,11 +151,11 @@ def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """name[@revision]; a variant after a colon is refused by name."""
+    """name[@revision]; what follows a colon and is no format is refused by name."""
     base, colon, variant = text.partition(":")
     if colon:
-        raise UsageError(f"{show(':' + variant)} names a variant, which this version does not have: a model runs as it is stored",
-                         f"leave it away: {show(base)}")
+        raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
+                         f"known: {', '.join(DEFAULTS)}; or leave it away: {show(base)}")
     name, at, revision = base.partition("@")
     if at and not hub.is_revision(revision):
         raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")
@@ -247,11 +258,12 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
 
 def _local(name: str, folder: Path, source: str, licence: str | None) -> LocalModel | None:
     from ..offload.checkpoint import TensorStore
+    from .container import read_container
 
     try:
-        family = read_config(folder).family
+        family, made = read_config(folder).family, read_container(folder)
         with TensorStore.open(folder) as store:
-            elements = sum(prod(info.shape) for info in store.tensors.values())
+            elements = sum(prod(tensor.shape) for tensor in (store if made is None else made).tensors.values())
             return LocalModel(name, family, folder, store.nbytes, elements, source, licence)
     except EffllmError:
         return None

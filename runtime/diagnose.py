@@ -11,19 +11,21 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 from .. import __version__
-from ..kernels import compile, warm
-from ..kernels.cpu.ops import default_registry
+from ..kernels import choice, compile, warm
+from ..kernels.cpu.ops import LOW_BIT, default_registry
 from ..kernels.layout import STORED_TYPES
 from ..kernels.registry import Call
-from ..offload.hardware import Machine, describe
+from ..offload.hardware import Machine, cpu_threads, describe
+from ..quant.spec import DEFAULTS, QuantSpec
 from .events import Progress
 
 # (op, columns) that tell the candidates apart: one token, and a chunk of a prompt.
-CALLS = {"matrix": (1, 512), "rotate": (1,), "attend": (1,)}
-STORED = {"matrix": tuple(STORED_TYPES), "rotate": ("f32",), "attend": ("f32", "f16")}
+CALLS = {"matrix": (1, 512), LOW_BIT: (1, 512), "rotate": (1,), "attend": (1,)}
+STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64"), "rotate": ("f32",), "attend": ("f32", "f16")}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,16 @@ class KernelChoice:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """What was measured of a kind of low-bit weights: weights per second by dot products and by lookup, the kernel they get and why."""
+
+    case: choice.Case
+    timing: choice.Timing
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """`cache_folder` is None where no folder for compiled kernels can be written; `cold`: the next run compiles first."""
 
@@ -50,6 +62,7 @@ class Diagnosis:
     cache_folder: Path | None
     cold: bool
     kernels: tuple[KernelChoice, ...]
+    measured: tuple[Measurement, ...]
     torch: bool
 
     def to_json(self) -> dict[str, object]:
@@ -60,20 +73,33 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         version=__version__, python=platform.python_version(), libraries={name: version(name) for name in ("numpy", "numba", "tokenizers")},
         machine=describe(), compiled_for=tuple(sorted(compile.cpu_features())), cache_folder=compile.cache_folder(), cold=warm.is_cold(),
-        kernels=kernel_choices(), torch=find_spec("torch") is not None)
+        kernels=kernel_choices(), measured=measurements(), torch=find_spec("torch") is not None)
 
 
 def kernel_choices() -> tuple[KernelChoice, ...]:
     registry = default_registry()
     found = []
-    for call in (Call(op, stored, columns) for op in CALLS for columns in CALLS[op] for stored in STORED[op]):
-        choice = registry.select(call)
-        found.append(KernelChoice(call.op, call.stored, call.columns, choice.candidate.name, choice.candidate.fallback, choice.declined))
+    for op, widths in CALLS.items():
+        for columns, stored in product(widths, STORED[op]):
+            spec = QuantSpec.parse(stored) if op == LOW_BIT else None
+            selected = registry.select(Call(op, stored, columns) if spec is None else Call(op, spec.scheme, columns, bits=spec.bits))
+            found.append(KernelChoice(op, stored, columns, selected.candidate.name, selected.candidate.fallback, selected.declined))
     return tuple(found)
 
 
+def measurements() -> tuple[Measurement, ...]:
+    """What is remembered of dot products against lookup, in the order of bits, inputs and threads."""
+    known = sorted(choice.remembered().items(), key=lambda item: (item[0].bits, item[0].depth, item[0].threads, item[0].group))
+    return tuple(Measurement(case, timing, timing.kernel, timing.reason) for case, timing in known)
+
+
 def warm_up() -> Iterator[Progress]:
-    """Compile every kernel that is not compiled yet."""
+    """Compile every kernel that is not compiled yet, and measure the choice between kernels for common kinds of weights."""
     if warm.is_cold():
         for done, total in warm.warm():
             yield Progress("compiling kernels", done, total, "kernels")
+    common, known = choice.common(cpu_threads()), choice.remembered()
+    unknown = [(case, rows) for case, rows in common if case not in known]
+    if unknown and compile.cache_folder() is not None:
+        for done, total in choice.measure(unknown):
+            yield Progress("measuring kernels", done, total, "kinds of weights")

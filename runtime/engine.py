@@ -43,6 +43,7 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
 def open_prepared(prepare_late: Callable[[], Prepared]) -> Iterator[Progress | Notice | Engine]:
     """`open_engine` for a plan made otherwise; it is made after the kernels are compiled, so that it sees the memory that is left."""
     from ..kernels import warm
+    from . import lookup
 
     started = time.monotonic()
     if warm.is_cold():
@@ -54,8 +55,10 @@ def open_prepared(prepare_late: Callable[[], Prepared]) -> Iterator[Progress | N
     yield from (Notice(text) for text in prepared.notices)
     engine = Engine(prepared)
     try:
+        yield from lookup.measure(prepared, engine.model.tensors)
         for done, total in engine.model.load():
             yield Progress("loading", done, total, "bytes")
+        yield from lookup.arrange(engine.model, prepared)
     except BaseException:
         engine.close()
         raise
@@ -64,11 +67,11 @@ def open_prepared(prepare_late: Callable[[], Prepared]) -> Iterator[Progress | N
     yield engine
 
 
-def _backends(devices: Sequence[str], widths: Dims, workers: int) -> dict[str, object]:
-    from ..kernels.cpu.ops import CpuOps
+def _backends(devices: Sequence[str], widths: Dims, workers: int, exact: bool) -> dict[str, object]:
+    from ..kernels.cpu.ops import CpuOps, default_registry
     from ..kernels.threads import ThreadPool
 
-    backends: dict[str, object] = {"cpu": CpuOps(ThreadPool(workers), widths)}
+    backends: dict[str, object] = {"cpu": CpuOps(ThreadPool(workers), widths, default_registry(exact=exact))}
     if "cuda" in devices:
         from ..kernels.cuda.torch_ops import TorchOps
 
@@ -84,8 +87,9 @@ class Engine:
         self.prepared, self.config, self.options = prepared, config, options
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS)
-        self.backends = backends or _backends(self.placement.devices, widths, worker_count(options))
-        self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx, mmap=options.load == "mmap")
+        self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact)
+        self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
+                           mmap=options.load == "mmap", container=prepared.container)
         self.cache = self.new_cache()
         self.tokens: list[int] = []
         self.truncated = False

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """A long operation moved on: `done` of `total` in `unit` (bytes, kernels, tokens)."""
+    """A long operation moved on: `done` of `total` in `unit` (bytes, kernels, tokens). `detail` names what it is at, a tensor say."""
 
     phase: str
     done: int
     total: int
     unit: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)

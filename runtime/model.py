@@ -7,19 +7,22 @@ that a pager that streams them changes nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
+from ..offload.memory import anonymous
 from ..offload.pager import ResidentPager
 from ..quant.spec import QuantSpec
-from ..quant.weight import Linear, Norm, Weight, to_f32
+from ..quant.weight import RAW_NUMPY, Linear, Norm, Weight, to_f32
 from . import families
 from .cache import AttnSpec, KVCache
 from .config import ModelConfig
+from .container import Container
 from .families import LayerWeights, TensorRule
 from .rope import RopeTable, rope_table
 
@@ -31,12 +34,30 @@ def no_tap(name: str, layer: int, value: object) -> None:
     """The tap of a run that records nothing."""
 
 
-def check_tensors(config: ModelConfig, store: TensorStore) -> dict[int | str, dict[str, TensorInfo]]:
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of the model: where its bytes are, what they mean, and the shape of the weight."""
+
+    info: TensorInfo
+    spec: QuantSpec
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.info.nbytes
+
+
+def check_tensors(config: ModelConfig, store: TensorStore, container: Container | None = None) -> dict[int | str, dict[str, ModelTensor]]:
     """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type."""
     family = families.get(config.family)
+    low_bit = {} if container is None else {name: stored for name, stored in container.tensors.items() if not stored.spec.is_raw}
     groups: dict[int | str, dict[str, TensorRule]] = {"outer": family.outer_tensors(config)}
     groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
-    found: dict[int | str, dict[str, TensorInfo]] = {}
+    found: dict[int | str, dict[str, ModelTensor]] = {}
     for key, rules in groups.items():
         found[key] = {}
         for role, rule in rules.items():
@@ -44,12 +65,17 @@ def check_tensors(config: ModelConfig, store: TensorStore) -> dict[int | str, di
             if info is None:
                 raise CheckpointError(f"tensor {rule.name} is missing",
                                       "the config and the weights are of different models, or the download is incomplete")
-            if tuple(info.shape) != tuple(rule.shape):
-                raise CheckpointError(f"tensor {rule.name} has shape {list(info.shape)}, the config says {list(rule.shape)}",
+            stored = low_bit.get(rule.name)
+            shape = tuple(info.shape if stored is None else stored.shape)
+            if shape != tuple(rule.shape):
+                raise CheckpointError(f"tensor {rule.name} has shape {list(shape)}, the config says {list(rule.shape)}",
                                       "the config and the weights are of different models")
-            if info.dtype not in SCHEMES:
+            if stored is None and info.dtype not in SCHEMES:
                 raise CheckpointError(f"tensor {rule.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}")
-            found[key][role] = info
+            if stored is not None and info.nbytes != stored.nbytes:
+                raise CheckpointError(f"tensor {rule.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
+                                      "quantize the model again")
+            found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape)
     return found
 
 
@@ -69,13 +95,15 @@ class Model:
     """`backends` maps device names to ops; `devices` names each layer's. The embedding and the head run on the host's backend."""
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
-                 mmap: bool = False) -> None:
+                 mmap: bool = False, container: Container | None = None) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
-        self.tensors = check_tensors(config, store)
+        self.tensors = check_tensors(config, store, container)
         self.rope: RopeTable | None = rope_table(config.rope, config.head_dim, ctx, config.max_position_embeddings)
-        host = {key: list(roles.values()) for key, roles in self.tensors.items() if key == "outer" or devices[key] == "cpu"}
+        host = {key: [tensor.info for tensor in roles.values()] for key, roles in self.tensors.items()
+                if key == "outer" or devices[key] == "cpu"}
         self.pager = ResidentPager(store, host, mmap=mmap)
-        self._block = families.get(config.family).block
+        self.block = families.get(config.family).block
+        self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._on_device: dict[int, LayerWeights] = {}
 
@@ -103,7 +131,7 @@ class Model:
         for layer, device in enumerate(self.devices):
             if device != "cpu":
                 roles = self.tensors[layer]
-                raw = {info.name: self.store.read(info) for info in roles.values()}
+                raw = {tensor.name: self.store.read(tensor.info) for tensor in roles.values()}
                 self._on_device[layer] = self._layer_weights(roles, raw, self.backends[device])
                 done += sum(info.nbytes for info in roles.values())
                 yield done, total
@@ -116,19 +144,19 @@ class Model:
 
     # -- weights ---------------------------------------------------------------------------------------------------------------
 
-    def _layer_weights(self, roles: Mapping[str, TensorInfo], raw: Mapping[str, np.ndarray], ops: object) -> LayerWeights:
+    def _layer_weights(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
+                       looked_up: Collection[str] = ()) -> LayerWeights:
         """Wrap raw bytes as the records that a block takes."""
         config = self.config
 
         def vector(role: str) -> object | None:
-            info = roles.get(role)
-            return None if info is None else ops.put(to_f32(_typed(raw[info.name], info.dtype), SCHEMES[info.dtype]), "f32")
+            return None if role not in roles else ops.put(_vector(roles[role], raw), "f32")
 
         def linear(role: str) -> Linear:
-            info = roles[role]
-            scheme = SCHEMES[info.dtype]
-            data = ops.put(_typed(raw[info.name], info.dtype).reshape(info.shape), scheme)
-            return Linear(Weight(QuantSpec.raw(scheme), tuple(info.shape), {"data": data}), vector(f"{role}_bias"))
+            tensor = roles[role]
+            data = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
+            shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
+            return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"))
 
         def norm(role: str) -> Norm | None:
             return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
@@ -137,33 +165,53 @@ class Model:
                             k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm"), gate=linear("gate"), up=linear("up"),
                             down=linear("down"))
 
+    def read_layer(self, layer: int) -> LayerWeights:
+        """A layer's weights straight from the store, for a pass that goes layer by layer; `load` need not have run. The host's."""
+        raw = {tensor.name: anonymous(tensor.nbytes) for tensor in self.tensors[layer].values()}
+        for tensor in self.tensors[layer].values():
+            self.store.read_into(tensor.info, raw[tensor.name])
+        return self._layer_weights(self.tensors[layer], raw, self.backends["cpu"])
+
+    def read_norm(self) -> Norm:
+        """The norm before the head, straight from the store."""
+        tensor = self.tensors["outer"]["norm"]
+        return Norm(self.config.norm_kind, _vector(tensor, {tensor.name: self.store.read(tensor.info)}), None, self.config.norm_eps)
+
+    def read_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of an unquantized embedding straight from the store, float32 [T, D]."""
+        tensor = self.tensors["outer"]["embed"]
+        distinct, places = np.unique(ids, return_inverse=True)
+        rows = np.concatenate([self.store.read(tensor.info, int(row), int(row) + 1) for row in distinct])
+        return to_f32(_typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
+
     def _outer(self, raw: Mapping[str, np.ndarray]) -> tuple[Weight, Norm, Linear]:
         roles, host = self.tensors["outer"], self.backends["cpu"]
 
         def weight(role: str) -> Weight:
-            info = roles[role]
-            return Weight.raw(SCHEMES[info.dtype], tuple(info.shape), raw[info.name])
+            tensor = roles[role]
+            make = Weight.raw if tensor.spec.is_raw else Weight.low_bit
+            return make(tensor.spec.scheme if tensor.spec.is_raw else tensor.spec, tensor.shape, raw[tensor.name])
 
-        info = roles["norm"]
-        norm = Norm(self.config.norm_kind, host.put(to_f32(_typed(raw[info.name], info.dtype), SCHEMES[info.dtype]), "f32"), None,
-                    self.config.norm_eps)
+        norm = Norm(self.config.norm_kind, host.put(_vector(roles["norm"], raw), "f32"), None, self.config.norm_eps)
         embed = weight("embed")
         return embed, norm, Linear(weight("head") if "head" in roles else embed)
 
     def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
         """Records over leased memory; made once while the memory stays where it is."""
         if key not in self._wrapped or self._wrapped[key][0] is not raw:
-            made = self._outer(raw) if key == "outer" else self._layer_weights(self.tensors[key], raw, self.backends["cpu"])
+            made = self._outer(raw) if key == "outer" else self._layer_weights(self.tensors[key], raw, self.backends["cpu"], self.looked_up)
             self._wrapped[key] = (raw, made)
         return self._wrapped[key][1]
 
     def find_nan(self) -> str | None:
         """The name of a tensor that holds NaN or infinity, if one does."""
         for roles in self.tensors.values():
-            for info in roles.values():
-                values = to_f32(_typed(self.store.read(info), info.dtype), SCHEMES[info.dtype])
+            for tensor in roles.values():
+                raw = {tensor.name: self.store.read(tensor.info)}
+                low = None if tensor.spec.is_raw else Weight.low_bit(tensor.spec, tensor.shape, raw[tensor.name])
+                values = _vector(tensor, raw) if low is None else low.to_f32()
                 if not np.isfinite(values).all():
-                    return info.name
+                    return tensor.name
         return None
 
     # -- forward ---------------------------------------------------------------------------------------------------------------
@@ -184,12 +232,12 @@ class Model:
                 if device == "cpu":
                     with self.pager.lease(layer) as raw:
                         w = self._lease(layer, raw)
-                        x = self._block(ops, w, x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
+                        x = self.block(ops, w, x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
                         if not self.pager.resident:  # its memory may go when the lease ends
                             host.flush()
                 else:
                     w = self._on_device[layer]
-                    x = self._block(ops, w, x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
+                    x = self.block(ops, w, x, cache.layer(layer), step.positions, self.rope, self.config, layer, tap)
             if here != "cpu":
                 x = host.from_host(ops.to_host(x))
         cache.commit()
@@ -212,10 +260,15 @@ def _after_flush(host: object, tap: Tap) -> Tap:
     return see
 
 
-def _typed(raw: np.ndarray, dtype: str) -> np.ndarray:
-    return raw.view(np.float32 if dtype == "F32" else np.uint16)
+def _typed(raw: np.ndarray, spec: QuantSpec) -> np.ndarray:
+    return raw.view(RAW_NUMPY[spec.scheme]) if spec.is_raw else raw
 
 
-def parameters(tensors: Mapping[int | str, Mapping[str, TensorInfo]]) -> int:
+def _vector(tensor: ModelTensor, raw: Mapping[str, np.ndarray]) -> np.ndarray:
+    """A raw tensor as float32, flat."""
+    return to_f32(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
+
+
+def parameters(tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> int:
     """Number of parameters."""
-    return sum(prod(info.shape) for roles in tensors.values() for info in roles.values())
+    return sum(prod(tensor.shape) for roles in tensors.values() for tensor in roles.values())

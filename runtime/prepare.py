@@ -17,6 +17,7 @@ from ..offload.size import parse_size
 from ..quant.kv import codec
 from .cache import CacheShape, cache_nbytes
 from .config import ModelConfig, read_config
+from .container import Container, read_container
 from .model import check_tensors, dims
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
@@ -26,7 +27,8 @@ RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to run. `ctx` None: the smaller of the model's and what fits. Sizes like "6G". `overflow`: error or shift (forget the middle)."""
+    """How to run. `ctx` None: the smaller of the model's and what fits. Sizes like "6G". `overflow`: error or shift (forget the middle).
+    `kernel`: of low-bit weights and one token, dot products or lookup. `exact`: low-bit weights times float32 activations."""
 
     device: str = "auto"
     threads: int | None = None
@@ -42,9 +44,12 @@ class EngineOptions:
     force: bool = False
     overflow: str = "error"
     chunk: int = 512
+    kernel: str = "auto"
+    exact: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift")}
+        choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
+                   "kernel": ("auto", "dot", "lut")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"--{name} {getattr(self, name)!r} is not known", f"use {' or '.join(allowed)}")
@@ -52,6 +57,10 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {least}")
+        if self.exact and self.kernel == "lut":
+            raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
+        if self.exact:
+            object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
         codec(self.kv)
 
 
@@ -66,20 +75,23 @@ class Prepared:
     shape: CacheShape
     options: EngineOptions
     notices: tuple[str, ...]
+    container: Container | None = None
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
     """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists."""
-    return prepare_with(folder, read_config(folder, strict=options.strict), TensorStore.open(folder), options)
+    container = read_container(folder)
+    return prepare_with(folder, read_config(folder, strict=options.strict), TensorStore.open(folder), options, container)
 
 
-def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions) -> Prepared:
+def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
+                 container: Container | None = None) -> Prepared:
     """`prepare` for a config and a store at hand."""
     from ..kernels.cpu.ops import plan_workspace
 
-    tensors = check_tensors(config, store)
+    tensors = check_tensors(config, store, container)
     notices = list(config.warnings)
-    device = _device(options, notices)
+    device = _device(options, notices) if container is None else _device_of_low_bit(options, notices)
     sinks = CacheShape(1, options.kv_sink).sinks
     if options.kv_sink > PAGE:
         notices.append(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
@@ -104,8 +116,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
-    placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device, options.gpu_layers)
-    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes)
+    placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
+                     options.gpu_layers)
+    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes, container)
 
 
 def worker_count(options: EngineOptions) -> int:
@@ -149,6 +162,15 @@ def _device(options: EngineOptions, notices: list[str]) -> str:
         return "cuda"
     if options.device == "cuda":
         raise UsageError("--device cuda: torch finds no GPU here", "--device cpu")
+    return "cpu"
+
+
+def _device_of_low_bit(options: EngineOptions, notices: list[str]) -> str:
+    """cpu: the kernels of low-bit weights are the CPU's."""
+    if options.device == "cuda" or options.gpu_layers:
+        raise UsageError("low-bit weights run on the CPU in this version", "--device cpu, or the unquantized model")
+    if options.device == "auto" and Path("/dev/nvidiactl").exists():
+        notices.append("low-bit weights run on the CPU in this version; the GPU is not used")
     return "cpu"
 
 

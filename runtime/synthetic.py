@@ -1,22 +1,27 @@
 """Random weights of a named shape, for measuring speed without a download. They say nothing about quality and are never written to disk.
 
-A synthetic store looks like a TensorStore to the pager and the model. Its bytes are one block of small random bfloat16 numbers,
-repeated: speed does not depend on the values as long as none is subnormal or NaN.
+A synthetic store looks like a TensorStore to the pager and the model. Its bytes are one block of small random numbers, or of random
+codes, repeated: speed does not depend on the values as long as none is subnormal or NaN.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from .. import UsageError
+from ..kernels.tiles import LEVELS_NBYTES, MOST_LEVEL, STEPS_NBYTES
 from ..offload.checkpoint import TensorInfo
+from ..quant.recipe import Recipe
+from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32
 from . import families
 from .config import ModelConfig, parse_config
+from .container import Container, StoredTensor
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
           "torch_dtype": "bfloat16"}
@@ -33,29 +38,60 @@ BLOCK_NBYTES = 1 << 20
 
 
 class SyntheticStore:
-    """The tensors that a config asks for, all bf16, made up."""
+    """The tensors that a config asks for, made up: bf16, or low-bit by a recipe (`container` then says so)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
         family = families.get(config.family)
         layers = (family.layer_tensors(config, i) for i in range(config.num_hidden_layers))
-        rules = [rule for rules in (family.outer_tensors(config), *layers) for rule in rules.values()]
+        rules = [(role, rule) for rules in (family.outer_tensors(config), *layers) for role, rule in rules.items()]
         self.tensors: dict[str, TensorInfo] = {}
+        stored: dict[str, StoredTensor] = {}
+        recipe = None if spec is None else Recipe(spec)
         offset = 0
-        for rule in rules:
-            nbytes = 2 * prod(rule.shape)
-            self.tensors[rule.name] = TensorInfo(rule.name, "BF16", tuple(rule.shape), Path("synthetic"), offset, nbytes)
+        for role, rule in rules:
+            low = recipe is not None and len(rule.shape) == 2
+            own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("bf16")
+            stored[rule.name] = StoredTensor(rule.name, own, tuple(rule.shape), 0)
+            nbytes = own.nbytes(rule.shape)
+            dtype, shape = ("BF16", tuple(rule.shape)) if own.is_raw else ("U8", (nbytes,))
+            self.tensors[rule.name] = TensorInfo(rule.name, dtype, shape, Path("synthetic"), offset, nbytes)
             offset += nbytes
-        values = np.random.default_rng(0).standard_normal(BLOCK_NBYTES // 2, np.float32) * 0.02
-        self._block = from_f32(values, "bf16").view(np.uint8)
+        bits = 8 * offset / sum(prod(rule.shape) for _, rule in rules)
+        self.container = None if spec is None else Container(str(spec), bits, stored, {}, {}, {}, {})
+        self._starts, self._stored = [info.offset for info in self.tensors.values()], list(stored.values())
+        random = np.random.default_rng(0)
+        self._values = from_f32(random.standard_normal(BLOCK_NBYTES // 2, np.float32) * 0.02, "bf16").view(np.uint8)
+        self._codes = random.integers(0, 256, BLOCK_NBYTES, np.uint8)
 
     def read_at(self, file: Path, offset: int, out: memoryview) -> None:
         """Fill `out` as if read from `offset`."""
-        start = offset % BLOCK_NBYTES
-        for at in range(0, len(out), BLOCK_NBYTES):
-            part = out[at : at + BLOCK_NBYTES]
-            head = min(len(part), BLOCK_NBYTES - start)
-            part[:head] = memoryview(self._block[start : start + head])
-            part[head:] = memoryview(self._block[: len(part) - head])
+        done = 0
+        while done < len(out):
+            index = bisect_right(self._starts, offset + done) - 1
+            within, stored = offset + done - self._starts[index], self._stored[index]
+            part = out[done : done + stored.nbytes - within]
+            if stored.spec.is_raw:
+                _repeat(self._values, within, part)
+            else:
+                self._fill_blob(stored, within, part)
+            done += len(part)
+
+    def _fill_blob(self, stored: StoredTensor, start: int, out: memoryview) -> None:
+        """Random codes and scales, then zeros in the middle of the codes, small row scales and plain tables."""
+        _repeat(self._codes, start, out)
+        spec, at = stored.spec, stored.spec.sections(stored.shape)
+        tail = np.zeros(stored.nbytes - at.row_scales, np.uint8)
+        tail[: 2 * at.rows].view(np.uint16)[:] = from_f32(np.full(at.rows, 1e-5, np.float32), "bf16")
+        if at.tables >= 0:
+            levels = np.linspace(-MOST_LEVEL, MOST_LEVEL - 1, 1 << spec.bits).astype(np.int8)
+            tables = np.concatenate([np.resize(levels, LEVELS_NBYTES).view(np.uint8), np.arange(14, 14 + STEPS_NBYTES, dtype=np.uint8)])
+            tail[at.tables - at.row_scales :][: tables.size] = tables
+        _overlay(tail, at.row_scales, start, out)
+        middle = at.row_scales - (at.zeros if at.zeros >= 0 else at.scales)
+        if spec.scheme != "codebook":  # scales of one size: random ones would span 2**16
+            _overlay(np.full(middle, 64 if at.zeros < 0 else 1 << (spec.bits - 1), np.uint8), at.row_scales - middle, start, out)
+            if at.zeros >= 0:
+                _overlay(np.full(at.zeros - at.scales, 64, np.uint8), at.scales, start, out)
 
     def read(self, info: TensorInfo) -> np.ndarray:
         out = np.empty(info.nbytes, np.uint8)
@@ -67,6 +103,23 @@ class SyntheticStore:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _repeat(block: np.ndarray, start: int, out: memoryview) -> None:
+    """A block over and over, from `start` on."""
+    first = start % len(block)
+    for at in range(0, len(out), len(block)):
+        part = out[at : at + len(block)]
+        head = min(len(part), len(block) - first)
+        part[:head] = memoryview(block[first : first + head])
+        part[head:] = memoryview(block[: len(part) - head])
+
+
+def _overlay(piece: np.ndarray, begin: int, start: int, out: memoryview) -> None:
+    """Copy what of `piece`, which lies at `begin`, falls into `out`, which lies at `start`."""
+    low, high = max(begin, start), min(begin + len(piece), start + len(out))
+    if low < high:
+        out[low - start : high - start] = memoryview(piece[low - begin : high - begin])
 
 
 def synthetic_config(shape: str) -> ModelConfig:

@@ -48,7 +48,7 @@ CONFINED = {
     "huggingface_hub": ("runtime/hub.py",),
 }
 # Programs of their own that report to effllm through a pipe.
-CHILD_PROCESSES = {"kernels/warm.py"}
+CHILD_PROCESSES = {"kernels/warm.py", "kernels/choice.py"}
 # Test tools that must never become a part of the product.
 NEVER_IMPORTED = {"transformers", "pytest", "hypothesis", "pexpect", "safetensors.torch", "gguf"}
 LONGEST_FILE = 400

@@ -240,4 +240,4 @@ def test_doctor_names_the_machine_and_tries_a_model() -> None:
     report = json.loads(Ran("doctor", "--json").out)
     assert report["trial"]["ok"], report["trial"]
     assert report["machine"]["threads"] >= 1 and report["cold"] is False
-    assert {choice["stored"] for choice in report["kernels"]} == {"f32", "f16", "bf16"}
+    assert {"f32", "f16", "bf16", "codebook4:16", "symmetric8:32"} <= {choice["stored"] for choice in report["kernels"]}

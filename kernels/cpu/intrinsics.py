@@ -29,6 +29,8 @@ def _pointer(element: types.Type):
 
 
 f32_at, u16_at, i64_at, f64_at = _pointer(types.float32), _pointer(types.uint16), _pointer(types.int64), _pointer(types.float64)
+i8_at, u8_at, i32_at, u32_at = _pointer(types.int8), _pointer(types.uint8), _pointer(types.int32), _pointer(types.uint32)
+i16_at = _pointer(types.int16)
 
 
 @intrinsic

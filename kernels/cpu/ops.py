@@ -19,9 +19,10 @@ from ..compile import Kernel
 from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
 from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
-from ..workspace import Dims, Workspace
-from . import attention, linear
+from ..workspace import Dims, Workspace, address
+from . import attention, linear, low_bit, packed
 from .inner_loops import TILE_COLUMNS
+from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -31,13 +32,9 @@ if TYPE_CHECKING:  # records of the layer above; the kernels read their fields a
 
 FEW = 8
 MOST_JOBS = 4096
+LOW_BIT = "low-bit matrix"
 # Below this many multiply-adds a job costs less than waking the other threads.
 SHARE_FROM = 16_384
-
-
-def address(array: np.ndarray | None) -> int:
-    """Where an array's first value lies; 0 for None."""
-    return 0 if array is None else array.__array_interface__["data"][0]
 
 
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
@@ -48,11 +45,12 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
-                  attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim))
+                  attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide))
     blocks = dims.ctx // attention.PAGE + 3
     return {"x": chunk * dims.hidden, "y0": chunk * dims.heads * dims.head_dim, "y1": chunk * dims.kv_heads * dims.head_dim,
             "y2": chunk * dims.kv_heads * dims.head_dim, "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn,
-            "up": chunk * dims.ffn, "panels": columns * wide, "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
+            "up": chunk * dims.ffn, "panels": columns * wide, "low_panels": low_bit.panel_floats(chunk, wide),
+            "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2)}
 
 
@@ -68,18 +66,23 @@ def _native(call: Call) -> str:
     return _compiled(call) or ("" if HAS_HALF or call.stored != "f16" else "no half-precision conversion in this CPU")
 
 
-def default_registry(only: str | None = None) -> Registry:
-    """All CPU candidates; `only="reference"` keeps the NumPy ones (to check the others against)."""
+def default_registry(only: str | None = None, exact: bool = False) -> Registry:
+    """All CPU candidates; `only="reference"` keeps the NumPy ones (to check the others against). `exact`: low-bit weights in float32."""
     from .pages import LayerPages
 
     never = lambda call: ""  # noqa: E731
-    few = lambda accept: lambda call: accept(call) or ("" if call.columns <= FEW else f"more than {FEW} columns")  # noqa: E731
+    few = lambda accept, most=FEW: lambda call: accept(call) or ("" if call.columns <= most else f"more than {most} columns")  # noqa: E731
     candidates = [
         Candidate("matrix", "few columns", few(_native), CpuOps._few),
         Candidate("matrix", "register tiles", _native, CpuOps._many),
         Candidate("matrix", "few columns, half by shifts", few(_compiled), CpuOps._few, fallback=True),
         Candidate("matrix", "register tiles, half by shifts", _compiled, CpuOps._many, fallback=True),
         Candidate("matrix", "NumPy reference", never, CpuOps._reference, fallback=True),
+        *([Candidate(LOW_BIT, "float32 tiles", low_bit.declines, low_bit.run_exact)] if exact else []),
+        Candidate(LOW_BIT, f"table lookup, {INSTRUCTION_SET}", few(low_bit.declines_lookup, packed.MOST_COLUMNS), low_bit.run_few),
+        Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few(low_bit.declines, packed.MOST_COLUMNS), low_bit.run_few),
+        Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines, low_bit.run_many),
+        Candidate(LOW_BIT, "NumPy reference", never, CpuOps._reference, fallback=True),
         Candidate("rotate", "compiled", _compiled, CpuOps._rotate),
         Candidate("rotate", "NumPy reference", never, CpuOps._rotate_reference, fallback=True),
         Candidate("attend", "compiled", _native, LayerPages.compiled),
@@ -100,6 +103,7 @@ class _Job:
     act: str
     block: np.ndarray
     parallel: bool
+    kernel: Kernel
 
     @cached_property
     def where(self) -> int:
@@ -115,9 +119,9 @@ class CpuOps:
         self.pool, self.dims = pool, dims
         self.registry = registry or default_registry()
         self.workspace = Workspace(plan_workspace(dims, pool.workers))
-        self._args = np.zeros(linear.FIRST + 8 * linear.FIELDS, np.int64)
-        self._reals = self._args.view(np.float64)
-        self._where, self.at = address(self._args), self.workspace.address
+        self.args = np.zeros(low_bit.BLOCK_SIZE, np.int64)
+        self.reals = self.args.view(np.float64)
+        self.where, self.at = address(self.args), self.workspace.address
         self._angles: tuple[object, object, np.ndarray, np.ndarray] | None = None
         self._angles_at = (0, 0)
         self._collected: list[tuple[int, int, bool]] | None = None
@@ -135,6 +139,9 @@ class CpuOps:
     def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0) -> np.ndarray:
         """Rows of the embedding table as the residual stream x[T, D]."""
         x = self.workspace.take("x", len(ids), table.shape[1])
+        if not table.spec.is_raw:
+            low_bit.embed(self, ids, table, scale, x)
+            return x
         rows = table.parts["data"][ids]
         if table.spec.scheme == "bf16":
             np.left_shift(rows, 16, out=x.view(np.uint32), dtype=np.uint32)
@@ -158,12 +165,15 @@ class CpuOps:
             self._matrix(x, None, [each], [residual], linear.ADD, "none")
         return residual
 
-    def gated_mlp(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str) -> np.ndarray:
-        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place."""
+    def gated_mlp(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
+                  see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place. `see` is shown what goes into `down`."""
         outs = self._remembered(x, norm, (gate, up), linear.GATED, act)
         if outs is None:
             outs = [self.workspace.take("gate", len(x), gate.weight.shape[0])]
             self._matrix(x, norm, [gate, up], outs, linear.GATED, act)
+        if see is not None:
+            see(outs[0])
         return self.linear_add(outs[0], down, x)
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None) -> np.ndarray:
@@ -266,14 +276,42 @@ class CpuOps:
             return None
         if self._collected is not None:
             self._kept.append(job.block)
-        self.run(linear.few_columns, job.where, job.parallel)
+        self.run(job.kernel, job.where, job.parallel)
         return job.outs
 
     def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
-        key = (linears[0].weight.spec.scheme, len(x) <= FEW, act)
+        """Run a stage as one job, or as a job per kind of weight where several meet."""
+        kinds = [low_bit.kind_of(each.weight) for each in linears]
+        kind, spec = kinds[0], linears[0].weight.spec
+        if len(set(kinds)) > 1 or (kind and mode == linear.GATED and not low_bit.one_way(linears)):
+            self._mixed(x, norm, linears, outs, mode, act, kinds)
+            return
+        limit = packed.MOST_COLUMNS if kind else FEW
+        key = (kind, spec.scheme, len(x) <= limit, act)
         if key not in self._run:
-            self._run[key] = self.registry.select(Call("matrix", key[0], FEW if key[1] else FEW + 1, act)).candidate.run
+            op, columns = LOW_BIT if kind else "matrix", limit if key[2] else limit + 1
+            call = Call(op, spec.scheme, columns, act, spec.bits, kind == low_bit.LOOKED_UP)
+            self._run[key] = self.registry.select(call).candidate.run
         self._run[key](self, x, norm, linears, outs, mode, act)
+
+    def _mixed(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
+               kinds: Sequence[int]) -> None:
+        if mode != linear.GATED:
+            for kind in dict.fromkeys(kinds):
+                chosen = [i for i, own in enumerate(kinds) if own == kind]
+                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act)
+            return
+        gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
+        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act)
+        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act)
+        self.gate(gate, up, act)
+
+    def gate(self, gate: np.ndarray, up: np.ndarray, act: str) -> None:
+        """gate = act(gate) * up."""
+        self.args[: linear.FIRST + linear.FIELDS] = 0
+        self.args[[linear.X, linear.TOKENS, linear.DEPTH, linear.ACT]] = self.at(gate), *gate.shape, ACTIVATIONS[act]
+        self.args[[linear.FIRST + linear.WEIGHT, linear.FIRST + linear.OUT]] = self.at(up), self.at(gate)
+        self.run(linear.gate_rows, self.where, True, self.args)
 
     def _fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
               outs: Sequence[np.ndarray]) -> None:
@@ -284,41 +322,43 @@ class CpuOps:
         for i, each in enumerate(linears):
             out = outs[min(i, len(outs) - 1)]
             block += [*each.fields, self.at(out), out.shape[1]]
-        self._args[: len(block)] = block
+        self.args[: len(block)] = block
         if norm is not None:
-            self._reals[linear.EPS] = norm.eps
+            self.reals[linear.EPS] = norm.eps
 
     def _few(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
         self._fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
-        parallel = tokens * depth * sum(each.weight.shape[0] for each in linears) >= SHARE_FROM
-        self.run(linear.few_columns, self._where, parallel, self._args)
+        self.run_and_remember(linear.few_columns, x, norm, linears, outs, mode, act)
+
+    def run_and_remember(self, kernel: Kernel, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
+                         act: str) -> None:
+        parallel = x.size * sum(each.weight.shape[0] for each in linears) >= SHARE_FROM
+        self.run(kernel, self.where, parallel, self.args)
         if self.workspace.holds(x) and all(map(self.workspace.holds, outs)):
             if len(self._jobs) >= MOST_JOBS:
                 self._jobs.clear()
             residual = outs[0] if mode == linear.ADD else None
-            self._jobs[id(x), id(linears[0]), mode, id(residual)] = _Job(x, norm, tuple(linears), outs, act, self._args.copy(), parallel)
+            self._jobs[id(x), id(linears[0]), mode, id(residual)] = _Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
 
     def _many(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
         panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
         self._fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
-        self.run(linear.pack_columns, self._where, True, self._args)
+        self.run(linear.pack_columns, self.where, True, self.args)
         if mode != linear.GATED:
             self._fill(self.at(panels), tokens, depth, None, mode, act, linears, outs)
-            self.run(linear.many_columns, self._where, True, self._args)
+            self.run(linear.many_columns, self.where, True, self.args)
             return
         gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
         self._fill(self.at(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
-        self.run(linear.many_columns, self._where, True, self._args)
-        self._fill(self.at(gate), tokens, gate.shape[1], None, mode, act, linears[:1], [gate])
-        self._args[linear.FIRST + linear.WEIGHT] = address(up)
-        self.run(linear.gate_rows, self._where, True, self._args)
+        self.run(linear.many_columns, self.where, True, self.args)
+        self.gate(gate, up, act)
 
     def _reference(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         self.flush()
         n = x if norm is None else reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
-        results = [reference.linear(n, reference.widen(each.weight.parts["data"], each.weight.spec.scheme), each.bias) for each in linears]
+        results = [reference.linear(n, each.weight.to_f32(), each.bias) for each in linears]
         if mode == linear.GATED:
             outs[0][:] = reference.activate(results[0], act) * results[1]
         elif mode == linear.ADD:
@@ -342,10 +382,10 @@ class CpuOps:
         return self._angles[2], self._angles[3]
 
     def _rotate(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
-        self._args[:9] = (self.at(y), len(y), heads, head_dim, 2 * cos.shape[1], self._angles_at[0], self._angles_at[1],
+        self.args[:9] = (self.at(y), len(y), heads, head_dim, 2 * cos.shape[1], self._angles_at[0], self._angles_at[1],
                           0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight))
-        self._reals[attention.R_EPS] = 0.0 if norm is None else norm.eps
-        self.run(attention.rope_heads, self._where, y.size >= SHARE_FROM, self._args)
+        self.reals[attention.R_EPS] = 0.0 if norm is None else norm.eps
+        self.run(attention.rope_heads, self.where, y.size >= SHARE_FROM, self.args)
 
     def _rotate_reference(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
         self.flush()

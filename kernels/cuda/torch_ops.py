@@ -7,7 +7,7 @@ to 16 bits would set the two backends apart by more than they may differ. The pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,12 +87,19 @@ class TorchOps:
         """residual + x @ W.T + b, in place."""
         return residual.add_(self._linear(x, each))
 
-    def gated_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str) -> torch.Tensor:
-        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place. Raises ValueError for an unknown activation."""
+    def gated_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
+                  see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place. `see` is shown what goes into `down`.
+
+        Raises ValueError for an unknown activation.
+        """
         if act not in ACTIVATE:
             raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
         n = normalise(x, norm)
-        return self.linear_add(ACTIVATE[act](self._linear(n, gate)).mul_(self._linear(n, up)), down, x)
+        hidden = ACTIVATE[act](self._linear(n, gate)).mul_(self._linear(n, up))
+        if see is not None:
+            see(hidden)
+        return self.linear_add(hidden, down, x)
 
     def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
         """Scores of the next token, float32 [T, V]."""

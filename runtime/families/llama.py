@@ -7,6 +7,7 @@ of which are data: a bias sits in its Linear, a per-head norm is an argument of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -58,7 +59,8 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite; q and k come after the rotation, attn_out before `o`."""
+    """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the
+    rotation, attn_out and mlp_hidden before `o` and `down`."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * head_dim], [T, KVH * head_dim] twice
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, w.q_norm)
@@ -70,6 +72,6 @@ def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np
     tap("attn_out", layer, attended)
     x = ops.linear_add(attended, w.o, x)
     tap("mlp_in", layer, x)
-    x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act)
+    x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
     tap("block_out", layer, x)
     return x

@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""Speed of low-bit weights against llama.cpp on the same random weights, both sides alternating in one run, beside this machine's roofs.
+
+One set of random bf16 weights at a named shape is written once into --work and quantized by both. Each side runs in its own process.
+A round takes every side in turns of a few tokens, with a reading of the memory roof (the load-only kernel over 1 GiB, same threads)
+before each, because the memory of a shared machine changes its speed within seconds; ratios are taken within a round, figures are medians
+over rounds. Token embedding and head have one type on both sides: Q6_K and 6 bits, at 8 bits Q8_0 and 8.
+
+    python benchmarks/compare_llamacpp.py [--bits 4 3 2 8] [--quick] [--no-results]
+    python benchmarks/compare_llamacpp.py --bits 4 --quantize            # the time and memory of quantizing as well
+    python benchmarks/compare_llamacpp.py --ours 4=DIR 2=DIR             # folders made otherwise (those of the quality figures, say)
+    python benchmarks/compare_llamacpp.py --bits 4 --alone llama3-8b     # a larger shape against the read roof alone
+
+Needs gguf and llama-cpp-python, and torch for the int8 product roof; wants the machine to itself for some ten minutes.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from platformdirs import user_cache_path
+
+import roof_compute
+from effllm.kernels.cpu.roof import read_bandwidth
+from effllm.kernels.threads import ThreadPool
+from effllm.offload.hardware import cpu_threads
+from effllm.offload.memory import anonymous
+from effllm.runtime.synthetic import SHAPES
+from llamacpp_sides import Child, Cost, file_nbytes, peer_file, quantize_own, quantize_peer, random_folder
+from report import GIB, Figure, publish
+
+PEERS = {"4": ("Q4_0", "Q4_K_M"), "3": ("Q3_K_M",), "2": ("Q2_K",), "8": ("Q8_0",)}
+TOKENS, TURN, PROMPT, COLUMNS, PASSES = 64, 16, 512, 8, 4
+OWN = "effllm"
+INTRO = ("Random weights, the same on both sides; 16-bit KV cache; batch 1; medians over rounds in which the sides alternate. "
+         "Roof: a load-only kernel over 1 GiB with the same threads, in the same round.")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often: rounds of decode (and of columns), of prompts, and of quantizing."""
+
+    decode: int = 10
+    prefill: int = 5
+    quantize: int = 3
+
+
+QUICK = Schedule(3, 2, 1)
+
+
+class Roof:
+    """The read roof, measured whenever it is called."""
+
+    def __init__(self, threads: int) -> None:
+        self.pool, self.buffer = ThreadPool(threads), anonymous(GIB)
+        self.buffer.view(np.uint64)[:] = 0x0123456789ABCDEF
+
+    def __call__(self) -> float:
+        return read_bandwidth(self.pool, self.buffer, passes=2)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+Round = dict[str, float]  # a side's name -> seconds; "roof" -> bytes a second
+
+
+def decode_round(sides: Sequence[Child], roof: Roof, turn: int) -> Round:
+    """Seconds of TOKENS tokens from an empty cache, in turns of a few; every other round the sides go the other way around."""
+    sides = sides[:: 1 if turn % 2 else -1]
+    for side in sides:
+        side.ask("clear")
+    seconds, roofs = dict.fromkeys((side.name for side in sides), 0.0), []
+    for _ in range(TOKENS // TURN):
+        for side in sides:
+            roofs.append(roof())
+            seconds[side.name] += side.ask("forward", TURN, 1)
+    return {**seconds, "roof": sum(roofs) / len(roofs)}
+
+
+def columns_round(sides: Sequence[Child], roof: Roof, turn: int) -> Round:
+    """Seconds of a forward pass of COLUMNS tokens with all logits."""
+    seconds, roofs = {}, []
+    for side in sides[:: 1 if turn % 2 else -1]:
+        side.ask("clear")
+        roofs.append(roof())
+        seconds[side.name] = side.ask("forward", PASSES, COLUMNS) / PASSES
+    return {**seconds, "roof": sum(roofs) / len(roofs)}
+
+
+def prefill_round(sides: Sequence[Child], roof: Roof, turn: int) -> Round:
+    """Seconds of a prompt of PROMPT tokens."""
+    return {side.name: side.ask("prefill", PROMPT) for side in sides[:: 1 if turn % 2 else -1]}
+
+
+def counted(threads: int) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}"
+
+
+def middle(rounds: Sequence[Round], name: str) -> float:
+    return median(each[name] for each in rounds)
+
+
+def best_peer(rounds: Sequence[Round], peers: Sequence[str]) -> str:
+    return min(peers, key=lambda name: middle(rounds, name))
+
+
+def speed(bits: str, ours: Path | str, folder: Path, schedule: Schedule, roof: Roof, threads: int, product: Figure) -> Iterator[Figure]:
+    """All figures of one width: ratios first, then what they are made of."""
+    sides = [Child(name, "peer", peer_file(folder, name, threads), threads) for name in PEERS[bits]]
+    sides.append(Child(OWN, "own", ours, threads))
+    own, peers = sides[-1], list(PEERS[bits])
+    measured: dict[str, list[Round]] = {}
+    for what, one_round, count in (("decode", decode_round, schedule.decode), ("columns", columns_round, schedule.decode),
+                                   ("prefill", prefill_round, schedule.prefill)):
+        measured[what] = [one_round(sides, roof, turn) for turn in range(count + 1)][1:]  # the first round warms up
+    facts, name = own.ask("facts"), f"{bits} bits"
+    ffn = [own.ask("ffn") for _ in range(9)]
+    peaks = {side.name: side.ask("peak") for side in sides}
+    for side in sides:
+        side.close()
+    for what, work in (("decode", TOKENS), ("prefill", PROMPT)):
+        rounds = measured[what]
+        best = best_peer(rounds, peers)
+        conditions = f"{name}, {len(rounds)} rounds of {work} tokens, {counted(threads)}"
+        yield Figure(f"{what}_{bits}_ratio", f"{what} against {best}", conditions, median(r[best] / r[OWN] for r in rounds), "×")
+        yield from (Figure(f"{what}_{bits}_{peer.lower()}_tps", f"{what}, {peer}", conditions, work / middle(rounds, peer), "tokens/s")
+                    for peer in peers)
+        yield Figure(f"{what}_{bits}_tps", f"{what}, {OWN}", conditions, work / middle(rounds, OWN), "tokens/s")
+    yield from roof_shares(bits, facts, measured, threads)
+    rates = {"prefill": ("whole prefill, operations of its matrices", PROMPT * facts["operations"] / middle(measured["prefill"], OWN)),
+             "ffn": ("a layer's FFN products for 512 tokens", facts["ffn_operations"] / median(ffn))}
+    yield from (Figure(f"{key}_{bits}_product", f"{what}, share of the {product.what} roof", f"{name}, {rate / 1e9:.0f} GOP/s",
+                       rate / 1e9 / product.value, "") for key, (what, rate) in rates.items())
+    planned = f"baseline {facts['baseline'] / 1e6:.0f} MB, plan {facts['planned'] / 1e6:.0f} MB"
+    yield Figure(f"memory_{bits}_plan", "peak memory, of the plan", f"{name}, {planned}", peaks[OWN] / facts["planned"], "")
+    yield from (Figure(f"memory_{bits}_{side.lower()}_mb", f"peak memory, {side}", name, peak / 1e6, "MB") for side, peak in peaks.items())
+
+
+def roof_shares(bits: str, facts: dict[str, float], measured: dict[str, list[Round]], threads: int) -> Iterator[Figure]:
+    """effllm against the read roof: decode's share of it, and how many times longer than one reading a pass of COLUMNS tokens takes."""
+    nbytes, rounds, columns = facts["bytes_per_pass"], measured["decode"], measured["columns"]
+    at_roof = f"{bits} bits, {nbytes / 1e9:.3f} GB a token, roof {median(r['roof'] for r in rounds) / 1e9:.1f} GB/s, {counted(threads)}"
+    yield Figure(f"decode_{bits}_roof", "decode, share of the read roof", at_roof,
+                 median(nbytes * TOKENS / r[OWN] / r["roof"] for r in rounds), "")
+    yield Figure(f"columns_{bits}_roof", f"{COLUMNS} columns in a pass, times bytes / roof", at_roof,
+                 median(r[OWN] * r["roof"] / nbytes for r in columns), "×")
+    peers = [name for name in columns[0] if name not in (OWN, "roof")]
+    if peers:
+        best = best_peer(columns, peers)
+        yield Figure(f"columns_{bits}_ratio", f"{COLUMNS} columns in a pass, against {best}", f"{bits} bits, {counted(threads)}",
+                     median(r[best] / r[OWN] for r in columns), "×")
+
+
+def alone(shape: str, bits: str, schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
+    """A shape's decode against the read roof, from random low-bit weights in memory."""
+    own = Child(OWN, "own", f"synthetic:{shape}:{bits}bit", threads)
+    measured = {"decode": [decode_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:],
+                "columns": [columns_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:]}
+    facts, peak = own.ask("facts"), own.ask("peak")
+    own.close()
+    for figure in roof_shares(bits, facts, measured, threads):
+        yield Figure(f"{shape}_{figure.key}", f"{shape}: {figure.what}", figure.conditions, figure.value, figure.unit)
+    rate = TOKENS / middle(measured["decode"], OWN)
+    yield Figure(f"{shape}_decode_{bits}_tps", f"{shape}: decode, {OWN}", f"{bits} bits", rate, "tokens/s")
+    yield Figure(f"{shape}_memory_{bits}_plan", f"{shape}: peak memory, of the plan", f"{bits} bits", peak / facts["planned"], "")
+
+
+def quantizing(folder: Path, work: Path, schedule: Schedule, threads: int, extra: Sequence[str]) -> Iterator[Figure]:
+    """`rtn` to 4 bits against llama-quantize to Q4_K_M: time and memory of the whole process, alternating."""
+    costs: dict[str, list[Cost]] = {OWN: [], "Q4_K_M": []}
+    for _ in range(schedule.quantize):
+        target = work / "quantized.gguf"
+        costs["Q4_K_M"].append(quantize_peer(folder, target, "Q4_K_M", threads))
+        target.unlink()
+        target = work / "quantized"
+        costs[OWN].append(quantize_own(folder, target, "4", ("--method", "rtn", "--threads", str(threads), *extra)))
+        shutil.rmtree(target)
+    times = {side: median(cost.seconds for cost in each) for side, each in costs.items()}
+    conditions = f"{folder.name.removeprefix('random-')}, bf16 to 4 bits, {counted(threads)}, median of {schedule.quantize}"
+    yield Figure("quantize_ratio", "quantizing, time over llama-quantize's", conditions, times[OWN] / times["Q4_K_M"], "×")
+    for side, each in costs.items():
+        yield Figure(f"quantize_{side.lower()}_s", f"quantizing, {side}", conditions, times[side], "s")
+        yield Figure(f"quantize_{side.lower()}_peak_mb", f"quantizing, {side}, peak memory", conditions,
+                     max(cost.peak_nbytes for cost in each) / 1e6, "MB")
+        yield Figure(f"quantize_{side.lower()}_anonymous_mb", f"quantizing, {side}, peak without mapped files", conditions,
+                     max(cost.anonymous_nbytes for cost in each) / 1e6, "MB")
+
+
+def own_folder(folder: Path, bits: str, threads: int, extra: Sequence[str]) -> Path:
+    """The random weights at `bits` by `effllm quantize`, data-free; made once."""
+    target = folder / f"own-{bits}bit"
+    if not (target / "effllm.json").exists():
+        quantize_own(folder, target, bits, ("--method", "rtn", "--threads", str(threads), *extra))
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", nargs="*", default=list(PEERS), choices=list(PEERS), help="widths to compare (default: all)")
+    parser.add_argument("--shape", default="tinyllama-1.1b", choices=list(SHAPES))
+    parser.add_argument("--ours", nargs="+", default=[], metavar="BITS=DIR", help="effllm's folders, instead of random weights quantized")
+    parser.add_argument("--quantize", action="store_true", help="measure quantizing as well")
+    parser.add_argument("--quantize-args", type=str.split, default=[], metavar="'ARG ...'", help="further arguments of `effllm quantize`")
+    parser.add_argument("--alone", nargs="*", default=[], metavar="SHAPE", help="shapes to hold against the read roof at 4 bits")
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
+    parser.add_argument("--no-results", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    given = dict(item.split("=", 1) for item in arguments.ours)
+    schedule, threads = QUICK if arguments.quick else Schedule(), arguments.threads
+    folder = random_folder(arguments.shape, arguments.work)
+    roof = Roof(threads)
+    # Where the CPU has no VNNI, torch multiplies int8 by a plain loop, and float32 is the faster product.
+    products = list(roof_compute.matrix_product([threads]))
+    figures: list[Figure] = []
+    for bits in arguments.bits:
+        ours = given.get(bits) or own_folder(folder, bits, threads, arguments.quantize_args)
+        figures += speed(bits, ours, folder, schedule, roof, threads, max(products, key=lambda figure: figure.value))
+        figures.append(Figure(f"file_{bits}_mb", f"file, {OWN}", f"{bits} bits", file_nbytes(Path(ours)) / 1e6, "MB"))
+        figures += [Figure(f"file_{name.lower()}_mb", f"file, {name}", "", file_nbytes(peer_file(folder, name, threads)) / 1e6, "MB")
+                    for name in PEERS[bits]]
+    for shape in arguments.alone:
+        figures += alone(shape, "4", schedule, roof, threads)
+    if arguments.quantize:
+        figures += quantizing(folder, arguments.work, schedule, threads, arguments.quantize_args)
+    figures += [*products, Figure("roof_gbps", "memory read", f"{counted(threads)}, 1 GiB, at the end", roof() / 1e9, "GB/s")]
+    roof.close()
+    publish("compare-llamacpp", "Low-bit weights against llama.cpp", INTRO, figures, keep=not arguments.no_results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""What low-bit weights cost in quality, against llama.cpp's formats made from the same float32 weights, all scored by the same code.
+
+Two tables. *format*: every file is dequantized into the float32 model, so that only the numbers in it count. *system*: llama.cpp's own
+logits, and effllm's own kernels, on the same token ids. Bits per weight count every tensor of a file. A folder that `effllm quantize` made
+(--ours, and the model that it came from by --models) is set against the line through llama.cpp's formats: log-KLD linear in
+bits per weight, formats that another beats in both left out. Everything about llama.cpp is made once and kept in --work.
+
+    python benchmarks/weight_quality.py --text heldout.txt --calib calibration.txt [--models fable DIR] [--ours DIR ...]
+
+Needs torch, transformers, gguf and llama-cpp-python. `score_tensors(folder, tensors, windows)` scores a format that has no file yet.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from platformdirs import user_cache_path
+
+from effllm.offload.hardware import cpu_threads
+from effllm.runtime.config import read_config
+from effllm.runtime.text import Tokenizer
+from llamacpp_imatrix import TOKENS, calibration_ids
+from llamacpp_peers import FORMATS, LINES, TABLES, Peers, Row, peers_at, ratio, select
+from llamacpp_score import Reference, Score, container, heldout_windows, reference, score_engine, score_tensors
+from report import Figure, publish
+
+__all__ = ["Peers", "Score", "container", "heldout_windows", "peers_at", "ratio", "reference", "score_tensors"]
+
+PACKAGED = Path(__file__).resolve().parents[1] / "models" / "fable"
+DECODE_COLUMNS = 16
+HEADINGS = ("file", "bpw", "body", "head", "KLD", "± s.e.", "median", "99%", "99.9%", "same top", "perplexity")
+LEAST_BITS = {"8": 7.5, "6": 6.0, "5": 5.0, "4": 4.1, "3": 3.1}  # of the body: the line that a file is measured by
+
+
+def score_row(name: str, bits: Sequence[float], score: Score) -> str:
+    cells = (name, *(f"{value:.3f}" for value in bits), f"{score.kld_mean:.3e}", f"{score.kld_error:.0e}", f"{score.kld_median:.2e}",
+             f"{score.kld_p99:.2e}", f"{score.kld_p999:.2e}", f"{100 * score.same_top:.2f}%", f"{score.ppl:.3f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def peer_table(rows: Sequence[Row], table: str) -> str:
+    """Markdown of one table, *format* or *system*."""
+    lines = [f"| {' | '.join(HEADINGS)} |", f"|---|{'---:|' * (len(HEADINGS) - 1)}"]
+    for row in rows:
+        name = row.name + " + imatrix" * row.imatrix + (f", head {row.head}" if row.head else "")
+        lines.append(score_row(name, (row.bpw, row.body_bpw, row.head_bpw), getattr(row, table)))
+    return "\n".join(lines)
+
+
+def line_for(body_bpw: float) -> str:
+    """The named line of peers for a file of so many bits in its body."""
+    return next((name for name, least in LEAST_BITS.items() if body_bpw >= least), "2")
+
+
+class OneModel:
+    """The rows of one model, and what effllm's folders reach against them."""
+
+    def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
+        self.folder, self.threads = folder, arguments.threads
+        windows = heldout_windows(folder, arguments.text, arguments.ctx, arguments.windows)
+        self.reference: Reference = reference(folder, windows, arguments.work)
+        self.calibration = calibration_ids(arguments.calib, Tokenizer.load(folder, read_config(folder)), arguments.calib_tokens)
+        self.peers = Peers(self.reference, arguments.work, self.calibration, arguments.threads)
+        self.rows = self.peers.rows(arguments.formats, head=arguments.head)
+        self.floor = self.peers.rows(("F32",), (False,))[0]
+        self.figures: list[Figure] = []
+        self.text = [f"## {folder.name}", *(self._table(table) for table in TABLES)]
+
+    def _table(self, table: str) -> str:
+        rows = self.rows if table == "format" else [self.floor, *self.rows]
+        return f"*{table}*\n\n{peer_table(rows, table)}"
+
+    def compare(self, ours: Path) -> Iterator[tuple[str, float]]:
+        """(key, ratio to the peers' line) of one quantized folder; adds its rows to the text."""
+        values, bits = container(ours)
+        line = line_for(bits["body_bpw"])
+        scores = {"format": self.reference.score_tensors(values), "system": score_engine(self.reference, ours, None, self.threads),
+                  "decode": score_engine(self.reference, ours, DECODE_COLUMNS, self.threads)}
+        shown = [f"| {' | '.join(HEADINGS)} |", f"|---|{'---:|' * (len(HEADINGS) - 1)}"]
+        against = []
+        for key, score in scores.items():
+            table = "format" if key == "format" else "system"
+            shown.append(score_row(f"{ours.name}, {key}", (bits["bpw"], bits["body_bpw"], bits["head_bpw"]), score))
+            for imatrix in (False, True):
+                rows = select(self.rows, line, imatrix)
+                value, error = ratio(score, bits["bpw"], rows, table)
+                flips = min(rows, key=lambda row: abs(row.bpw - bits["bpw"]))
+                points = 100 * (getattr(flips, table).same_top - score.same_top)
+                peers = f"{', '.join(row.name for row in rows)}{' with imatrix' * imatrix}"
+                against.append(f"- {key}: {value:.3f} ± {error:.3f} of the line through {peers} at {bits['bpw']:.3f} bits "
+                               f"({peers_at(rows, bits['bpw'], table):.3e}); flips {points:+.2f} points against {flips.name}")
+                yield f"{key}_{line}bit_{'imatrix' if imatrix else 'plain'}", value
+        self.text += [f"### {ours.name}", "\n".join(shown), "\n".join(against)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="held-out text, scored")
+    parser.add_argument("--calib", type=Path, required=True, help="text of the importance matrix: .txt, or .jsonl.xz with a field text")
+    parser.add_argument("--calib-tokens", type=int, default=TOKENS)
+    parser.add_argument("--models", type=Path, nargs="+", default=[PACKAGED], help="model folders (default: the packaged fable)")
+    parser.add_argument("--ours", type=Path, nargs="+", default=[], metavar="DIR",
+                        help="quantized folders; as many for each model, in the order of --models")
+    parser.add_argument("--ctx", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=sorted({*FORMATS, *sum(LINES.values(), ())}), metavar="TYPE")
+    parser.add_argument("--head", default="", help="llama.cpp's type of token embedding and output, such as Q8_0 (default: its own choice)")
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
+    parser.add_argument("--no-results", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    if len(arguments.ours) % len(arguments.models):
+        parser.error(f"{len(arguments.ours)} folders for {len(arguments.models)} models: give as many for each")
+    torch.set_num_threads(arguments.threads)
+    each = len(arguments.ours) // len(arguments.models)
+    texts, ratios, figures = [], {}, []
+    for at, folder in enumerate(arguments.models):
+        one = OneModel(folder, arguments)
+        for ours in arguments.ours[at * each : (at + 1) * each]:
+            for key, value in one.compare(ours):
+                ratios.setdefault(key, []).append(value)
+        texts += one.text
+        conditions = f"{folder.name}, {arguments.windows} windows of {arguments.ctx} tokens"
+        for row in one.rows:
+            for table in TABLES:
+                key = f"{folder.name}_{row.name}{'_imatrix' * row.imatrix}_{table}".lower()
+                name = f"{row.name}{' + imatrix' * row.imatrix}, {table}, {row.bpw:.3f} bits"
+                figures.append(Figure(key, name, conditions, 1e3 * getattr(row, table).kld_mean, "KLD ×1e-3"))
+    headline = [Figure(key, f"KLD against the peers' line, {key.replace('_', ', ')}", f"median of {len(values)}", median(values), "×")
+                for key, values in ratios.items()]
+    intro = "\n\n".join([
+        f"KL divergence in nats from the float32 model, {arguments.windows} windows of {arguments.ctx} tokens; importance matrix from "
+        f"{arguments.calib_tokens} tokens. F32 through llama.cpp is the floor of *system*.", *texts])
+    publish("weight-quality", "Quality of low-bit weights", intro, headline + figures, keep=not arguments.no_results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""`effllm quantize MODEL -o OUT --bits N`: a smaller model, and what that cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import EffllmError, UsageError
+from .eval import WINDOW, read_text
+from .flags import add_command, flag
+from .loading import find, follow, last, open_with_progress
+from .options import COMPUTE, OUTPUT, Json, Model
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
+    from ..runtime.convert import Converted, ConvertOptions
+    from ..runtime.convert_plan import ConversionPlan
+    from ..runtime.evaluate import KldResult
+
+FORMAT, CALIBRATION, MEASURE = "format", "calibration", "measurement"
+EXAMPLES = """examples
+
+  effllm quantize ./my-model -o ./my-model-4bit --bits 4
+  effllm quantize ./my-model -o ./small --spec affine3:64 --tensor-type down_proj=4bit --method gptq
+  effllm quantize fable -o ./fable-3bit --bits 3 --eval story.txt
+  effllm quantize ./my-model -o ./my-model-4bit --bits 4 --dry-run
+"""
+
+Out = Annotated[str, flag(OUTPUT, "-o --out", "DIR", "the folder to make")]
+Bits = Annotated[int | None, flag(FORMAT, "--bits", "8|6|5|4|3|2", "bits per weight, in the format that serves them best")]
+Spec = Annotated[str | None, flag(FORMAT, "--spec", "SPEC", "a format by name: 4bit, ternary, codebook4:16, affine4:64, symmetric8:32")]
+TensorType = Annotated[list[str] | None, flag(FORMAT, "--tensor-type", "REGEX=SPEC",
+                                              "another format for tensors of that name; may be repeated, the last that matches wins")]
+Target = Annotated[str | None, flag(FORMAT, "--target", "4.25bpw", "choose each tensor's format by the damage measured")]
+Method = Annotated[str | None, flag(FORMAT, "--method", "rtn|hqq|gptq|smooth|spqr", "how the codes are chosen (rtn)")]
+Calib = Annotated[str | None, flag(CALIBRATION, "--calib", "FILE", "text for the methods that need one, - is standard input (a sample)")]
+CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "tokens of it (16384)")]
+Eval = Annotated[str | None, flag(MEASURE, "--eval", "FILE", "score this text before and after, - is standard input")]
+DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "print the sizes and write nothing")]
+Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a folder that effllm quantize made")]
+Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "quantize", "make models", quantize, EXAMPLES)
+
+
+def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, spec: Spec = None, tensor_type: TensorType = None,
+             target: Target = None, method: Method = None, calib: Calib = None, calib_tokens: CalibTokens = None, eval: Eval = None,
+             threads: Threads = None, dry_run: DryRun = False, force: Force = False, json: Json = False) -> None:
+    """Make a smaller copy of a model, ready to run."""
+    from ..runtime.convert import Converted, convert, decided
+    from ..runtime.convert_plan import ConversionPlan, plan_conversion
+
+    screen = Screen(context.obj)
+    ref = find(model, screen)
+    if calib == eval == "-":
+        raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
+    text = None if eval is None else read_text(eval, screen)
+    options = conversion_options(ref, bits, spec, tensor_type, target, method=method, threads=threads, replace=force or None,
+                                 calibration_text=None if calib is None else read_text(calib, screen), calibration_tokens=calib_tokens)
+    if dry_run:
+        plan = plan_conversion(ref.folder, options.recipe)
+        with plan.store:
+            say_plan(last(follow(decided(plan, options), screen, ConversionPlan)), screen, json)
+        return
+    with resumable(screen):
+        made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))
+    quality = None if text is None else measured(ref, made, text, threads, screen)
+    if json:
+        screen.json(made.to_json() | ({} if quality is None else {"eval": quality.to_json()}))
+    else:
+        say_result(made, quality, screen)
+
+
+def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules: Sequence[str] | None, target: str | None,
+                       **given: object) -> ConvertOptions:
+    """Flags -> options, every value judged before the model is touched."""
+    from ..runtime.convert import ConvertOptions, recipe_of, target_of
+
+    if (bits, spec, target).count(None) != 2:
+        raise UsageError("give --bits N, --spec SPEC or --target BPW", "effllm quantize MODEL -o DIR --bits 4")
+    recipe = recipe_of(spec if spec is not None else f"{bits or 4}bit", rules or (), str(given["method"]))
+    goal = None if target is None else target_of(target)
+    said = " ".join([str(recipe.base) if goal is None else f"{goal:g}bpw", *(rules or ())])
+    source = {"model": ref.alias or ref.repo or ref.folder.resolve().name, "repo": ref.repo, "revision": ref.revision,
+              "licence": ref.licence}
+    return ConvertOptions(recipe, said, target=goal, source={key: value for key, value in source.items() if value is not None},
+                          **{key: value for key, value in given.items() if value is not None})
+
+
+@contextmanager
+def resumable(screen: Screen) -> Iterator[None]:
+    """Ctrl-C keeps what is done, and says so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        screen.note("stopped; what is done is kept, the same command goes on from here")
+        raise
+
+
+def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, screen: Screen) -> KldResult | None:
+    """Perplexity and KL divergence of the new model from the old one. A failure here is no failure of the conversion."""
+    from ..runtime.config import read_config
+    from ..runtime.engine import EngineOptions
+    from ..runtime.evaluate import KldResult, kld
+    from ..runtime.text import Tokenizer
+
+    config = read_config(ref.folder)
+    options = EngineOptions(threads=threads, kv="32bit", ctx=min(WINDOW, config.max_position_embeddings))
+    try:
+        tokenizer = Tokenizer.load(ref.folder, config)
+        engine = open_with_progress(made.folder, options, screen)
+        try:
+            reference = open_with_progress(ref.folder, options, screen)
+            try:
+                return last(follow(kld(engine, reference, tokenizer, text, engine.n_ctx), screen, KldResult))
+            finally:
+                reference.close()
+        finally:
+            engine.close()
+    except EffllmError as error:
+        screen.note(f"not scored: {error.message}")
+        return None
+
+
+def say_plan(plan: ConversionPlan, screen: Screen, json: bool) -> None:
+    """Sizes per class of tensors, nothing written."""
+    from ..offload.size import format_size
+
+    rows = plan.rows()
+    if json:
+        screen.json({"weights": plan.weights, "bytes_before": plan.before, "bytes_after": plan.after, "file_bytes": plan.file_nbytes,
+                     "bits_per_weight": plan.bits_per_weight, "files": [file.name for file in plan.files],
+                     "classes": [row.to_json() for row in rows]})
+        return
+    for notice in plan.notices():
+        screen.note(notice)
+    screen.table(("tensors", "count", "weights", "format", "before", "after", "bits"),
+                 [(row.name, str(row.tensors), f"{row.weights / 1e6:.2f} M", ", ".join(row.specs), format_size(row.before),
+                   format_size(row.after), f"{row.bits_per_weight:.2f}") for row in rows]
+                 + [("all", str(len(plan.jobs)), f"{plan.weights / 1e6:.2f} M", "", format_size(plan.before), format_size(plan.after),
+                     f"{plan.bits_per_weight:.2f}")], right=(1, 2, 4, 5, 6))
+    screen.line(f"{len(plan.files)} file{'s' if len(plan.files) > 1 else ''} of {format_size(plan.file_nbytes)}; nothing was written")
+
+
+def say_result(made: Converted, quality: KldResult | None, screen: Screen) -> None:
+    from ..offload.size import format_size
+    from ..runtime.convert_estimate import about
+
+    screen.table(("tensors", "format", "before", "after", "bits", "error"),
+                 [(row.size.name, ", ".join(row.size.specs), format_size(row.size.before), format_size(row.size.after),
+                   f"{row.size.bits_per_weight:.2f}", "" if row.error_db is None else f"{row.error_db:.1f} dB") for row in made.classes]
+                 + [("all", "", format_size(made.before), format_size(made.after), f"{made.bits_per_weight:.2f}", "")], right=(2, 3, 4, 5))
+    if quality is not None:
+        screen.line()
+        screen.pairs((("perplexity", f"{quality.ppl_ref:.4f} before, {quality.ppl:.4f} after"),
+                      ("KL divergence", f"mean {quality.kld_mean:.3g}, median {quality.kld_median:.3g}, 99% below {quality.kld_p99:.3g}"),
+                      ("same top token", f"{100 * quality.same_top:.2f}%")))
+    screen.note(f"{made.folder}: {about(made.seconds)}; effllm run {made.folder}")

@@ -1,0 +1,43 @@
+"""`effllm verify MODEL`: whether a quantized folder still holds the bytes that were written."""
+
+from __future__ import annotations
+
+import typer
+
+from .. import EffllmError
+from .flags import add_command
+from .loading import find, follow, last
+from .options import Json, Model
+from .screen import Screen
+
+NAMED = 3  # damaged tensors that the error names
+EXAMPLES = """examples
+
+  effllm verify ./my-model-4bit
+"""
+
+
+class Damaged(EffllmError):
+    """Checksums differ."""
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "verify", "make models", verify, EXAMPLES)
+
+
+def verify(context: typer.Context, model: Model, json: Json = False) -> None:
+    """Check a quantized model's weights against their checksums."""
+    from ..offload.size import format_size
+    from ..runtime.verify import Verified
+    from ..runtime.verify import verify as check
+
+    screen = Screen(context.obj)
+    folder = find(model, screen).folder
+    result = last(follow(check(folder), screen, Verified))
+    if json:
+        screen.json(result.to_json())
+    if result.damaged:
+        more = f" and {len(result.damaged) - NAMED} more" if len(result.damaged) > NAMED else ""
+        raise Damaged(f"{folder} is damaged: tensor {', '.join(result.damaged[:NAMED])}{more}", "quantize or download it again")
+    if not json:
+        screen.line(f"{result.tensors} tensors, {format_size(result.nbytes)}: all as they were written")

@@ -1,0 +1,309 @@
+"""Many columns of low-bit weights (prefill): an int8 product over rows that are expanded once.
+
+`pack_tokens` norms the activations and quantizes them to int8 with a scale per block, as panels that the register tile reads. `multiply`
+takes BLOCK_ROWS rows at a time, expands SPAN inputs of them into the second-level cache and multiplies them with every panel. Two ways, one
+for a whole job:
+
+    SCALED   weights become int8 of the row's own range; blocks of 128 activations:  y = s * m / 127 * sum_b(x_b * int)
+    GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int))
+
+with s the row's scale, m the largest |f * v| that its scale codes allow, and int an exact integer sum. Both add float32 in the order of the
+inputs, one chain per output, so a result depends on neither the other tokens, the threads, nor the instruction set. Limited by the units
+that multiply. `multiply_exact` is the product in float32 of what the weights mean, from the panels of `linear.pack_columns`.
+"""
+
+from __future__ import annotations
+
+from numba import float32, uint32
+
+from ..compile import inlined, kernel
+from ..layout import SILU, align
+from ..tiles import AFFINE, TILE
+from ..tiles import ROWS as TILE_ROWS
+from .arithmetic import activate, normalise
+from .gemm_expand import SCALED_SHIFT
+from .gemm_stripes import (
+    BIAS,
+    BLOCK_ROWS,
+    FACTORS_AT,
+    FIELDS,
+    GROUP,
+    GROUPED,
+    OUT,
+    OUT_STRIDE,
+    ROWS,
+    ROWS_AT,
+    SCALED,
+    SCHEME,
+    SHIFTS_AT,
+    SPAN,
+    SPARSE,
+    STRIPES_NBYTES,
+    TILE_SCRATCH_NBYTES,
+    WIDE_AT,
+    expand_f32,
+    expand_stripe,
+    outliers_of,
+    prepare_rows,
+    stored_depth,
+)
+from .gemm_tiles import (
+    HEADER,
+    ITEM,
+    STRIPE,
+    TOKENS,
+    block_product,
+    finish,
+    finish_adding,
+    group_product,
+    half_group_product,
+    outlier_sums,
+    pack_block,
+)
+from .inner_loops import TILE_COLUMNS, tile_product
+from .inner_loops import TILE_ROWS as FLOAT_ROWS
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u32_at
+from .linear import ADD, DEPTH_BLOCK, GATED, MANY_BLOCK
+
+# Slots of the argument block; the matrices follow, as `gemm_stripes.py` says.
+X, COUNT, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, WAY, MATRICES, FIRST = range(14)
+SCALED_BLOCK, GROUPED_BLOCK = 128, TILE  # inputs that share a scale of the activations
+SLACK = 64  # bytes after the last panel
+STRIPES = BLOCK_ROWS // STRIPE
+OUTLIERS_AT = STRIPES_NBYTES
+BIAS_AT = OUTLIERS_AT + 64
+ONES_AT = BIAS_AT + 4 * STRIPE
+SUMS_AT = ONES_AT + 4 * STRIPE  # float32 [stripe][panel][TOKENS][STRIPE], the end of the scratch
+ZERO, ONE = float32(0.0), float32(1.0)
+
+
+def gemm_scratch(tokens: int, depth: int) -> int:
+    """Bytes of scratch per worker for at most `tokens` tokens of at most `depth` inputs (every kernel here)."""
+    exact = 4 * MANY_BLOCK * (DEPTH_BLOCK + align(tokens, TILE_COLUMNS)) + TILE_SCRATCH_NBYTES
+    return align(max(SUMS_AT + 4 * BLOCK_ROWS * align(tokens, TOKENS), 4 * align(depth, SCALED_BLOCK), exact))
+
+
+def panel_nbytes(tokens: int, depth: int, way: int) -> int:
+    """Bytes of the packed activations."""
+    block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
+    return align(-(-tokens // TOKENS) * (align(depth, SCALED_BLOCK) // block) * (HEADER + block * TOKENS * ITEM) + SLACK)
+
+
+def way_of(bits: int) -> int:
+    """How a width is multiplied: up to 4 bits in the row's int8, above that exactly."""
+    return SCALED if bits <= 4 else GROUPED
+
+
+@kernel()
+def pack_tokens(args, worker, counter):
+    """Norm rows of X, quantize them and lay them out as panels at matrix slot 0's OUT. Blocks are panels."""
+    a = i64_at(args)
+    tokens, depth = a[COUNT], a[DEPTH]
+    eps = float32(f64_at(args)[EPS])
+    block = SCALED_BLOCK if a[WAY] == SCALED else GROUPED_BLOCK
+    padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
+    row = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    block_nbytes = HEADER + block * TOKENS * ITEM
+    panels = (tokens + TOKENS - 1) // TOKENS
+    x = f32_at(row)
+    while True:
+        panel = fetch_add(counter, 1)
+        if panel >= panels:
+            return
+        start = a[FIRST + OUT] + panel * (padded // block) * block_nbytes
+        for t in range(TOKENS):
+            token = panel * TOKENS + t
+            if token < tokens:
+                normalise(a[X] + 4 * token * depth, row, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
+            for i in range(depth if token < tokens else 0, padded):
+                x[i] = ZERO
+            for index in range(padded // block):
+                pack_block(row + 4 * index * block, block, start + index * block_nbytes, t)
+
+
+@inlined()
+def _product(a, matrix, way, scratch, number, panel, sums, span):
+    wide = scratch + WIDE_AT + number * STRIPE * SPAN * ITEM
+    if way == SCALED:
+        block_product(wide, panel, sums, span, SCALED_BLOCK, SCALED_SHIFT)
+        return
+    factors = scratch + FACTORS_AT + number * STRIPE * (SPAN // 16) * 4
+    shifts = scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4
+    stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE else 0
+    if a[matrix + GROUP] == 16:
+        half_group_product(wide, factors, shifts, stride, panel, sums, span)
+    else:
+        group_product(wide, factors, shifts, stride, panel, sums, span)
+
+
+@inlined()
+def _add_outliers(a, matrix, row, sums, panels, panel_nbytes, block, scales, scratch):
+    """What outliers add, into the sums of a stripe. Row scales are taken into the sums as well, and left as ones."""
+    values, factors, extra = f32_at(sums), f32_at(scales), f32_at(scratch + OUTLIERS_AT)
+    for t in range(panels * TOKENS):
+        for i in range(STRIPE):
+            values[t * STRIPE + i] *= factors[i]
+    for i in range(STRIPE):
+        factors[i] = ONE
+    for i in range(min(STRIPE, a[matrix + ROWS] - row)):
+        begin, end, places, weights = outliers_of(a, matrix, (row + i) // TILE_ROWS)
+        while begin < end and (u32_at(places)[begin] >> uint32(28)) < i % TILE_ROWS:
+            begin += 1
+        last = begin
+        while last < end and (u32_at(places)[last] >> uint32(28)) == i % TILE_ROWS:
+            last += 1
+        if last > begin:
+            for panel in range(panels):
+                outlier_sums(places + 4 * begin, weights + 2 * begin, last - begin, a[X] + panel * panel_nbytes, block,
+                             HEADER + block * TOKENS * ITEM, scratch + OUTLIERS_AT)
+                for t in range(TOKENS):
+                    values[(panel * TOKENS + t) * STRIPE + i] += extra[t]
+
+
+@inlined()
+def _bias_of(a, matrix, row, scratch):
+    """The address of a stripe's bias; past the last row it is zero."""
+    bias, rows = f32_at(scratch + BIAS_AT), min(STRIPE, a[matrix + ROWS] - row)
+    for i in range(STRIPE):
+        bias[i] = f32_at(a[matrix + BIAS])[row + i] if a[matrix + BIAS] != 0 and i < rows else ZERO
+    return scratch + BIAS_AT
+
+
+@inlined()
+def _write(a, matrix, mode, row, sums, scales, bias, tokens):
+    """y of a stripe; `mode` ADD adds to it."""
+    rows, stride = min(STRIPE, a[matrix + ROWS] - row), 4 * a[matrix + OUT_STRIDE]
+    out = a[matrix + OUT] + 4 * row
+    if rows == STRIPE:
+        if mode == ADD:
+            finish_adding(sums, scales, bias, out, stride, tokens)
+        else:
+            finish(sums, scales, bias, out, stride, tokens)
+        return
+    finish(sums, scales, bias, sums, 4 * STRIPE, tokens)
+    for t in range(tokens):
+        values, y = f32_at(sums + 4 * t * STRIPE), f32_at(out + t * stride)
+        for i in range(rows):
+            y[i] = y[i] + values[i] if mode == ADD else values[i]
+
+
+@inlined()
+def _gate(act, gate, up, count):
+    """gate = act(gate) * up."""
+    first, second = f32_at(gate), f32_at(up)
+    if act == SILU:  # the loop-invariant branch is taken out so that the common case is vectorised
+        for i in range(count):
+            first[i] = activate(first[i], SILU) * second[i]
+    else:
+        for i in range(count):
+            first[i] = activate(first[i], act) * second[i]
+
+
+@kernel()
+def multiply(args, worker, counter):
+    """y[t, n] for many t from the panels at X. Blocks are BLOCK_ROWS rows; with GATED half of them the gate's and half the up matrix's."""
+    a = i64_at(args)
+    tokens, depth, mode, way = a[COUNT], a[DEPTH], a[MODE], a[WAY]
+    block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
+    block_nbytes = HEADER + block * TOKENS * ITEM
+    padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
+    panel_nbytes = padded // block * block_nbytes
+    panels = (tokens + TOKENS - 1) // TOKENS
+    scratch = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    sums, sums_nbytes = scratch + SUMS_AT, 4 * panels * TOKENS * STRIPE
+    both = 2 if mode == GATED else 1
+    share = STRIPES // both * STRIPE  # rows of a matrix in a block
+    while True:
+        index = fetch_add(counter, 1)
+        matrix = FIRST
+        for _ in range(a[MATRICES] // both):
+            here = (a[matrix + ROWS] + share - 1) // share
+            if index < here:
+                break
+            index -= here
+            matrix += FIELDS
+        else:
+            return
+        row = index * share
+        used = (min(share, a[matrix + ROWS] - row) + STRIPE - 1) // STRIPE  # stripes of each matrix
+        for number in range(both * used):
+            own = matrix + number // used * FIELDS
+            prepare_rows(a, own, stored_depth(depth, a[own + GROUP]), way, row + number % used * STRIPE, scratch, number)
+        for i in range(both * used * panels * TOKENS * STRIPE):
+            f32_at(sums)[i] = ZERO
+        for start in range(0, padded, SPAN):
+            for number in range(both * used):
+                own = matrix + number // used * FIELDS
+                stored = stored_depth(depth, a[own + GROUP])
+                if start < stored:
+                    expand_stripe(a, own, stored, way, row + number % used * STRIPE, start, min(SPAN, stored - start), scratch, number)
+            for panel in range(panels):
+                x = a[X] + panel * panel_nbytes + start // block * block_nbytes
+                for number in range(both * used):
+                    own = matrix + number // used * FIELDS
+                    span = min(SPAN, stored_depth(depth, a[own + GROUP]) - start)
+                    if span > 0:
+                        _product(a, own, way, scratch, number, x, sums + number * sums_nbytes + 4 * panel * TOKENS * STRIPE, span)
+        for number in range(both * used):
+            own, first, at = matrix + number // used * FIELDS, row + number % used * STRIPE, sums + number * sums_nbytes
+            scales = scratch + ROWS_AT + 4 * number * STRIPE
+            if a[own + SPARSE] != 0:
+                _add_outliers(a, own, first, at, panels, panel_nbytes, block, scales, scratch)
+            bias = _bias_of(a, own, first, scratch)
+            if mode != GATED:
+                _write(a, own, mode, first, at, scales, bias, tokens)
+            else:
+                finish(at, scales, bias, at, 4 * STRIPE, tokens)
+        if mode == GATED:
+            for i in range(STRIPE):
+                f32_at(scratch + BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
+            for number in range(used):
+                at = sums + number * sums_nbytes
+                _gate(a[ACT], at, at + used * sums_nbytes, tokens * STRIPE)
+                _write(a, matrix, mode, row + number * STRIPE, at, scratch + ONES_AT, scratch + BIAS_AT, tokens)
+
+
+@kernel()
+def multiply_exact(args, worker, counter):
+    """y[t, n] in float32, `mode` PLAIN or ADD, from panels [panel][depth][TILE_COLUMNS] at X. Blocks are MANY_BLOCK rows."""
+    a = i64_at(args)
+    tokens, depth = a[COUNT], a[DEPTH]
+    panels = (tokens + TILE_COLUMNS - 1) // TILE_COLUMNS
+    columns = panels * TILE_COLUMNS
+    wide = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    sums = wide + 4 * MANY_BLOCK * DEPTH_BLOCK
+    tile_scratch = sums + 4 * MANY_BLOCK * columns
+    while True:
+        block = fetch_add(counter, 1)
+        matrix = FIRST
+        for _ in range(a[MATRICES]):
+            here = (a[matrix + ROWS] + MANY_BLOCK - 1) // MANY_BLOCK
+            if block < here:
+                break
+            block -= here
+            matrix += FIELDS
+        else:
+            return
+        first = block * MANY_BLOCK
+        rows = min(MANY_BLOCK, a[matrix + ROWS] - first)
+        strips = (rows + FLOAT_ROWS - 1) // FLOAT_ROWS
+        stored = stored_depth(depth, a[matrix + GROUP])
+        for start in range(0, depth, DEPTH_BLOCK):
+            span = min(DEPTH_BLOCK, depth - start)
+            for row in range(0, rows, TILE_ROWS):
+                expand_f32(a, matrix, stored, first + row, start, (span + TILE - 1) // TILE * TILE, tile_scratch,
+                           wide + 4 * row * DEPTH_BLOCK, 4 * DEPTH_BLOCK)
+            for row in range((rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS, strips * FLOAT_ROWS):
+                for k in range(span):
+                    f32_at(wide + 4 * row * DEPTH_BLOCK)[k] = ZERO
+            for panel in range(panels):
+                b = a[X] + 4 * (panel * depth + start) * TILE_COLUMNS
+                for strip in range(strips):
+                    tile_product(wide + 4 * strip * FLOAT_ROWS * DEPTH_BLOCK, 4 * DEPTH_BLOCK, b, 4 * TILE_COLUMNS,
+                                 sums + 4 * (strip * FLOAT_ROWS * columns + panel * TILE_COLUMNS), 4 * columns, span, 1 if start else 0)
+        c, out, bias = f32_at(sums), f32_at(a[matrix + OUT]), a[matrix + BIAS]
+        for t in range(tokens):
+            at = t * a[matrix + OUT_STRIDE] + first
+            for row in range(rows):
+                value = c[row * columns + t] + (f32_at(bias)[first + row] if bias != 0 else ZERO)
+                out[at + row] = out[at + row] + value if a[MODE] == ADD else value

@@ -1,0 +1,334 @@
+"""From the bytes of a low-bit weight to the stripes of the int8 product, a tile at a time, as LLVM vectors.
+
+`codes_of` writes a tile's codes as bytes, quad after quad; the others go from there. Scaled weights are int8 per row:
+
+    v8 = ((v << up) * p + 2**14) >> 15,    p = rint(f * limit)
+
+with f the group's factor and `limit` the row's 127 * 2**(15 - up) / max |f * v|. That is rint(127 * f * v / max |f * v|) but for rare ties,
+in one multiplication of 16-bit numbers (`vpmulhrsw`), and the same integers on every instruction set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..tiles import LEVELS_NBYTES, ROWS
+from .gemm_tiles import HALVES, PAIRS, ROUND, STEP, Loop
+from .int8_ir import (
+    BYTES,
+    FLOATS,
+    I8,
+    INSTRUCTION_SET,
+    LANES,
+    PIECES,
+    WIDTH,
+    WORDS,
+    constant,
+    function,
+    load,
+    look_up,
+    offset,
+    splat,
+    store,
+    to_floats,
+    unpack_tile,
+    widen_bytes,
+)
+from .intrinsics import F32, I16, I32, I64
+
+LEVEL_SHIFT, SCALED_SHIFT = 64, 128  # what stripes of levels and of scaled weights are above their values, with VNNI
+CODEBOOK, LINEAR = "codebook", "linear"
+QUADS = 8  # of a tile
+
+
+def codes_of(bits: int):
+    @intrinsic
+    def run(typingctx, source, out):
+        """A tile's codes to 512 bytes at `out`."""
+
+        def codegen(context, builder, signature, args):
+            for piece in range(PIECES):
+                for j, quad in enumerate(unpack_tile(builder, args[0], bits, piece)):
+                    store(builder, quad, offset(builder, args[1], 64 * j + WIDTH * piece))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    return run
+
+
+def _byte_factors(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    """The factors of 16 rows, per piece, from scale codes of eight bits."""
+    found = []
+    for piece in range(PIECES):
+        found.append(to_floats(builder, widen_bytes(builder, offset(builder, address, LANES * piece))))
+    return found
+
+
+def _table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    """16 bytes at an address, for `look_up`."""
+    lane = ir.VectorType(I8, 16)
+    entries = load(builder, address, lane)
+    if INSTRUCTION_SET == "portable":
+        return [splat(builder, builder.extract_element(entries, I32(i)), BYTES) for i in range(16)]
+    return [builder.shuffle_vector(entries, entries, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))]
+
+
+def _steps_table(builder: ir.IRBuilder, tables: ir.Value) -> list[ir.Value]:
+    return _table(builder, offset(builder, tables, LEVELS_NBYTES))
+
+
+def _step_factors(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+    """The factors of 16 rows, per piece, for both groups of a codebook tile."""
+    lane = ir.VectorType(I8, 16)
+    raw, found = load(builder, address, lane), []
+    for codes in (builder.and_(raw, constant(lane, 15)), builder.lshr(raw, constant(lane, 4))):
+        codes = builder.shuffle_vector(codes, codes, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))
+        steps, pieces = look_up(builder, table, codes, 4), []
+        for piece in range(PIECES):
+            own = builder.shuffle_vector(steps, steps, ir.Constant(ir.VectorType(I32, LANES), [LANES * piece + i for i in range(LANES)]))
+            pieces.append(builder.uitofp(builder.zext(own, WORDS), FLOATS))
+        found.append(pieces)
+    return found[0], found[1]
+
+
+class _Pair(NamedTuple):
+    """WIDTH numbers of 16 bits in two vectors, cut within every 16 bytes: of four rows the first two in `low`, the others in `high`.
+
+    That is what interleaving bytes gives and packing takes, so nothing crosses from one 16-byte lane to another.
+    """
+
+    low: ir.Value
+    high: ir.Value
+
+
+def _each(operate: Callable[..., ir.Value], *pairs: _Pair) -> _Pair:
+    return _Pair(operate(*(each.low for each in pairs)), operate(*(each.high for each in pairs)))
+
+
+def _interleave(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> _Pair:
+    """Elements of two vectors in turn, within every 16 bytes, as HALVES."""
+    per, count, found = 16 * first.type.count // WIDTH, first.type.count, []
+    for skip in (0, per // 2):
+        order = [lane + skip + i + source * count for lane in range(0, count, per) for i in range(per // 2) for source in (0, 1)]
+        found.append(builder.bitcast(builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, count), order)), HALVES))
+    return _Pair(*found)
+
+
+def _four_times(builder: ir.IRBuilder, words: ir.Value) -> _Pair:
+    """Numbers of 16 bits, a word per row -> four copies per row."""
+    twice = builder.or_(words, builder.shl(words, constant(WORDS, 16)))
+    return _interleave(builder, twice, twice)
+
+
+def _multiply_high(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """(a * b + 2**14) >> 15 of HALVES."""
+    if INSTRUCTION_SET == "portable":
+        wide = ir.VectorType(I32, WIDTH // 2)
+        product = builder.add(builder.mul(builder.sext(a, wide), builder.sext(b, wide)), constant(wide, 1 << 14))
+        return builder.trunc(builder.ashr(product, constant(wide, 15)), HALVES)
+    name = "llvm.x86.avx512.pmul.hr.sw.512" if WIDTH == 64 else "llvm.x86.avx2.pmul.hr.sw"
+    return builder.call(function(builder, HALVES, [HALVES] * 2, name), [a, b])
+
+
+def _put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: _Pair, shift: int) -> None:
+    """A quad's values of a piece's rows into the steps at `out`; with VNNI as bytes, `shift` above."""
+    out = offset(builder, out, WIDTH * piece)
+    if not PAIRS:
+        name = "llvm.x86.avx512.packuswb.512" if WIDTH == 64 else "llvm.x86.avx2.packuswb"
+        shifted = _each(lambda each: builder.add(each, constant(HALVES, shift)), values)
+        store(builder, builder.call(function(builder, BYTES, [HALVES] * 2, name), [*shifted]), offset(builder, out, STEP * quad))
+        return
+    low, high = (builder.bitcast(each, WORDS) for each in values)
+    for step in (0, 1):
+        order = [lane + step + i + source * LANES for lane in range(0, LANES, 4) for source in (0, 1) for i in (0, 2)]
+        chosen = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, LANES), order))
+        store(builder, chosen, offset(builder, out, STEP * (2 * quad + step)))
+
+
+class _Reader:
+    """v << up of a tile's quads, from codes."""
+
+    def __init__(self, builder: ir.IRBuilder, way: str, codes: ir.Value, extra: ir.Value, up: ir.Value | None) -> None:
+        self.builder, self.way, self.codes, self.extra = builder, way, codes, extra
+        self.up = None if up is None else splat(builder, builder.trunc(up, I16), HALVES)
+        if way == CODEBOOK:
+            self.table = _table(builder, extra)
+            # a level comes in the upper byte
+            self.down = constant(HALVES, 8) if up is None else builder.sub(constant(HALVES, 8), self.up)
+
+    def piece(self, piece: int) -> None:
+        """Turn to a piece's rows."""
+        if self.way == LINEAR:
+            self.zeros = _four_times(self.builder, widen_bytes(self.builder, offset(self.builder, self.extra, LANES * piece)))
+
+    def values(self, quad: int, piece: int) -> _Pair:
+        builder = self.builder
+        raw = load(builder, offset(builder, self.codes, 64 * quad + WIDTH * piece), BYTES)
+        if self.way == CODEBOOK:
+            wide = _interleave(builder, constant(BYTES, 0), look_up(builder, self.table, raw, 4))
+            return _each(lambda each: builder.ashr(each, self.down), wide)
+        values = _each(builder.sub, _interleave(builder, raw, constant(BYTES, 0)), self.zeros)
+        return values if self.up is None else _each(lambda each: builder.shl(each, self.up), values)
+
+
+def _scaled(way: str):
+    @intrinsic
+    def run(typingctx, codes, scales, second, extra, limits, up, out):
+        """A tile as int8 of each row's own range into a stripe at `out` (this row block's place in it).
+
+        codes: from `codes_of`. scales: scale codes of the tile's first half; `second` those of the other (codebook: not read). extra: the
+        tables of a codebook, else 16 zeros. limits: float32 [16]. up: see the module.
+        """
+
+        def codegen(context, builder, signature, args):
+            codes, scales, second, extra, limits, up, out = args
+            reader = _Reader(builder, way, codes, extra, up)
+            if way == CODEBOOK:
+                factors = _step_factors(builder, _steps_table(builder, extra), scales)
+            else:
+                factors = _byte_factors(builder, scales), _byte_factors(builder, second)
+            for piece in range(PIECES):
+                reader.piece(piece)
+                limit = load(builder, offset(builder, limits, 4 * LANES * piece), FLOATS, 4)
+                for half in (0, 1):
+                    rounded = builder.fadd(builder.fmul(factors[half][piece], limit), constant(FLOATS, ROUND))
+                    multiplier = _four_times(builder, builder.and_(builder.bitcast(rounded, WORDS), constant(WORDS, 0xFFFF)))
+                    for quad in range(4 * half, 4 * half + 4):
+                        scaled = _each(lambda a, b: _multiply_high(builder, a, b), reader.values(quad, piece), multiplier)
+                        _put(builder, out, quad, piece, scaled, SCALED_SHIFT)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return run
+
+
+def _plain(way: str):
+    @intrinsic
+    def run(typingctx, codes, extra, out):
+        """A tile as it is into a stripe at `out`: v as 16-bit numbers, or with VNNI as bytes (levels + LEVEL_SHIFT; codes)."""
+
+        def codegen(context, builder, signature, args):
+            codes, extra, out = args
+            reader = _Reader(builder, way, codes, extra, None)
+            for piece in range(PIECES):
+                reader.piece(piece)
+                for quad in range(QUADS):
+                    if PAIRS or way == CODEBOOK:
+                        _put(builder, out, quad, piece, reader.values(quad, piece), LEVEL_SHIFT)
+                    else:
+                        raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
+                        store(builder, raw, offset(builder, out, STEP * quad + WIDTH * piece))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    return run
+
+
+def _factors(way: str):
+    @intrinsic
+    def run(typingctx, scales, tables, out, second):
+        """The factors of 16 rows, float32 at `out`; of a codebook's other group at `second`."""
+
+        def codegen(context, builder, signature, args):
+            scales, tables, out, second = args
+            if way == CODEBOOK:
+                groups = _step_factors(builder, _steps_table(builder, tables), scales)
+            else:
+                groups = (_byte_factors(builder, scales),)
+            for pieces, address in zip(groups, (out, second)):
+                for piece, value in enumerate(pieces):
+                    store(builder, value, offset(builder, address, 4 * LANES * piece), 4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), codegen
+
+    return run
+
+
+def _largest(way: str):
+    @intrinsic
+    def run(typingctx, scales, extra, stride, top, count, out):
+        """The largest |f * v| that each of 16 rows can hold, float32 at `out`.
+
+        Codebook: the largest step of `count` tiles; `extra` are the tables and the caller multiplies by the largest level. Else the largest
+        factor * max(zero, top - zero) of `count` groups, zeros at `extra`, `stride` bytes further for every group.
+        """
+
+        def codegen(context, builder, signature, args):
+            scales, extra, stride, top, count, out = args
+            table = _steps_table(builder, extra) if way == CODEBOOK else []
+            top = splat(builder, builder.trunc(top, I32), WORDS)
+            loop = Loop(builder, count, [scales, extra, *[constant(FLOATS, 0.0)] * PIECES], "groups")
+            scales, zeros, *most = loop.values
+            larger = lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)  # noqa: E731
+            if way == CODEBOOK:
+                first, second = _step_factors(builder, table, scales)
+                most = [larger(larger(old, a), b) for old, a, b in zip(most, first, second)]
+            else:
+                for piece, factor in enumerate(_byte_factors(builder, scales)):
+                    zero = widen_bytes(builder, offset(builder, zeros, LANES * piece))
+                    rest = builder.sub(top, zero)
+                    bound = builder.select(builder.icmp_signed(">", zero, rest), zero, rest)
+                    most[piece] = larger(most[piece], builder.fmul(factor, builder.sitofp(bound, FLOATS)))
+            _, _, *most = loop.end([builder.add(scales, I64(ROWS)), builder.add(zeros, stride), *most])
+            for piece, value in enumerate(most):
+                store(builder, value, offset(builder, out, 4 * LANES * piece), 4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return run
+
+
+@intrinsic
+def levels_of(typingctx, codes, tables):
+    """Codes of a tile at `codes` -> levels + LEVEL_SHIFT, in place."""
+
+    def codegen(context, builder, signature, args):
+        table = [builder.add(each, constant(BYTES, LEVEL_SHIFT)) for each in _table(builder, args[1])]
+        for start in range(0, 64 * QUADS, WIDTH):
+            at = offset(builder, args[0], start)
+            store(builder, look_up(builder, table, load(builder, at, BYTES), 4), at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def floats_of(typingctx, codes, zeros, factors, rows, out, stride):
+    """A tile as float32: row * (factor * (code - zero)), its 16 rows `stride` bytes apart at `out`.
+
+    zeros: 16 bytes. factors: float32 [half][16]. rows: bfloat16 [16].
+    """
+    four, floats, bytes_ = ir.VectorType(I32, 4), ir.VectorType(F32, 4), ir.VectorType(I8, 4)
+
+    def codegen(context, builder, signature, args):
+        codes, zeros, factors, rows, out, stride = args
+        loop = Loop(builder, I64(ROWS), [out], "rows")
+        at = lambda base, item: builder.add(base, builder.mul(loop.turn, I64(item)))  # noqa: E731
+        zero = splat(builder, builder.zext(load(builder, at(zeros, 1), I8), I32), four)
+        row = builder.shl(builder.zext(load(builder, at(rows, 2), I16), I32), I32(16))
+        row = splat(builder, builder.bitcast(row, F32), floats)
+        for quad in range(QUADS):
+            factor = splat(builder, load(builder, offset(builder, at(factors, 4), 64 * (quad // 4)), F32, 4), floats)
+            raw = builder.zext(load(builder, offset(builder, at(codes, 4), 64 * quad), bytes_), four)
+            value = builder.fmul(row, builder.fmul(factor, builder.sitofp(builder.sub(raw, zero), floats)))
+            store(builder, value, offset(builder, loop.values[0], 16 * quad), 4)
+        loop.end([builder.add(loop.values[0], stride)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+scaled_codebook, scaled_linear = _scaled(CODEBOOK), _scaled(LINEAR)
+plain_codebook, plain_linear = _plain(CODEBOOK), _plain(LINEAR)
+codebook_factors, linear_factors = _factors(CODEBOOK), _factors(LINEAR)
+largest_step, largest_linear = _largest(CODEBOOK), _largest(LINEAR)

@@ -1,0 +1,249 @@
+"""Rows of a low-bit weight as stripes of the int8 product, or as float32: which bytes of the blob make a tile, and where it goes.
+
+`gemm_expand.py` turns one tile into another form; here are the loops over tiles and the formats.
+"""
+
+from __future__ import annotations
+
+from numba import float32, int32, int64, uint32
+
+from ..compile import inlined
+from ..tiles import AFFINE, CODEBOOK, TERNARY, TILE
+from ..tiles import ROWS as TILE_ROWS
+from .gemm_expand import (
+    LEVEL_SHIFT,
+    codebook_factors,
+    codes_of,
+    floats_of,
+    largest_linear,
+    largest_step,
+    levels_of,
+    linear_factors,
+    plain_codebook,
+    plain_linear,
+    scaled_codebook,
+    scaled_linear,
+)
+from .gemm_tiles import INPUTS, ITEM, PAIRS, STEP, STRIPE
+from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at, u32_at
+from .lut_order import expand_tiles, pair_at
+
+# Slots of a matrix, from its first on: addresses of a blob's sections (SPARSE 0: no outliers), the format, 1 for codes in lookup order,
+# then as for other matrices.
+CODES, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, BITS, SCHEME, GROUP, LOOKED_UP, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(15)
+SCALED, GROUPED = 0, 1
+BLOCK_ROWS = max(2 * STRIPE, 32)  # a whole number of stripes, also when one half is another matrix's
+SPAN = 2048  # inputs expanded at a time; a multiple of 128
+MOST = float32(127.0)
+
+# Scratch of a worker, byte offsets.
+WIDE_AT = 0  # stripes
+FACTORS_AT = WIDE_AT + BLOCK_ROWS * SPAN * ITEM  # float32 [stripe][group][STRIPE]
+SHIFTS_AT = FACTORS_AT + BLOCK_ROWS * (SPAN // 16) * 4  # int32 [stripe][tile][STRIPE]
+LIMITS_AT = SHIFTS_AT + BLOCK_ROWS * (SPAN // TILE) * 4  # float32 per row, as is the next
+ROWS_AT = LIMITS_AT + 4 * BLOCK_ROWS
+TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile, 16 constant zeros, factors of a tile
+ZEROS_AT = TILE_AT + TILE_ROWS * TILE
+TILE_FACTORS_AT = ZEROS_AT + 64
+STRIPES_NBYTES = TILE_FACTORS_AT + 128
+TILE_SCRATCH_NBYTES = STRIPES_NBYTES - TILE_AT
+
+_codes_2, _codes_3, _codes_4, _codes_5, _codes_6, _codes_8 = (codes_of(bits) for bits in (2, 3, 4, 5, 6, 8))
+
+
+@inlined()
+def _unpack(a, matrix, tiles, block, tile, out):
+    """A tile's codes, 512 bytes at `out`."""
+    bits = a[matrix + BITS]
+    source = a[matrix + CODES] + (block * tiles + tile) * bits * (TILE_ROWS * TILE // 8)
+    if a[matrix + LOOKED_UP] != 0:
+        expand_tiles(bits, a[matrix + CODES] + pair_at(bits, tiles, block, tile), 1, out)
+    elif bits == 4:
+        _codes_4(source, out)
+    elif bits == 8:
+        _codes_8(source, out)
+    elif bits == 3:
+        _codes_3(source, out)
+    elif bits == 2:
+        _codes_2(source, out)
+    elif bits == 6:
+        _codes_6(source, out)
+    else:
+        _codes_5(source, out)
+
+
+@inlined()
+def stored_depth(depth, group):
+    """Inputs as stored."""
+    unit = max(TILE, group)
+    return (depth + unit - 1) // unit * unit
+
+
+@inlined()
+def _stored_rows(a, matrix):
+    return (a[matrix + ROWS] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+
+
+@inlined()
+def _constant_zero(a, matrix):
+    return 1 if a[matrix + SCHEME] == TERNARY else 1 << (a[matrix + BITS] - 1)
+
+
+@inlined()
+def _fill(address, value):
+    """16 bytes."""
+    for i in range(TILE_ROWS):
+        u8_at(address)[i] = value
+
+
+@inlined()
+def _largest_level(tables):
+    largest = 1
+    for i in range(16):
+        largest = max(largest, abs(int64(i8_at(tables)[i])))
+    return largest
+
+
+@inlined()
+def _up(a, matrix):
+    """How far weights are shifted up before they are scaled: as far as the multiplier, at most 127 * 256, allows."""
+    if a[matrix + SCHEME] == CODEBOOK:
+        up, largest = 7, _largest_level(a[matrix + TABLES])
+        while largest > 1:
+            largest >>= 1
+            up -= 1
+        return up
+    return 7 if a[matrix + SCHEME] == TERNARY else 8 - a[matrix + BITS]
+
+
+@inlined()
+def _largest(a, matrix, depth, row, scratch, out):
+    """The largest |f * v| that the scale codes of the 16 rows from `row` on allow, float32 at `out`."""
+    scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
+    block = row // TILE_ROWS
+    if scheme == CODEBOOK:
+        tiles, level = depth // TILE, float32(_largest_level(a[matrix + TABLES]))
+        largest_step(a[matrix + SCALES] + block * tiles * TILE_ROWS, a[matrix + TABLES], 0, 0, tiles, out)
+        for i in range(TILE_ROWS):
+            f32_at(out)[i] *= level
+        return
+    groups = depth // group
+    zeros, stride = scratch + ZEROS_AT, 0
+    if scheme == AFFINE:
+        zeros, stride = a[matrix + ZEROS] + block * groups * TILE_ROWS, TILE_ROWS
+    else:
+        _fill(zeros, _constant_zero(a, matrix))
+    most = 2 if scheme == TERNARY else (1 << a[matrix + BITS]) - 1
+    largest_linear(a[matrix + SCALES] + block * groups * TILE_ROWS, zeros, stride, most, groups, out)
+
+
+@inlined()
+def prepare_rows(a, matrix, depth, way, row, scratch, number):
+    """The scales of the rows of stripe `number` of a block, which begins at row `row` of the weight; with SCALED their limits as well."""
+    limits, scales = scratch + LIMITS_AT + 4 * number * STRIPE, scratch + ROWS_AT + 4 * number * STRIPE
+    top = float32(127 << (15 - _up(a, matrix)))
+    for first in range(0, min(STRIPE, _stored_rows(a, matrix) - row), TILE_ROWS):
+        stored, own = u16_at(a[matrix + ROW_SCALES] + 2 * (row + first)), f32_at(scales + 4 * first)
+        for i in range(TILE_ROWS):
+            own[i] = bits_to_f32(uint32(stored[i]) << uint32(16))
+        if way == SCALED:
+            limit = f32_at(limits + 4 * first)
+            _largest(a, matrix, depth, row + first, scratch, limits + 4 * first)
+            for i in range(TILE_ROWS):
+                own[i] = own[i] * limit[i] / MOST
+                limit[i] = top / limit[i] if limit[i] > float32(0.0) else limit[i]  # a row of zeros
+
+
+@inlined()
+def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
+    """Inputs `start` to `start + span` of the rows from `row` on, as stripe `number`; with GROUPED also their factors and shifts."""
+    scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
+    wide = scratch + WIDE_AT + number * STRIPE * SPAN * ITEM
+    codes, tables, zeros, up = scratch + TILE_AT, a[matrix + TABLES], scratch + ZEROS_AT, _up(a, matrix)
+    tiles, groups = depth // TILE, depth // group
+    parts = 2 if group == 16 else 1  # groups of a tile
+    if scheme != AFFINE:
+        shift = LEVEL_SHIFT if scheme == CODEBOOK else _constant_zero(a, matrix)
+        _fill(zeros, shift)
+        shifts = i32_at(scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4)
+        for i in range(STRIPE):
+            shifts[i] = int32(shift)
+    for first in range(0, min(STRIPE, _stored_rows(a, matrix) - row), TILE_ROWS):
+        block = (row + first) // TILE_ROWS
+        limits = scratch + LIMITS_AT + 4 * (number * STRIPE + first)
+        factors = scratch + FACTORS_AT + number * STRIPE * (SPAN // 16) * 4 + 4 * first
+        shifts_at = scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4 + 4 * first
+        out = wide + 4 * first  # a step holds 4 bytes of every row
+        last, scales, second, left = int64(-1), int64(0), int64(0), int64(0)
+        for tile in range(start // TILE, (start + span) // TILE):
+            _unpack(a, matrix, tiles, block, tile, codes)
+            if scheme == CODEBOOK:
+                scales = a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS
+                if way == SCALED:
+                    scaled_codebook(codes, scales, scales, tables, limits, up, out)
+                else:
+                    plain_codebook(codes, tables, out)
+                    codebook_factors(scales, tables, factors, factors + 4 * STRIPE)
+            else:
+                if left == 0:
+                    last = tile * TILE // group
+                    left = max(1, group // TILE)
+                    scales = a[matrix + SCALES] + (block * groups + last) * TILE_ROWS
+                    second = scales + (TILE_ROWS if parts == 2 else 0)
+                    if scheme == AFFINE:
+                        zeros = a[matrix + ZEROS] + (block * groups + last) * TILE_ROWS
+                left -= 1
+                if way == SCALED:
+                    scaled_linear(codes, scales, second, zeros, limits, up, out)
+                else:
+                    plain_linear(codes, zeros, out)
+                    linear_factors(scales, 0, factors, 0)
+                    if parts == 2:
+                        linear_factors(second, 0, factors + 4 * STRIPE, 0)
+                    if scheme == AFFINE and not PAIRS:
+                        for i in range(TILE_ROWS):
+                            i32_at(shifts_at)[i] = int32(u8_at(zeros)[i])
+            factors += 4 * parts * STRIPE
+            shifts_at += 4 * STRIPE
+            out += TILE // INPUTS * STEP
+
+
+@inlined()
+def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
+    """16 rows from `row` on (a multiple of 16), inputs `start` to `start + span` (multiples of TILE) -> float32 rows `stride` bytes apart.
+
+    Exactly what the weight means: row scale * (factor * v), each rounded to float32, plus outliers. `depth`: inputs as stored; scratch:
+    TILE_SCRATCH_NBYTES bytes.
+    """
+    scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
+    codes, zeros, factors = scratch, scratch + (ZEROS_AT - TILE_AT), scratch + (TILE_FACTORS_AT - TILE_AT)
+    tiles, groups, block = depth // TILE, depth // group, row // TILE_ROWS
+    _fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK else _constant_zero(a, matrix))
+    for tile in range(start // TILE, (start + span) // TILE):
+        at = block * tiles + tile
+        _unpack(a, matrix, tiles, block, tile, codes)
+        if scheme == CODEBOOK:
+            levels_of(codes, a[matrix + TABLES])
+            codebook_factors(a[matrix + SCALES] + at * TILE_ROWS, a[matrix + TABLES], factors, factors + 64)
+        else:
+            first = block * groups + tile * TILE // group
+            linear_factors(a[matrix + SCALES] + first * TILE_ROWS, 0, factors, 0)
+            linear_factors(a[matrix + SCALES] + (first + (1 if group == 16 else 0)) * TILE_ROWS, 0, factors + 64, 0)
+            if scheme == AFFINE:
+                zeros = a[matrix + ZEROS] + first * TILE_ROWS
+        floats_of(codes, zeros, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
+    if a[matrix + SPARSE] != 0:
+        first, last, places, weights = outliers_of(a, matrix, block)
+        for i in range(first, last):
+            place = int64(u32_at(places)[i])
+            column = (place & 0x0FFFFFFF) - start
+            if 0 <= column < span:
+                f32_at(out + (place >> 28) * stride)[column] += bits_to_f32(uint32(u16_at(weights)[i]) << uint32(16))
+
+
+@inlined()
+def outliers_of(a, matrix, block):
+    """Where the outliers of 16 rows lie: from which to before which, addresses of all places and of all values."""
+    blocks = (a[matrix + ROWS] + TILE_ROWS - 1) // TILE_ROWS
+    starts, places = u32_at(a[matrix + SPARSE]), a[matrix + SPARSE] + 4 * (blocks + 1)
+    return int64(starts[block]), int64(starts[block + 1]), places, places + 4 * int64(starts[blocks])

@@ -1,0 +1,302 @@
+"""The register tiles of the int8 matrix product, as LLVM vectors.
+
+A stripe of STRIPE rows lies as steps: one step is VECTORS vectors, each of LANES rows times INPUTS inputs. A panel of TOKENS tokens lies as
+steps too: one 32-bit word per token. With VNNI a step is four inputs, weights are bytes shifted to be unsigned and `vpdpbusd` multiplies
+them; the shift is taken back by starting the sums from it. Without VNNI `vpmaddubsw` would saturate (a pair of products needs 17 bits), so
+a step is two inputs of 16 bits each and the instruction is `vpmaddwd`: as many products per cycle, since bytes need two instructions.
+
+A panel is cut into blocks along the inputs. A block begins with its header, one word per token each: the scale (float32), the sum of the
+int8 activations, the sum of the first half of them (int32); then its steps.
+
+What a step became, read from the assembly, nothing spilled: AVX-512 24 `vpdpbusd` on zmm for 2 loads and 12 broadcasts; AVX-VNNI 12 on ymm
+for 2 loads and 6 broadcasts; AVX2 12 `vpmaddwd` and 12 `vpaddd` for the same. The multipliers are the limit, on AVX2 with the adders.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .int8_ir import FLOATS, INSTRUCTION_SET, LANES, WIDTH, WORDS, constant, fma, function, load, offset, splat, store
+from .intrinsics import F32, I16, I32, I64
+
+PAIRS = INSTRUCTION_SET in ("avx2", "portable")
+INPUTS = 2 if PAIRS else 4  # of a step
+ITEM = 4 // INPUTS  # bytes of an input in a step, on both sides
+# The register tile: 24 sums of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 where x has to be split as well.
+VECTORS, TOKENS = {"avx512": (2, 12), "avx2vnni": (2, 6), "avx2": (2, 6), "portable": (4, 2)}[INSTRUCTION_SET]
+STRIPE = VECTORS * LANES  # rows
+STEP = VECTORS * WIDTH  # bytes of weights
+HEADER = 12 * TOKENS  # bytes
+# Steps of one turn of the innermost loop. More would let the compiler move loads up so far that it runs out of registers.
+UNROLL = 2 if PAIRS else 4
+HALVES = ir.VectorType(I16, WIDTH // 2)
+# Adding it to a float32 below 2**22 leaves the nearest integer, ties to even, in the low bits.
+ROUND, ROUND_BITS = 12582912.0, 0x4B400000
+
+
+def multiply_add(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
+    """sums + the products of a step, per row; all WORDS, bytes or 16-bit numbers within."""
+    if not PAIRS:
+        dot = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpbusd.{8 * WIDTH}")
+        return builder.call(dot, [sums, weights, x])
+    if INSTRUCTION_SET == "avx2":
+        pairs = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
+        return builder.add(sums, builder.call(pairs, [builder.bitcast(weights, HALVES), builder.bitcast(x, HALVES)]))
+    half = constant(WORDS, 16)
+    low = lambda value: builder.ashr(builder.shl(value, half), half)  # noqa: E731
+    high = lambda value: builder.ashr(value, half)  # noqa: E731
+    return builder.add(sums, builder.add(builder.mul(low(weights), low(x)), builder.mul(high(weights), high(x))))
+
+
+class Loop:
+    """`count` >= 1 turns of a block of instructions; values that change go round as phis, given first and returned last."""
+
+    def __init__(self, builder: ir.IRBuilder, count: ir.Value, values: list[ir.Value], name: str) -> None:
+        self.builder, self.count = builder, count
+        entry = builder.basic_block
+        self.body, self.done = builder.append_basic_block(name), builder.append_basic_block(f"{name}.done")
+        builder.branch(self.body)
+        builder.position_at_end(self.body)
+        self.turn = builder.phi(I64)
+        self.turn.add_incoming(I64(0), entry)
+        self.values = []
+        for value in values:
+            phi = builder.phi(value.type)
+            phi.add_incoming(value, entry)
+            self.values.append(phi)
+
+    def end(self, values: list[ir.Value]) -> list[ir.Value]:
+        builder, last = self.builder, self.builder.basic_block
+        following = builder.add(self.turn, I64(1))
+        self.turn.add_incoming(following, last)
+        for phi, value in zip(self.values, values, strict=True):
+            phi.add_incoming(value, last)
+        builder.cbranch(builder.icmp_signed("<", following, self.count), self.body, self.done)
+        builder.position_at_end(self.done)
+        return values
+
+
+def _steps(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Value, sums: list[ir.Value],
+           tokens: int) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+    """The innermost loop over `inputs`, a multiple of 16. Returns the addresses after them and the sums, [token][vector]."""
+    loop = Loop(builder, builder.lshr(inputs, I64((INPUTS * UNROLL).bit_length() - 1)), [weights, x, *sums], "steps")
+    weights, x, *sums = loop.values
+    for step in range(UNROLL):
+        rows = [load(builder, offset(builder, weights, STEP * step + WIDTH * v), WORDS, 4) for v in range(VECTORS)]
+        for t in range(tokens):
+            word = splat(builder, load(builder, offset(builder, x, 4 * (TOKENS * step + t)), I32, 4), WORDS)
+            for v in range(VECTORS):
+                sums[VECTORS * t + v] = multiply_add(builder, sums[VECTORS * t + v], rows[v], word)
+    weights, x, *sums = loop.end([builder.add(weights, I64(STEP * UNROLL)), builder.add(x, I64(4 * TOKENS * UNROLL)), *sums])
+    return weights, x, sums
+
+
+def _word(builder: ir.IRBuilder, header: ir.Value, row: int, token: int, kind: ir.Type) -> ir.Value:
+    return load(builder, offset(builder, header, 4 * (TOKENS * row + token)), kind, 4)
+
+
+def _start(builder: ir.IRBuilder, header: ir.Value, tokens: int, shifts: list[ir.Value], part: str = "whole") -> list[ir.Value]:
+    """Sums to begin with, which take the shift of the weights back: minus shift (per vector of rows) times the sum of a token's inputs."""
+    if PAIRS:
+        return [constant(WORDS, 0)] * (VECTORS * tokens)
+    first = []
+    for t in range(tokens):
+        total = _word(builder, header, 2 if part == "first half" else 1, t, I32)
+        if part == "second half":
+            total = builder.sub(total, _word(builder, header, 2, t, I32))
+        total = splat(builder, builder.neg(total), WORDS)
+        first += [builder.mul(total, shift) for shift in shifts]
+    return first
+
+
+def _flush(builder: ir.IRBuilder, out: ir.Value, header: ir.Value, sums: list[ir.Value], tokens: int,
+           factors: list[ir.Value] | None) -> None:
+    """out[token][row] += scale of the token * (factor of the row * sum), as one fused multiply-add."""
+    # Without this the compiler keeps what it has stored, in more registers than there are.
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+    for t in range(tokens):
+        scale = splat(builder, _word(builder, header, 0, t, F32), FLOATS)
+        for v in range(VECTORS):
+            at = offset(builder, out, 4 * LANES * (VECTORS * t + v))
+            value = builder.sitofp(sums[VECTORS * t + v], FLOATS)
+            if factors:
+                value = builder.fmul(value, factors[v])
+            store(builder, fma(builder, value, scale, load(builder, at, FLOATS, 4)), at, 4)
+
+
+def _block_product(tokens: int):
+    @intrinsic
+    def run(typingctx, weights, panel, out, inputs, block, shift):
+        """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs; `inputs` a multiple of TILE in all.
+
+        `shift`: what the unsigned bytes of the stripe are above the weights.
+        """
+
+        def codegen(context, builder, signature, args):
+            weights, panel, out, inputs, block, shift = args
+            shifts = [splat(builder, builder.trunc(shift, I32), WORDS)] * VECTORS
+            blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
+            loop = Loop(builder, blocks, [weights, panel, inputs], "blocks")
+            weights, panel, left = loop.values
+            here = builder.select(builder.icmp_signed("<", left, block), left, block)
+            first = _start(builder, panel, tokens, shifts)
+            after, following, sums = _steps(builder, weights, builder.add(panel, I64(HEADER)), here, first, tokens)
+            _flush(builder, out, panel, sums, tokens, None)
+            loop.end([after, following, builder.sub(left, block)])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return run
+
+
+def _group_product(tokens: int, halves: bool):
+    """`halves`: groups of 16 inputs, two in a block; else at most one."""
+
+    @intrinsic
+    def run(typingctx, weights, factors, shifts, stride, panel, out, inputs):
+        """out[token][STRIPE] (float32) += scale * (factor * sum), group by group; blocks of TILE inputs, `inputs` of them in all.
+
+        factors: float32 [group or half block][STRIPE]. shifts: int32 [STRIPE], what the unsigned bytes of the stripe are above the
+        weights; `stride` bytes further for every block (0: always the same).
+        """
+
+        def codegen(context, builder, signature, args):
+            weights, factors, shifts, stride, panel, out, inputs = args
+            loop = Loop(builder, builder.lshr(inputs, I64(5)), [weights, factors, shifts, panel], "groups")
+            weights, factors, shifts, header = loop.values
+            rows = [load(builder, offset(builder, shifts, 4 * LANES * v), WORDS, 4) for v in range(VECTORS)]
+            steps = builder.add(header, I64(HEADER))
+            for part in ("first half", "second half") if halves else ("whole",):
+                first = _start(builder, header, tokens, rows, part)
+                weights, steps, sums = _steps(builder, weights, steps, I64(16 if halves else 32), first, tokens)
+                scales = [load(builder, offset(builder, factors, 4 * LANES * v), FLOATS, 4) for v in range(VECTORS)]
+                _flush(builder, out, header, sums, tokens, scales)
+                factors = builder.add(factors, I64(4 * STRIPE))
+            loop.end([weights, factors, builder.add(shifts, stride), steps])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return run
+
+
+def _correction():
+    """Outliers of a row, with the tokens of a panel in one vector."""
+    lanes = 4 if TOKENS <= 4 else 8 if TOKENS <= 8 else 16
+    words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
+    item_bits, step_bits = 8 * ITEM, (INPUTS - 1).bit_length()
+
+    @intrinsic
+    def run(typingctx, places, values, count, panel, block, block_nbytes, out):
+        """out[token] (float32, room for 16) = sum over `count` >= 1 outliers of value * (scale * x), in their order.
+
+        places: uint32, the column in the low 28 bits. values: bfloat16. `block`: inputs of a panel's block, a power of two. May read 64
+        bytes past the panel.
+        """
+
+        def codegen(context, builder, signature, args):
+            places, values, count, panel, block, block_nbytes, out = args
+            loop = Loop(builder, count, [constant(floats, 0.0)], "outliers")
+            column = load(builder, builder.add(places, builder.mul(loop.turn, I64(4))), I32, 4)
+            column = builder.zext(builder.and_(column, I32((1 << 28) - 1)), I64)
+            bits = load(builder, builder.add(values, builder.mul(loop.turn, I64(2))), I16, 2)
+            value = splat(builder, builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32), floats)
+            header = builder.add(panel, builder.mul(builder.sdiv(column, block), block_nbytes))
+            within = builder.and_(column, builder.sub(block, I64(1)))
+            step = builder.mul(builder.lshr(within, I64(step_bits)), I64(4 * TOKENS))
+            word = load(builder, builder.add(header, builder.add(step, I64(HEADER))), words, 4)
+            place = builder.trunc(builder.and_(within, I64(INPUTS - 1)), I32)
+            up = builder.sub(I32(32 - item_bits), builder.mul(place, I32(item_bits)))
+            x = builder.ashr(builder.shl(word, splat(builder, up, words)), constant(words, 32 - item_bits))
+            x = builder.fmul(builder.sitofp(x, floats), load(builder, header, floats, 4))
+            multiply = function(builder, floats, [floats] * 3, f"llvm.fma.v{lanes}f32")
+            total, = loop.end([builder.call(multiply, [x, value, loop.values[0]])])
+            store(builder, total, out, 4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return run
+
+
+@intrinsic
+def pack_block(typingctx, x, count, header, token):
+    """`count` (a multiple of 32) float32 of a token, quantized into the block at `header`: scale, sums and steps.
+
+    int8 = rint(x * (127 / largest)), scale = largest / 127; zeros where that is no normal number, and a NaN for a scale where a number is
+    not finite.
+    """
+    per = LANES // INPUTS  # words of a vector
+
+    def codegen(context, builder, signature, args):
+        x, count, header, token = args
+        vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
+        reduced = lambda name, value: builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.{name}.v{LANES}i32"), [value])  # noqa: E731
+        loop = Loop(builder, vectors, [constant(WORDS, 0)], "largest")
+        at = lambda: builder.add(x, builder.mul(loop.turn, I64(4 * LANES)))  # noqa: E731
+        magnitude = builder.and_(load(builder, at(), WORDS, 4), constant(WORDS, 0x7FFFFFFF))
+        top, = loop.end([builder.select(builder.icmp_unsigned(">", magnitude, loop.values[0]), magnitude, loop.values[0])])
+        top = reduced("umax", top)
+        largest = builder.bitcast(top, F32)
+        scale = builder.fdiv(largest, F32(127.0))
+        scale = builder.select(builder.icmp_unsigned("<", top, I32(0x7F800000)), scale, F32(float("nan")))
+        normal = builder.fcmp_ordered(">=", scale, F32(2.0**-126))
+        inverse = builder.select(normal, builder.fdiv(F32(127.0), largest), F32(0.0))
+        column = builder.add(header, builder.mul(token, I64(4)))
+        store(builder, scale, column, 4)
+        inverse, sums, first = splat(builder, inverse, FLOATS), [], builder.add(column, I64(HEADER))
+        for _ in (0, 1):
+            loop = Loop(builder, builder.lshr(vectors, I64(1)), [constant(WORDS, 0), x, first], "numbers")
+            total, x, first = loop.values
+            rounded = builder.fadd(builder.fmul(load(builder, x, FLOATS, 4), inverse), constant(FLOATS, ROUND))
+            numbers = builder.sub(builder.bitcast(rounded, WORDS), constant(WORDS, ROUND_BITS))
+            narrow = builder.trunc(numbers, ir.VectorType(ir.IntType(8 * ITEM), LANES))
+            words = builder.bitcast(narrow, ir.VectorType(I32, per) if per > 1 else I32)
+            for i in range(per):
+                word = builder.extract_element(words, I32(i)) if per > 1 else words
+                store(builder, word, offset(builder, first, 4 * TOKENS * i), 4)
+            following = builder.add(x, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
+            total, x, first = loop.end([builder.add(total, numbers), *following])
+            sums.append(reduced("add", total))
+        store(builder, builder.add(*sums), offset(builder, column, 4 * TOKENS), 4)
+        store(builder, sums[0], offset(builder, column, 8 * TOKENS), 4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+def _finish(add: bool):
+    @intrinsic
+    def run(typingctx, sums, scales, bias, out, stride, tokens):
+        """out[token] (STRIPE rows, tokens `stride` bytes apart) = sums[token][STRIPE] * scales + bias, or that much more with `add`.
+
+        scales, bias: float32 [STRIPE]. May work in place.
+        """
+
+        def codegen(context, builder, signature, args):
+            sums, scales, bias, out, stride, tokens = args
+            vectors = range(0, STRIPE, LANES)
+            rows = [(load(builder, offset(builder, scales, 4 * i), FLOATS, 4), load(builder, offset(builder, bias, 4 * i), FLOATS, 4))
+                    for i in vectors]
+            loop = Loop(builder, tokens, [sums, out], "tokens")
+            sums, out = loop.values
+            for i, (scale, extra) in zip(vectors, rows):
+                value = builder.fadd(builder.fmul(load(builder, offset(builder, sums, 4 * i), FLOATS, 4), scale), extra)
+                if add:
+                    value = builder.fadd(load(builder, offset(builder, out, 4 * i), FLOATS, 4), value)
+                store(builder, value, offset(builder, out, 4 * i), 4)
+            loop.end([builder.add(sums, I64(4 * STRIPE)), builder.add(out, stride)])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return run
+
+
+outlier_sums = _correction()
+finish, finish_adding = _finish(False), _finish(True)
+block_product = _block_product(TOKENS)
+half_group_product, group_product = _group_product(TOKENS, True), _group_product(TOKENS, False)

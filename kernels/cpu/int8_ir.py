@@ -1,0 +1,232 @@
+"""Vectors of bytes as LLVM instructions, for kernels over low-bit weights: unpacking, table lookup, the four-way dot product.
+
+One instruction set is chosen when this is imported, from the features that Numba compiles for (`cpu_features`):
+
+    avx512   64 bytes, vpdpbusd           (AVX-512 VNNI)
+    avx2vnni 32 bytes, vpdpbusd           (AVX-VNNI, or the 256-bit form of AVX-512 VNNI)
+    avx2     32 bytes, vpmaddubsw + vpmaddwd
+    portable 16 bytes, plain LLVM
+
+The unit is always a quad, 16 rows x 4 inputs = 64 bytes; narrower sets take it in pieces of fewer rows. Integer results are the same
+everywhere.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from ..compile import cpu_features, inlined
+from ..tiles import PLANES, ROWS
+from .intrinsics import F32, I16, I32, I64
+
+I1, I8 = ir.IntType(1), ir.IntType(8)
+
+
+def _instruction_set() -> str:
+    features = cpu_features()
+    if {"avx512f", "avx512bw", "avx512vnni"} <= features:
+        return "avx512"
+    if "avx2" in features and ("avxvnni" in features or {"avx512vnni", "avx512vl"} <= features):
+        return "avx2vnni"
+    return "avx2" if "avx2" in features else "portable"
+
+
+INSTRUCTION_SET = _instruction_set()
+WIDTH = {"avx512": 64, "avx2vnni": 32, "avx2": 32, "portable": 16}[INSTRUCTION_SET]  # bytes of a vector
+PIECES = 64 // WIDTH  # vectors of a quad
+LANES = WIDTH // 4  # rows of a piece
+BYTES, WORDS, FLOATS = ir.VectorType(I8, WIDTH), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
+HALVES = ir.VectorType(I16, WIDTH // 2)
+SPLIT_SEEDS = OFFSET_WHEN_WIDE = INSTRUCTION_SET == "avx2"
+assert ROWS == LANES * PIECES
+
+
+def function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], name: str) -> ir.Function:
+    """A declared external function or LLVM intrinsic."""
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 1) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def offset(builder: ir.IRBuilder, address: ir.Value, nbytes: int) -> ir.Value:
+    return builder.add(address, I64(nbytes)) if nbytes else address
+
+
+def constant(kind: ir.VectorType, value: float) -> ir.Constant:
+    """A vector with one value in every lane."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """A scalar in every lane."""
+    blank = ir.Constant(kind, ir.Undefined)
+    single = builder.insert_element(blank, scalar, I32(0))
+    return builder.shuffle_vector(single, blank, ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count))
+
+
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return builder.call(function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{LANES}f32"), [a, b, c])
+
+
+def _shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) -> ir.Value:
+    """Bytes shifted right, `keep` bits kept; by 16-bit lanes, since no instruction set shifts bytes."""
+    if bits:
+        value = builder.bitcast(builder.lshr(builder.bitcast(value, HALVES), constant(HALVES, bits)), BYTES)
+    return value if bits + keep == 8 and not bits else builder.and_(value, constant(BYTES, (1 << keep) - 1))
+
+
+def _shift_left(builder: ir.IRBuilder, value: ir.Value, bits: int) -> ir.Value:
+    """Bytes shifted left that lose nothing."""
+    return builder.bitcast(builder.shl(builder.bitcast(value, HALVES), constant(HALVES, bits)), BYTES) if bits else value
+
+
+def unpack_tile(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
+    """The eight quads of a tile as codes, one byte each, for one piece of its rows."""
+    quads: list[ir.Value | None] = [None] * 8
+    at = shift = 0
+    for width in PLANES[bits]:
+        per = 8 // width
+        for vector in range(8 // per):
+            raw = load(builder, offset(builder, address, at + 64 * vector + WIDTH * piece), BYTES)
+            for i in range(per):
+                part = _shift_left(builder, _shift_right(builder, raw, width * i, width), shift)
+                j = per * vector + i
+                quads[j] = part if quads[j] is None else builder.or_(quads[j], part)
+        at, shift = at + 64 * (8 // per), shift + width
+    return quads
+
+
+def load_table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    """The 16 levels at an address, biased by 64 so that they are unsigned: as a lookup vector (portable: one vector per level)."""
+    lane = ir.VectorType(I8, 16)
+    levels = builder.add(load(builder, address, lane), constant(lane, 64))
+    if INSTRUCTION_SET == "portable":
+        return [splat(builder, builder.extract_element(levels, I32(i)), BYTES) for i in range(16)]
+    return [builder.shuffle_vector(levels, levels, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))]
+
+
+def look_up(builder: ir.IRBuilder, table: list[ir.Value], codes: ir.Value, bits: int) -> ir.Value:
+    """table[code] for every byte; codes below 16."""
+    if INSTRUCTION_SET == "portable":
+        found = table[0]
+        for code in range(1, 1 << bits):
+            found = builder.select(builder.icmp_unsigned("==", codes, constant(BYTES, code)), table[code], found)
+        return found
+    name = "llvm.x86.avx512.pshuf.b.512" if WIDTH == 64 else "llvm.x86.avx2.pshuf.b"
+    return builder.call(function(builder, BYTES, [BYTES] * 2, name), [table[0], codes])
+
+
+def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, wide: bool) -> ir.Value:
+    """sums[i32 per row] + the four products of each row: unsigned bytes times signed bytes.
+
+    `wide`: weights above 127 occur; where `OFFSET_WHEN_WIDE` the weights are then taken 128 lower.
+    """
+    if INSTRUCTION_SET in ("avx512", "avx2vnni"):
+        dp = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpbusd.{8 * WIDTH}")
+        return builder.call(dp, [sums, builder.bitcast(weights, WORDS), builder.bitcast(x, WORDS)])
+    if wide and INSTRUCTION_SET == "avx2":  # pairs of products would overflow 16 bits: signed weights, as magnitude and sign of x
+        weights = builder.xor(weights, constant(BYTES, 128))
+        x = builder.call(function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.psign.b"), [x, weights])
+        weights = builder.call(function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8"), [weights, I1(0)])
+    if INSTRUCTION_SET == "avx2":
+        pairs = builder.call(function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw"), [weights, x])
+        fours = builder.call(function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd"), [pairs, constant(HALVES, 1)])
+        return builder.add(sums, fours)
+    halves, words = ir.VectorType(I16, WIDTH), ir.VectorType(I32, WIDTH)
+    products = builder.sext(builder.mul(builder.zext(weights, halves), builder.sext(x, halves)), words)
+    for i in range(4):
+        lanes = ir.Constant(ir.VectorType(I32, LANES), list(range(i, WIDTH, 4)))
+        sums = builder.add(sums, builder.shuffle_vector(products, products, lanes))
+    return sums
+
+
+def steps_table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    """The 16 steps at an address, as `look_up_steps` wants them."""
+    lane = ir.VectorType(I8, 16)
+    steps = load(builder, address, lane)
+    if INSTRUCTION_SET == "avx512":
+        return [builder.zext(steps, WORDS)]
+    if INSTRUCTION_SET == "portable":
+        return [splat(builder, builder.extract_element(steps, I32(i)), ir.VectorType(I8, LANES)) for i in range(16)]
+    return [builder.shuffle_vector(steps, steps, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))]
+
+
+def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value, piece: int) -> tuple[ir.Value, ir.Value]:
+    """What the two groups of a codebook tile are multiplied by, for a piece's rows, in the form of `codebook_sum`.
+
+    At the address: a byte per row, the even group's code in the low nibble.
+    """
+    address = offset(builder, address, LANES * piece)
+    lane = ir.VectorType(I8, LANES)
+    if INSTRUCTION_SET == "avx512":
+        codes = widen_bytes(builder, address)
+        permute = function(builder, WORDS, [WORDS] * 2, "llvm.x86.avx512.permvar.si.512")
+        return tuple(builder.call(permute, [table[0], each]) for each in (codes, builder.lshr(codes, constant(WORDS, 4))))
+    raw = load(builder, address, lane)
+    nibbles = builder.and_(raw, constant(lane, 15)), builder.lshr(raw, constant(lane, 4))
+    if INSTRUCTION_SET == "portable":
+        found = []
+        for codes in nibbles:
+            steps = table[0]
+            for code in range(1, 16):
+                steps = builder.select(builder.icmp_unsigned("==", codes, constant(lane, code)), table[code], steps)
+            found.append(builder.zext(steps, WORDS))
+        return found[0], found[1]
+    # Rows' bytes to bytes 0 and 2 of their words: the step of a row, twice, as 16-bit numbers; with a four-way dot product, once.
+    spread = [i // 4 if i % 2 == 0 else LANES for i in range(WIDTH)]
+    raw = builder.shuffle_vector(raw, constant(lane, 0), ir.Constant(ir.VectorType(I32, WIDTH), spread))
+    look = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.pshuf.b")
+    even = builder.and_(raw, constant(BYTES, 15))
+    odd = builder.and_(builder.bitcast(builder.lshr(builder.bitcast(raw, HALVES), constant(HALVES, 4)), BYTES), constant(BYTES, 15))
+    kind = HALVES if INSTRUCTION_SET == "avx2" else WORDS
+    keep = constant(kind, 255)  # a zero index finds the first step
+    return tuple(builder.and_(builder.bitcast(builder.call(look, [table[0], each]), kind), keep) for each in (even, odd))
+
+
+def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value],
+                 steps: tuple[ir.Value, ir.Value]) -> ir.Value:
+    """The sum over a tile's two groups of step * (levels . x), exact in 32 bits; `quads` hold levels + 64.
+
+    Where there is no four-way dot product, the multiplication that sums pairs takes the step along and so costs nothing. `seeds` take the
+    64 back; `seed_of` makes them.
+    """
+    if INSTRUCTION_SET != "avx2":
+        parts = []
+        for group in (0, 1):
+            own = seeds[group]
+            for j in range(4 * group, 4 * group + 4):
+                own = dot(builder, own, quads[j], x[j], False)
+            parts.append(builder.mul(own, steps[group]))
+        return builder.add(*parts)
+    pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
+    scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
+    bias = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
+    sums = builder.shl(bias, constant(WORDS, 1))
+    for j in range(8):
+        sums = builder.add(sums, builder.call(scale_up, [builder.call(pair_up, [quads[j], x[j]]), steps[j // 4]]))
+    return sums
+
+
+@inlined()
+def seed_of(total):
+    """The seed of a group whose int8 activations sum to `total` (at most 16 * 127): minus 64 times that, in the form of `codebook_sum`."""
+    if SPLIT_SEEDS:  # half of it in each of two signed 16-bit numbers, halved again: doubled after the multiplication
+        half = (total * -16) & 0xFFFF
+        return half << 16 | half
+    return total * -64
+
+
+def to_floats(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
+    return builder.sitofp(words, FLOATS)
+
+
+def widen_bytes(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """LANES unsigned bytes at an address as 32-bit integers."""
+    return builder.zext(load(builder, address, ir.VectorType(I8, LANES)), WORDS)

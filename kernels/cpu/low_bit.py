@@ -1,0 +1,148 @@
+"""How the CPU backend runs low-bit weights: argument blocks for `packed.py` (up to 16 columns), `gemm.py` (more) and single rows.
+
+Matrices that read the same input are one job whatever their formats; only a gated pair must be of one way (both codebooks, or both with
+groups of half a tile, or neither).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..layout import ACTIVATIONS, NORMS
+from ..registry import Call
+from ..tiles import SCHEMES, TILE
+from ..workspace import Dims, address
+from . import gemm, linear, lut, lut_order, packed, packed_rows
+from .inner_loops import TILE_COLUMNS
+
+if TYPE_CHECKING:
+    from ...quant.weight import Linear, Norm, Weight
+    from .ops import CpuOps
+
+MOST_MATRICES = 8
+RAW, DOT, LOOKED_UP = range(3)  # kinds of weights, that is, of jobs
+# int64 slots of the longest argument block.
+BLOCK_SIZE = max(packed.FIRST + MOST_MATRICES * packed.FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_rows.BLOCK_SIZE)
+
+
+def scratch_floats(dims: Dims, chunk: int, wide: int) -> int:
+    """Floats of scratch that one worker needs."""
+    return -(-max(lut.scratch_nbytes(wide), gemm.gemm_scratch(chunk, wide)) // 4)
+
+
+def panel_floats(chunk: int, wide: int) -> int:
+    """Floats of packed activations for the products of many columns."""
+    return -(-max(gemm.panel_nbytes(chunk, wide, way) for way in (gemm.SCALED, gemm.GROUPED)) // 4)
+
+
+def kind_of(weight: Weight) -> int:
+    """Which job a weight belongs to."""
+    return RAW if weight.spec.is_raw else LOOKED_UP if weight.looked_up else DOT
+
+
+def declines(call: Call) -> str:
+    """Why no compiled kernel of low-bit weights takes a call."""
+    return "" if call.stored in SCHEMES and call.act in ACTIVATIONS else f"not for {call.stored} weights"
+
+
+def declines_lookup(call: Call) -> str:
+    """The same for lookup, which has to be prepared for."""
+    return (declines(call) or lut_order.declines(call.stored, call.bits)
+            or ("" if call.looked_up else "the codes lie in the order of dot products"))
+
+
+def one_way(linears: Sequence[Linear]) -> bool:
+    """Can a gated pair be one job?"""
+    return len({(each.weight.spec.scheme == "codebook", each.weight.spec.group < TILE, gemm.way_of(each.weight.spec.bits))
+                for each in linears}) == 1
+
+
+def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
+             act: str) -> None:
+    """Write the argument block for up to 16 columns."""
+    tokens, depth = x.shape
+    kind = 0 if norm is None else NORMS[norm.kind]
+    block = [ops.at(x), tokens, depth, kind, 0 if norm is None else address(norm.weight),
+             0 if norm is None else address(norm.bias), 0, ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], len(linears)]
+    for i, each in enumerate(linears):
+        out = outs[min(i, len(outs) - 1)]
+        before, after = each.weight.low_bit_fields
+        block += [*before, address(each.bias), ops.at(out), out.shape[1], *after]
+    ops.args[: len(block)] = block
+    if norm is not None:
+        ops.reals[linear.EPS] = norm.eps
+
+
+def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+    """Up to 16 columns."""
+    fill_few(ops, x, norm, linears, outs, mode, act)
+    kernel = lut.looked_up_columns if linears[0].weight.looked_up else packed.packed_columns
+    ops.run_and_remember(kernel, x, norm, linears, outs, mode, act)
+
+
+def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
+             act: str) -> None:
+    """More columns. Widths that are multiplied differently are packed differently, so they are separate jobs."""
+    ways = [gemm.way_of(each.weight.spec.bits) for each in linears]
+    for way in dict.fromkeys(ways):
+        chosen = [i for i, own in enumerate(ways) if own == way]
+        tokens, depth = x.shape
+        panels = ops.workspace.take("low_panels", panel_floats(tokens, depth))
+        kind = 0 if norm is None else NORMS[norm.kind]
+        head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
+                ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], way, len(chosen)]
+        block = [ops.at(x), *head]
+        for i in chosen:
+            out = outs[min(i, len(outs) - 1)]
+            block += [*_gemm_fields(linears[i]), ops.at(out), out.shape[1]]
+        ops.args[: len(block)] = block
+        if norm is not None:
+            ops.reals[gemm.EPS] = norm.eps
+        ops.args[gemm.FIRST + gemm.OUT] = ops.at(panels)
+        ops.run(gemm.pack_tokens, ops.where, True, ops.args)
+        ops.args[: len(block)] = block
+        ops.args[gemm.X] = ops.at(panels)
+        ops.run(gemm.multiply, ops.where, True, ops.args)
+
+
+def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
+              act: str) -> None:
+    """Any number of columns in float32: activations are not quantized, weights are what they mean."""
+    if mode == linear.GATED:
+        gate, up = outs[0], ops.workspace.take("up", *outs[0].shape)
+        run_exact(ops, x, norm, linears, [gate, up], linear.PLAIN, act)
+        ops.gate(gate, up, act)
+        return
+    tokens, depth = x.shape
+    panels = ops.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
+    kind = 0 if norm is None else NORMS[norm.kind]
+    head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0, ops.scratch,
+            ops.scratch_stride, mode, ACTIVATIONS[act]]
+    ops.args[: linear.FIRST + linear.FIELDS] = [ops.at(x), *head, 1, 0, 0, 0, 0, ops.at(panels), depth]
+    if norm is not None:
+        ops.reals[linear.EPS] = norm.eps
+    ops.run(linear.pack_columns, ops.where, True, ops.args)
+    block = [ops.at(panels), *head, gemm.GROUPED, len(linears)]
+    for each, out in zip(linears, outs):
+        block += [*_gemm_fields(each), ops.at(out), out.shape[1]]
+    ops.args[: len(block)] = block
+    ops.run(gemm.multiply_exact, ops.where, True, ops.args)
+
+
+def _gemm_fields(each: Linear) -> list[int]:
+    (base, kind, rows), (_, _, scales, zeros, row_scales, tables, sparse, _) = each.weight.low_bit_fields
+    weight = each.weight
+    return [base, scales, zeros, row_scales, tables, sparse, kind >> 2, kind & 3, weight.spec.group, weight.looked_up, rows,
+            address(each.bias)]
+
+
+def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.ndarray) -> None:
+    """Rows of a low-bit embedding table -> float32 [T, K] at `out`."""
+    before, after = table.low_bit_fields
+    factor = int(np.float32(scale).view(np.uint32))
+    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.shape[1], *after]
+    ops.args[: len(block)] = block
+    ops.run(packed_rows.embed_rows, ops.where, len(ids) > 1, ops.args)

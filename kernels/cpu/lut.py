@@ -1,0 +1,165 @@
+"""Low-bit weights in lookup order (`lut_order.py`) times up to 16 columns.
+
+One column is looked up. Several are multiplied as `packed.py` does it, from quads that are expanded once: a table is made for a column
+alone, so lookups would cost each column what they cost the first. Argument block and results are those of `packed.py`, to the bit.
+"""
+
+from __future__ import annotations
+
+from numba import float32, int64
+
+from ..compile import inlined, kernel
+from ..tiles import ROWS, TILE
+from . import lut_loops as loops
+from . import packed
+from .arithmetic import normalise
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .linear import DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
+from .lut_loops import ABREAST, SUMS
+from .lut_order import BITS, PAIR, expand_tiles, pair_at
+from .packed import (
+    COLUMNS_AT,
+    FIELDS,
+    KIND,
+    MOST_COLUMNS,
+    PAD,
+    QUADS_AT,
+    ROW_COUNT,
+    SCALES,
+    SHIFT,
+    STRETCH,
+    SUMS_AT,
+    TABLE_AT,
+    TABLES,
+    TILES,
+    WEIGHT,
+    WHOLE,
+    X_AT,
+    ZERO_AT,
+)
+
+RUN_NBYTES = 131_072  # of a pair of row blocks that is read on end
+
+
+def scratch_nbytes(depth: int) -> int:
+    """Scratch of one worker: the tables of a column lie behind it, where several columns would."""
+    padded = -(-depth // PAD) * PAD
+    return max(packed.scratch_nbytes(depth, MOST_COLUMNS), packed.scratch_nbytes(depth, 1) + padded // TILE * loops.TABLES_NBYTES + 64)
+
+
+_sums2, _sums3, _sums4 = (loops.look_up_sums(bits) for bits in BITS)
+
+
+@inlined()
+def _look_up(bits, table, x, groups, in_group, zero_stride, out):
+    if bits == 2:
+        _sums2(table, x, groups, in_group, zero_stride, out)
+    elif bits == 3:
+        _sums3(table, x, groups, in_group, zero_stride, out)
+    else:
+        _sums4(table, x, groups, in_group, zero_stride, out)
+
+
+@inlined()
+def _pair_sums(a, m, pair, run, pairs, scratch, sums):
+    """ABREAST pairs of matrix m, `run` apart, times one column -> float32 [ABREAST][32] at `sums`. Past the end the last is repeated."""
+    table, bits, tiles, shift = i64_at(scratch + TABLE_AT), a[m + KIND] >> 2, a[m + TILES], a[m + SHIFT]
+    small, zero_shift = packed._scale_nbytes(a, m), int64(0)
+    for i in range(ABREAST):
+        at = min(pair + i * run, pairs - 1)
+        table[i] = a[m + WEIGHT] + at * tiles * (bits * 4 * PAIR)
+        for half in range(2):
+            table[ABREAST + 2 * i + half] = a[m + SCALES] + (2 * at + half) * small
+            table[3 * ABREAST + 2 * i + half], zero_shift = packed._zeros(a, m, 2 * at + half, scratch + ZERO_AT)
+    _look_up(bits, scratch + TABLE_AT, scratch + X_AT, tiles >> shift, int64(1) << shift, int64(ROWS if zero_shift == shift else 0), sums)
+
+
+@inlined()
+def _block_sums(a, m, block, tokens, scratch, x_nbytes, sums):
+    """One row block of matrix m times several columns -> float32 [tokens][16] at `sums`."""
+    kind, tiles = a[m + KIND], a[m + TILES]
+    scales = a[m + SCALES] + block * packed._scale_nbytes(a, m)
+    zeros, zero_shift = packed._zeros(a, m, block, scratch + ZERO_AT)
+    x = i64_at(scratch + X_AT)
+    base0, base1, base2 = x[0], x[1], x[2]
+    clean = f32_at(sums)
+    for i in range(tokens * ROWS):
+        clean[i] = float32(0.0)
+    for begin in range(0, tiles, STRETCH):
+        end = min(begin + STRETCH, tiles)
+        expand_tiles(kind >> 2, a[m + WEIGHT] + pair_at(kind >> 2, tiles, block, begin), end - begin, scratch + QUADS_AT)
+        t = 0
+        while t < tokens:
+            four = t + 4 <= tokens
+            x[0], x[1], x[2] = base0 + t * x_nbytes, base1 + t * x_nbytes, base2 + t * x_nbytes
+            packed._columns(kind, four, scratch + QUADS_AT, a[m + TABLES], scales, zeros, scratch + X_AT, x_nbytes, begin, end,
+                            a[m + SHIFT], zero_shift, sums + 4 * ROWS * t)
+            t += 4 if four else 1
+    x[0], x[1], x[2] = base0, base1, base2
+
+
+@kernel()
+def looked_up_columns(args, worker, counter):
+    """y[t, n] of weights in lookup order for up to 16 columns. A block of work is runs of pairs of row blocks, side by side for one."""
+    a = i64_at(args)
+    tokens, depth, mode, matrices = a[TOKENS], a[DEPTH], a[MODE], a[MATRICES]
+    scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
+    x, sums = i64_at(scratch + X_AT), scratch + SUMS_AT
+    others = sums + 4 * ROWS * MOST_COLUMNS
+    padded = (depth + PAD - 1) // PAD * PAD
+    x_nbytes = padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
+    columns = scratch + COLUMNS_AT
+    totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
+    x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
+    x[3] = (columns + x_nbytes + 63) // 64 * 64
+    groups = 1 if mode == GATED else matrices
+    ready, seeded = False, int64(-1)
+    while True:
+        work = fetch_add(counter, 1)
+        m = FIRST
+        for _ in range(groups):
+            pairs = (a[m + ROW_COUNT] + PAIR - 1) // PAIR
+            run = max(1, RUN_NBYTES // (a[m + TILES] * (a[m + KIND] >> 2) * 4 * PAIR))
+            here = (pairs + ABREAST * run - 1) // (ABREAST * run)
+            if work < here:
+                break
+            work -= here
+            m += FIELDS
+        else:
+            return
+        up = m + FIELDS
+        if not ready:
+            eps = float32(f64_at(args)[EPS])
+            for t in range(tokens):
+                at = t * x_nbytes
+                normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
+                packed.quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at)
+                if tokens > 1:
+                    packed.make_seeds(WHOLE, totals + at, x[2] + at, padded // TILE)
+            if tokens == 1:
+                loops.make_tables(x[0], padded // TILE, x[3])
+            ready = True
+        begin = work * ABREAST * run
+        last = min(begin + ABREAST * run, pairs)
+        run = (last - begin + ABREAST - 1) // ABREAST
+        for step in range(2 * (last - begin) if tokens > 1 else run):
+            for own, to in ((m, sums), (up, others)):
+                if own == m or mode == GATED:
+                    if tokens > 1:
+                        _block_sums(a, own, 2 * begin + step, tokens, scratch, x_nbytes, to)
+                        continue
+                    if seeded != a[own + KIND] >> 2:
+                        seeded = a[own + KIND] >> 2
+                        loops.make_seeds(seeded, totals, x[2], padded // TILE)
+                    _pair_sums(a, own, begin + step, run, pairs, scratch, to)
+            for i in range(tokens if tokens > 1 else SUMS // ROWS):
+                token, block = (i, 2 * begin + step) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
+                if block >= 2 * last:
+                    break
+                column, here = normed + token * x_nbytes, 4 * ROWS * i
+                packed._finish(a, m, block, sums + here, column)
+                if mode == GATED:
+                    packed._finish(a, up, block, others + here, column)
+                    packed._write(a, m, block, token, others + here, sums + here)
+                else:
+                    packed._write(a, m, block, token, sums + here, int64(0))

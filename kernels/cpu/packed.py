@@ -1,0 +1,333 @@
+"""Low-bit weights times up to 16 columns (decode): memory is the limit, the weights are read once and unpacked once.
+
+Activations are quantized here, per token and 32 inputs, to int8; every worker does it for itself, which is cheaper than a second job.
+The argument block is that of `linear.py`, with more fields per matrix. Matrices of one job have one format; several that read the
+same input are one job.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import float32, int64
+
+from ..compile import inlined, kernel
+from ..layout import SILU
+from ..tiles import AFFINE, CODEBOOK, ROWS, SYMMETRIC, TILE
+from . import packed_loops as loops
+from .arithmetic import activate, normalise
+from .int8_ir import seed_of
+from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u16_at, u32_at
+from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
+
+# Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
+# SHIFT -1 half a tile.
+WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, FIELDS = range(15)
+MOST_COLUMNS = 16
+STREAM_NBYTES = 131_072
+STRETCH = 8  # tiles that are expanded at once: 4 KiB
+PAD = 128  # inputs of a column are padded with zeros to whole groups of the longest kind
+STREAMS = loops.STREAMS
+WHOLE, BOOK, HALF = 0, 1, 2  # sums are scaled by whole tiles, as a codebook's, by halves of tiles
+# Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns.
+TABLE_AT, X_AT, ZERO_AT, SUMS_AT, QUADS_AT = 0, 256, 320, 384, 384 + 8 * ROWS * MOST_COLUMNS
+COLUMNS_AT = QUADS_AT + STRETCH * 512
+
+
+def kind_of(bits: int, scheme: int) -> int:
+    """A format's number: bits * 4 + scheme."""
+    return bits * 4 + scheme
+
+
+def column_nbytes(depth: int) -> int:
+    """Bytes of one quantized column: int8 values, float32 scales per 32, int32 sums and seeds per 16, the normed float32 values."""
+    padded = -(-depth // PAD) * PAD
+    return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
+
+
+def scratch_nbytes(depth: int, tokens: int) -> int:
+    """Scratch of one worker."""
+    return 64 + COLUMNS_AT + tokens * column_nbytes(depth)
+
+
+@inlined()
+def quantize_column(x, depth, codes, scales, totals):
+    """float32 [depth], with room up to whole PADs -> int8 [padded], float32 per 32 and int32 totals per 16."""
+    padded = (depth + PAD - 1) // PAD * PAD
+    values = f32_at(x)
+    for i in range(depth, padded):
+        values[i] = float32(0.0)
+    loops.quantize_tiles(x, padded // TILE, codes, scales, totals)
+
+
+@inlined()
+def make_seeds(way, totals, seeds, tiles):
+    """What the loops of codebooks start their sums from; for the other formats the totals, of a tile or of its halves."""
+    total, seed = i32_at(totals), i32_at(seeds)
+    for tile in range(tiles):
+        if way == BOOK:
+            seed[2 * tile], seed[2 * tile + 1] = seed_of(total[2 * tile]), seed_of(total[2 * tile + 1])
+        elif way == HALF:
+            seed[2 * tile], seed[2 * tile + 1] = total[2 * tile], total[2 * tile + 1]
+        else:
+            seed[2 * tile] = total[2 * tile] + total[2 * tile + 1]
+
+
+_book4, _book3, _book2 = (loops.single(bits, loops.CODEBOOK) for bits in (4, 3, 2))
+_plain8, _plain6, _plain5, _plain4, _plain3, _plain2 = (loops.single(bits, loops.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
+_expand_book4, _expand_book3, _expand_book2 = (loops.expand(bits, loops.CODEBOOK) for bits in (4, 3, 2))
+_expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (loops.expand(bits, loops.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
+_four_book, _one_book = (loops.columns(loops.CODEBOOK, count, False) for count in (4, 1))
+_four_plain, _one_plain = (loops.columns(loops.PLAIN, count, True) for count in (4, 1))
+_four_halves, _one_halves = (loops.columns(loops.HALVES, count, True) for count in (4, 1))
+
+
+@inlined()
+def _single(kind, table, tables, x, tiles, shift, zero_shift, out):
+    bits = kind >> 2
+    if kind & 3 == CODEBOOK:
+        if bits == 4:
+            _book4(table, tables, x, tiles, shift, zero_shift, out)
+        elif bits == 3:
+            _book3(table, tables, x, tiles, shift, zero_shift, out)
+        else:
+            _book2(table, tables, x, tiles, shift, zero_shift, out)
+    elif bits == 8:
+        _plain8(table, tables, x, tiles, shift, zero_shift, out)
+    elif bits == 6:
+        _plain6(table, tables, x, tiles, shift, zero_shift, out)
+    elif bits == 5:
+        _plain5(table, tables, x, tiles, shift, zero_shift, out)
+    elif bits == 4:
+        _plain4(table, tables, x, tiles, shift, zero_shift, out)
+    elif bits == 3:
+        _plain3(table, tables, x, tiles, shift, zero_shift, out)
+    else:
+        _plain2(table, tables, x, tiles, shift, zero_shift, out)
+
+
+@inlined()
+def _expand(kind, codes, tables, tiles, out):
+    bits = kind >> 2
+    if kind & 3 == CODEBOOK:
+        if bits == 4:
+            _expand_book4(codes, tables, tiles, out)
+        elif bits == 3:
+            _expand_book3(codes, tables, tiles, out)
+        else:
+            _expand_book2(codes, tables, tiles, out)
+    elif bits == 8:
+        _expand8(codes, tables, tiles, out)
+    elif bits == 6:
+        _expand6(codes, tables, tiles, out)
+    elif bits == 5:
+        _expand5(codes, tables, tiles, out)
+    elif bits == 4:
+        _expand4(codes, tables, tiles, out)
+    elif bits == 3:
+        _expand3(codes, tables, tiles, out)
+    else:
+        _expand2(codes, tables, tiles, out)
+
+
+@inlined()
+def _columns(kind, four, quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums):
+    if kind & 3 == CODEBOOK:
+        if four:
+            _four_book(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+        else:
+            _one_book(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+    elif shift < 0:
+        if four:
+            _four_halves(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+        else:
+            _one_halves(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+    elif four:
+        _four_plain(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+    else:
+        _one_plain(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+
+
+@inlined()
+def _zeros(a, m, block, constant_at):
+    """Where a row block's zeros begin, and by how much its tiles are shifted to find them; for formats that store none they are made."""
+    scheme = a[m + KIND] & 3
+    if scheme == AFFINE:
+        return a[m + ZEROS] + block * _scale_nbytes(a, m), a[m + SHIFT]
+    zero = u8_at(constant_at)
+    for row in range(ROWS):
+        zero[row] = 1 << ((a[m + KIND] >> 2) - 1) if scheme == SYMMETRIC else 1
+    return constant_at, int64(62)
+
+
+@inlined()
+def _way(a, m):
+    if a[m + KIND] & 3 == CODEBOOK:
+        return BOOK
+    return HALF if a[m + SHIFT] < 0 else WHOLE
+
+
+@inlined()
+def _tile_nbytes(a, m):
+    return a[m + KIND] >> 2 << 6
+
+
+@inlined()
+def _scale_nbytes(a, m):
+    """Bytes of a row block's scales."""
+    way = _way(a, m)
+    if way == WHOLE:
+        return (a[m + TILES] >> a[m + SHIFT]) * ROWS
+    return a[m + TILES] * (ROWS if way == BOOK else 2 * ROWS)
+
+
+@inlined()
+def _block_sums(a, m, block, tokens, scratch, x_nbytes, sums):
+    """One row block of matrix m times several columns -> float32 [tokens][16] at `sums`."""
+    kind, tiles, shift = a[m + KIND], a[m + TILES], a[m + SHIFT]
+    tile = _tile_nbytes(a, m)
+    codes = a[m + WEIGHT] + block * tiles * tile
+    scales = a[m + SCALES] + block * _scale_nbytes(a, m)
+    zeros, zero_shift = _zeros(a, m, block, scratch + ZERO_AT)
+    x = i64_at(scratch + X_AT)
+    base0, base1, base2 = x[0], x[1], x[2]
+    clean = f32_at(sums)
+    for i in range(tokens * ROWS):
+        clean[i] = float32(0.0)
+    for begin in range(0, tiles, STRETCH):
+        end = min(begin + STRETCH, tiles)
+        _expand(kind, codes + begin * tile, a[m + TABLES], end - begin, scratch + QUADS_AT)
+        t = 0
+        while t < tokens:
+            four = t + 4 <= tokens
+            x[0], x[1], x[2] = base0 + t * x_nbytes, base1 + t * x_nbytes, base2 + t * x_nbytes
+            _columns(kind, four, scratch + QUADS_AT, a[m + TABLES], scales, zeros, scratch + X_AT, x_nbytes, begin, end, shift,
+                     zero_shift, sums + 4 * ROWS * t)
+            t += 4 if four else 1
+    x[0], x[1], x[2] = base0, base1, base2
+
+
+@inlined()
+def _finish(a, m, block, sums, x):
+    """Row scales, corrections and bias of a row block's 16 sums, in place. `x`: the column before it was quantized."""
+    loops.scale_rows(sums, a[m + ROW_SCALES] + 2 * ROWS * block)
+    if a[m + SPARSE] != 0:
+        value, starts = f32_at(sums), u32_at(a[m + SPARSE])
+        at = a[m + SPARSE] + 4 * ((a[m + ROW_COUNT] + ROWS - 1) // ROWS + 1)
+        place, correction, column = u32_at(at), u16_at(at + 4 * a[m + SPARSE_COUNT]), f32_at(x)
+        for i in range(int64(starts[block]), int64(starts[block + 1])):
+            value[place[i] >> np.uint32(28)] += (bits_to_f32(np.uint32(correction[i]) << np.uint32(16))
+                                                 * column[int64(place[i] & np.uint32(0x0FFFFFFF))])
+    if a[m + BIAS] != 0:
+        value, bias, rows = f32_at(sums), f32_at(a[m + BIAS] + 4 * ROWS * block), min(ROWS, a[m + ROW_COUNT] - ROWS * block)
+        for row in range(rows):
+            value[row] += bias[row]
+
+
+@inlined()
+def _write(a, m, block, token, sums, gates):
+    """A row block's results to the output: plain, added, or as up rows times their activated gates (`gates` != 0)."""
+    first = ROWS * block
+    rows, mode, act = min(ROWS, a[m + ROW_COUNT] - first), a[MODE], a[ACT]  # read once: what is written could be anything to the compiler
+    target = a[m + OUT] + 4 * (token * a[m + OUT_STRIDE] + first)
+    if gates != 0:
+        gate_block(gates, sums, act)
+    if rows == ROWS:
+        loops.put_block(sums, target, 1 if mode == ADD else 0)
+        return
+    value, out = f32_at(sums), f32_at(target)
+    for row in range(rows):
+        out[row] = out[row] + value[row] if mode == ADD else value[row]
+
+
+@inlined()
+def gate_block(gates, values, act):
+    """values *= act(gates), 16 of each."""
+    gate, value = f32_at(gates), f32_at(values)
+    if act == SILU:  # the loop-invariant branch is taken out here so that the common case is vectorised
+        for row in range(ROWS):
+            value[row] = activate(gate[row], SILU) * value[row]
+    else:
+        for row in range(ROWS):
+            value[row] = activate(gate[row], act) * value[row]
+
+
+@inlined()
+def _stream_sums(a, m, block, run, blocks, scratch, sums):
+    """STREAMS row blocks of matrix m, `run` apart, times one column -> float32 [STREAMS][16] at `sums`.
+
+    Past the end the last block is repeated.
+    """
+    table = i64_at(scratch + TABLE_AT)
+    tile, small, zero_shift = a[m + TILES] * _tile_nbytes(a, m), _scale_nbytes(a, m), int64(0)
+    for i in range(STREAMS):
+        at = min(block + i * run, blocks - 1)
+        table[i], table[STREAMS + i] = a[m + WEIGHT] + at * tile, a[m + SCALES] + at * small
+        table[2 * STREAMS + i], zero_shift = _zeros(a, m, at, scratch + ZERO_AT)
+    _single(a[m + KIND], scratch + TABLE_AT, a[m + TABLES], scratch + X_AT, a[m + TILES], a[m + SHIFT], zero_shift, sums)
+
+
+@kernel()
+def packed_columns(args, worker, counter):
+    """y[t, n] of low-bit weights for up to 16 columns. A block of work is some runs of row blocks, side by side for one column."""
+    a = i64_at(args)
+    tokens, depth, mode, matrices = a[TOKENS], a[DEPTH], a[MODE], a[MATRICES]
+    scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
+    x, sums = i64_at(scratch + X_AT), scratch + SUMS_AT
+    others = sums + 4 * ROWS * MOST_COLUMNS
+    padded = (depth + PAD - 1) // PAD * PAD
+    x_nbytes = padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
+    columns = scratch + COLUMNS_AT
+    totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
+    x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
+    groups = 1 if mode == GATED else matrices
+    ready, seeded = False, int64(-1)
+    while True:
+        work = fetch_add(counter, 1)
+        m = FIRST
+        for _ in range(groups):
+            blocks = (a[m + ROW_COUNT] + ROWS - 1) // ROWS
+            run = max(1, STREAM_NBYTES // (a[m + TILES] * _tile_nbytes(a, m)))
+            here = (blocks + STREAMS * run - 1) // (STREAMS * run)
+            if work < here:
+                break
+            work -= here
+            m += FIELDS
+        else:
+            return
+        up = m + FIELDS
+        if not ready:
+            eps = float32(f64_at(args)[EPS])
+            for t in range(tokens):
+                at = t * x_nbytes
+                normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
+                quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at)
+            ready = True
+        way = _way(a, m)
+        if seeded != way:
+            seeded = way
+            for t in range(tokens):
+                make_seeds(way, totals + t * x_nbytes, x[2] + t * x_nbytes, padded // TILE)
+        begin = work * STREAMS * run
+        last = min(begin + STREAMS * run, blocks)
+        run = (last - begin + STREAMS - 1) // STREAMS
+        several = tokens > 1 or way == HALF  # half tiles are rare: no loop of their own for a single column
+        for step in range(last - begin if several else run):
+            if several:
+                _block_sums(a, m, begin + step, tokens, scratch, x_nbytes, sums)
+                if mode == GATED:
+                    _block_sums(a, up, begin + step, tokens, scratch, x_nbytes, others)
+            else:
+                _stream_sums(a, m, begin + step, run, blocks, scratch, sums)
+                if mode == GATED:
+                    _stream_sums(a, up, begin + step, run, blocks, scratch, others)
+            for i in range(tokens if several else STREAMS):
+                token, block = (i, begin + step) if several else (int64(0), begin + step + i * run)
+                if block >= last:
+                    break
+                column, here = normed + token * x_nbytes, 4 * ROWS * i
+                _finish(a, m, block, sums + here, column)
+                if mode == GATED:
+                    _finish(a, up, block, others + here, column)
+                    _write(a, m, block, token, others + here, sums + here)
+                else:
+                    _write(a, m, block, token, sums + here, int64(0))

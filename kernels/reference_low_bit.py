@@ -1,0 +1,138 @@
+"""The meaning of a product with a low-bit weight, activations as int8 included: what the compiled kernels are held against, bit for bit.
+
+Sums within a group are exact integers; what is added in float32 is added here in the same order and with the same fused roundings. A
+weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its groups and `rows` float32 [N]: w = row * f * v. Shapes: T tokens,
+N out, K in, G groups.
+
+    up to 16 tokens    `packed_linear`    a scale per token and 32 inputs
+    more, from 5 bits  `grouped_linear`   the same, but for outliers
+    more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, a scale per token and 128 inputs
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .tiles import TILE
+
+F32, F64 = np.float32, np.float64
+MOST = F32(127)
+SMALLEST = F32(2.0**-126)  # the smallest normal number
+SCALED_BLOCK = 128
+
+
+class Outliers(NamedTuple):
+    """Corrections in the order of (row, column), `value` float32."""
+
+    row: np.ndarray
+    column: np.ndarray
+    value: np.ndarray
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32 with one rounding.
+
+    The product is exact in float64. The sum is rounded to odd there, after which rounding to float32 is what rounding once would be.
+    """
+    with np.errstate(invalid="ignore"):  # NaN and infinities go through
+        product = np.multiply(a, b, dtype=F64)
+        c = np.broadcast_to(np.asarray(c, F64), product.shape)
+        total = product + c
+        part = total - product
+        error = (product - (total - part)) + (c - part)
+    bits = total.view(np.int64)
+    odd = np.where((error > 0) == (total > 0), bits + 1, bits - 1).view(F64)
+    return np.where(np.isfinite(total) & (error != 0) & (bits & 1 == 0), odd, total).astype(F32)
+
+
+def quantize_columns(x: np.ndarray, block: int = TILE) -> tuple[np.ndarray, np.ndarray]:
+    """x float32 [T, K] -> codes float64 [T, blocks * block], whole numbers up to 127, and scales float32 [T, blocks].
+
+    A block that is not finite throughout gets the scale NaN; one whose scale is below the normal numbers counts as zeros.
+    """
+    depth = -(-x.shape[1] // block) * block
+    blocks = _padded(x, depth).reshape(len(x), -1, block)
+    finite = np.isfinite(blocks).all(-1)
+    blocks = np.where(finite[..., None], blocks, F32(0))
+    top = np.abs(blocks).max(-1)
+    inverse = np.divide(MOST, top, out=np.zeros_like(top), where=top / MOST >= SMALLEST)
+    return np.rint(blocks * inverse[..., None]).reshape(len(x), depth).astype(F64), np.where(finite, top / MOST, F32(np.nan))
+
+
+def packed_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *, whole: bool,
+                  outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
+    """x float32 [T, K] -> float32 [T, N]. `whole`: factors are whole numbers, and a tile's groups become one integer (a codebook)."""
+    codes, scales = quantize_columns(x)
+    y = _grouped(codes, scales, values, factors, group, whole) * rows
+    if outliers is not None:
+        for row, column, value in zip(*outliers):
+            y[:, row] += value * x[:, column]
+    return y if bias is None else y + bias
+
+
+def grouped_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *,
+                   outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
+    """x float32 [T, K] -> float32 [T, N]."""
+    codes, scales = quantize_columns(x)
+    y = _grouped(codes, scales, values, factors, group, False) * rows
+    return _finish(y, codes, scales, TILE, outliers, bias)
+
+
+def scaled_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *, most: np.ndarray, shift: int,
+                  outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
+    """x float32 [T, K] -> float32 [T, N]. most, shift: as for `scaled_weights`."""
+    codes, scales = quantize_columns(x, SCALED_BLOCK)
+    weights = _padded(scaled_weights(values, factors, group, most, shift), codes.shape[1])
+    y = np.zeros((len(x), len(values)), F32)
+    for index in range(scales.shape[1]):
+        part = slice(index * SCALED_BLOCK, (index + 1) * SCALED_BLOCK)
+        y = fma((codes[:, part] @ weights[:, part].T).astype(F32), scales[:, index, None], y)
+    return _finish(y * (rows * most / MOST), codes, scales, SCALED_BLOCK, outliers, bias)
+
+
+def scaled_weights(values: np.ndarray, factors: np.ndarray, group: int, most: np.ndarray, shift: int) -> np.ndarray:
+    """f * v as whole numbers up to 127 of each row's range, by one 16-bit multiplication.
+
+    most: float32 [N], the largest |f * v| that a row's scales allow (0: a row of zeros). shift: how far values can go up so that
+    |v << shift| <= 256.
+    """
+    limit = np.divide(F32(127 << (15 - shift)), most, out=np.zeros_like(most), where=most > 0)
+    multiplier = np.rint(factors * limit[:, None]).astype(np.int64)
+    wide = np.repeat(multiplier, group, axis=1)[:, : values.shape[1]]
+    return ((values.astype(np.int64) << shift) * wide + (1 << 14)) >> 15
+
+
+def _grouped(codes: np.ndarray, scales: np.ndarray, values: np.ndarray, factors: np.ndarray, group: int, whole: bool) -> np.ndarray:
+    """sum over tiles of scale * (factor * integer), a fused step per tile or, where a tile has two groups, per group."""
+    values = _padded(values, codes.shape[1])
+    y = np.zeros((len(codes), len(values)), F32)
+    size = min(group, TILE)
+    for index in range(scales.shape[1]):
+        starts = [k for k in range(index * TILE, (index + 1) * TILE, size) if k // group < factors.shape[1]]
+        sums = [codes[:, k : k + size] @ values[:, k : k + size].T for k in starts]
+        own = [factors[:, k // group] for k in starts]
+        if whole:
+            parts = [sum(each * factor for each, factor in zip(sums, own)).astype(F32)]
+        else:
+            parts = [each.astype(F32) * factor for each, factor in zip(sums, own)]
+        for part in parts:
+            y = fma(part, scales[:, index, None], y)
+    return y
+
+
+def _finish(y: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: int, outliers: Outliers | None,
+            bias: np.ndarray | None) -> np.ndarray:
+    """Outliers of each row, summed apart and times the activations as they were rounded, then the bias."""
+    if outliers is not None:
+        extra = np.zeros_like(y)
+        for row, column, value in zip(*outliers):
+            rounded = codes[:, column].astype(F32) * scales[:, column // block]
+            extra[:, row] = fma(rounded, value, extra[:, row])
+        y = y + extra
+    return y if bias is None else y + bias
+
+
+def _padded(array: np.ndarray, columns: int) -> np.ndarray:
+    return np.pad(array, ((0, 0), (0, columns - array.shape[1])))

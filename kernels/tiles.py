@@ -1,0 +1,80 @@
+"""How the bytes of a low-bit weight lie, on disk and in memory alike: the one definition, pure arithmetic, no array touched here.
+
+A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
+
+    codes    [N/16 blocks][K/32 tiles][tile]
+    scales   (the other formats' codes of eight bits are what they multiply by)
+             codebook: [N/16][K/32][16 bytes], the even group's code in the low nibble      else: [N/16][K/group][16 bytes]
+    zeros    affine only: [N/16][K/group][16 bytes]
+    rows     bfloat16 [N], a scale per row
+    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by
+    sparse   with outliers: uint32 starts[N/16 + 1], uint32 places[m] (row in block << 28 | column), bfloat16 values[m]
+
+A tile is 16 rows x 32 inputs, as bit planes one after the other: 3 bits are planes of 2 + 1, 5 of 4 + 1, 6 of 4 + 2, low bits first.
+Within a tile a quad is 16 rows x 4 inputs: 64 bytes when unpacked, in the order [row][input], which is what one dot-product
+instruction takes against four broadcast activations. A 4-bit vector of 64 bytes holds quads 2i (low nibbles) and 2i + 1; a 2-bit vector
+quads 4i to 4i + 3 from the low bits up; the 1-bit vector quad j in bit j. Rows are padded to 16, inputs to the longer of 32 and a group.
+Every instruction set reads this as it lies, so a file moves between machines and is never repacked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .layout import align
+
+ROWS, TILE = 16, 32  # rows of a block, inputs of a tile
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+CODEBOOK, AFFINE, SYMMETRIC, TERNARY = 0, 1, 2, 3
+SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY}
+CODEBOOK_GROUP, CODEBOOK_SCALES = 16, 16  # a group's inputs; scale codes, four bits each
+LEVELS_NBYTES = STEPS_NBYTES = 16
+MOST_STEP, MOST_LEVEL = 127, 64  # so that a group's sum times its step, over a tile, stays within 32 bits
+MOST_COLUMNS = 1 << 28  # of a weight with outliers: what a place can name
+
+
+def padded(shape: tuple[int, int], group: int) -> tuple[int, int]:
+    """Rows and inputs as stored."""
+    return align(shape[0], ROWS), align(shape[1], max(TILE, group))
+
+
+def tile_nbytes(bits: int) -> int:
+    """Bytes of one tile's codes."""
+    return ROWS * TILE * bits // 8
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Byte offsets within a blob (-1: no such section) and its size. `rows`, `depth`: the padded shape; `sparse_count` entries."""
+
+    rows: int
+    depth: int
+    codes: int
+    scales: int
+    zeros: int
+    row_scales: int
+    tables: int
+    sparse: int
+    sparse_count: int
+    nbytes: int
+
+
+def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outliers: float = 0.0) -> Sections:
+    """Where everything lies in the blob of a weight."""
+    rows, depth = padded(shape, group)
+    blocks = rows // ROWS
+    at = align(blocks * (depth // TILE) * tile_nbytes(bits))
+    scales, zeros, tables, sparse, count = at, -1, -1, -1, 0
+    at += align(blocks * (depth // TILE if scheme == "codebook" else depth // group) * ROWS)
+    if scheme == "affine":
+        zeros = at
+        at += align(blocks * (depth // group) * ROWS)
+    row_scales = at
+    at += align(2 * rows)
+    if scheme == "codebook":
+        tables = at
+        at += align(LEVELS_NBYTES + STEPS_NBYTES)
+    if outliers:
+        sparse, count = at, round(shape[0] * shape[1] * outliers)
+        at += align(4 * (blocks + 1) + 6 * count)
+    return Sections(rows, depth, 0, scales, zeros, row_scales, tables, sparse, count, at)

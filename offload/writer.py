@@ -1,0 +1,272 @@
+"""A folder of weights written so that it exists whole or not at all, and that a killed run goes on where it stopped.
+
+Everything is written to `.NAME.partial` beside the folder: weight files at their full size with their headers, then tensor after tensor
+in place, and a journal with a line per finished tensor that is on the disk before the line is. The first line is a fingerprint of what is
+being made; another one starts afresh. Copies and the marker file come last, then the folder gets its name in one step. The journal stays
+locked while a process writes, so that two never share a folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from .. import DoesNotFit, EffllmError, UsageError
+from .shards import PlannedFile
+from .size import format_size
+
+JOURNAL = "journal"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+COPY_NBYTES = 4 << 20
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+
+class FolderWriter:
+    """Writes the tensors of `files` for the folder `out`. `finished`: name -> what `finish` was given for it, earlier runs included.
+
+    `marker` is the file that makes the folder whole. `resumed` says that an earlier run left something, `discarded` that it left something
+    of another kind, which is gone. Raises UsageError where another process writes the same folder, DoesNotFit when the disk is full.
+    A context manager; leaving it without `commit` keeps everything for the next run.
+    """
+
+    def __init__(self, out: Path, files: Sequence[PlannedFile], fingerprint: str, marker: str) -> None:
+        self.out, self.files, self.marker = out, tuple(files), marker
+        self.partial = partial_folder(out)
+        self.finished: dict[str, Mapping[str, object]] = {}
+        self.discarded = False
+        self._places = {name: (file.name, place) for file in files for name, place in file.places.items()}
+        self._fds: dict[str, int] = {}
+        self._journal = -1
+        try:
+            self._open(fingerprint)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def resumed(self) -> bool:
+        return bool(self.finished)
+
+    def write(self, name: str, offset: int, data: memoryview | bytes) -> None:
+        """Put bytes at `offset` of a tensor. From any thread."""
+        file, place = self._places[name]
+        with self._space():
+            _pwrite(self._fds[file], data, place + offset)
+
+    def finish(self, name: str, entry: Mapping[str, object]) -> None:
+        """All bytes of a tensor have been written: make them last, then say so in the journal. `entry` must survive JSON."""
+        with self._space():
+            os.fdatasync(self._fds[self._places[name][0]])
+            _write_all(self._journal, (json.dumps([name, entry]) + "\n").encode())
+            os.fdatasync(self._journal)
+        self.finished[name] = entry
+
+    def commit(self, copies: Mapping[str, Path], texts: Mapping[str, str], replace: bool = False) -> None:
+        """Add copies and small files, the marker last, and give the folder its name; `replace` puts it in the place of the one there."""
+        with self._space():
+            for name, source in copies.items():
+                _copy(source, self.partial / name)
+            for name in sorted(texts, key=lambda name: name == self.marker):
+                _write_file(self.partial / name, texts[name].encode())
+            _sync_folder(self.partial)
+            os.unlink(self.partial / JOURNAL)
+            if replace and self.out.exists():
+                _exchange(self.partial, self.out)
+                remove_written(self.partial, self.marker)
+            else:
+                os.rename(self.partial, self.out)
+            _sync_folder(self.out.parent)
+        self.close()
+
+    def close(self) -> None:
+        fds, self._fds = [*self._fds.values(), self._journal], {}
+        self._journal = -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+    def __enter__(self) -> FolderWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- the beginning -----------------------------------------------------------------------------------------------------------
+
+    def _open(self, fingerprint: str) -> None:
+        """Lock the journal, and take over what an earlier run of the same kind has finished."""
+        with self._space():
+            if self.partial.is_dir() and not _is_ours(self.partial, self.marker):
+                raise UsageError(f"{self.partial} is in the way: it holds something that no unfinished run left there", "move it away")
+            self.partial.mkdir(exist_ok=True)
+            path = self.partial / JOURNAL
+            self._journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                mine = os.fstat(self._journal).st_ino == path.stat().st_ino  # another process may just have finished and taken it away
+            except (BlockingIOError, FileNotFoundError):
+                mine = False
+            if not mine:
+                raise UsageError(f"another effllm is writing {self.out}", "wait for it, or give another folder with -o")
+            first, entries, length = _read_journal(path)
+            kept = first == fingerprint and all(self._is_laid_out(file) for file in self.files)
+            self.discarded = not kept and (first is not None or len(os.listdir(self.partial)) > 1)
+            if kept:
+                os.ftruncate(self._journal, length)  # a line that was cut by the kill
+                self.finished = {name: entry for name, entry in entries.items() if name in self._places}
+            else:
+                os.ftruncate(self._journal, 0)
+                _empty(self.partial, keep=JOURNAL)
+                self._lay_out()
+                _write_all(self._journal, (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
+                os.fsync(self._journal)
+                _sync_folder(self.partial)
+            for file in self.files:
+                self._fds[file.name] = os.open(self.partial / file.name, os.O_RDWR | os.O_CLOEXEC)
+
+    def _is_laid_out(self, file: PlannedFile) -> bool:
+        try:
+            with (self.partial / file.name).open("rb") as opened:
+                return os.fstat(opened.fileno()).st_size == file.size and opened.read(len(file.head)) == file.head
+        except FileNotFoundError:
+            return False
+
+    def _lay_out(self) -> None:
+        for file in self.files:
+            with (self.partial / file.name).open("wb") as opened:
+                opened.write(file.head)
+                opened.truncate(file.size)
+                opened.flush()
+                os.fsync(opened.fileno())
+
+    def _space(self) -> _Space:
+        return _Space(self)
+
+    def missing_nbytes(self) -> int:
+        """Bytes that the unfinished folder still needs of the disk."""
+        return max(0, sum(file.size for file in self.files) - held_nbytes(self.out))
+
+
+class _Space:
+    """Within it, a failed write becomes an error that says what is missing and that nothing is lost."""
+
+    def __init__(self, writer: FolderWriter) -> None:
+        self._writer = writer
+
+    def __enter__(self) -> None:
+        """Nothing is needed to begin."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, OSError):
+            return
+        out = self._writer.out
+        if error.errno in FULL:
+            reason = "a file may not become that large here" if error.errno == errno.EFBIG else f"the disk of {out.parent} is full"
+            raise DoesNotFit(f"{reason}: {out.name} needs {format_size(self._writer.missing_nbytes())} more",
+                             "make room, then run the same command again: it goes on where it stopped") from error
+        raise EffllmError(f"{error.filename or self._writer.partial} cannot be written: {error.strerror}",
+                          f"check the folder: ls -ld {out.parent}") from error
+
+
+def partial_folder(out: Path) -> Path:
+    """Where an unfinished `out` lies."""
+    return out.parent / f".{out.name}.partial"
+
+
+def held_nbytes(out: Path) -> int:
+    """Bytes of the disk that an unfinished `out` takes already."""
+    try:
+        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(partial_folder(out)))
+    except OSError:
+        return 0
+
+
+def remove_written(folder: Path, marker: str) -> None:
+    """Delete a flat folder of files, the marker last: what a kill leaves of it is still known for what it is."""
+    _empty(folder, keep=marker)
+    (folder / marker).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _is_ours(folder: Path, marker: str) -> bool:
+    names = os.listdir(folder)
+    return not names or JOURNAL in names or marker in names
+
+
+def _empty(folder: Path, keep: str) -> None:
+    for name in os.listdir(folder):
+        if name != keep:
+            os.unlink(folder / name)
+
+
+def _read_journal(path: Path) -> tuple[str | None, dict[str, Mapping[str, object]], int]:
+    """The fingerprint (None: no whole first line), the entries by tensor, and the bytes up to the end of the last whole line."""
+    fingerprint, entries, length = None, {}, 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
+        try:
+            value = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            break
+        if number == 0 and isinstance(value, dict):
+            fingerprint = value.get("fingerprint")
+        elif number and isinstance(value, list) and len(value) == 2:
+            entries[value[0]] = value[1]
+        else:
+            break
+        length += len(line)
+    return fingerprint, entries, length
+
+
+def _pwrite(fd: int, data: memoryview | bytes, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while piece := reader.read(COPY_NBYTES):
+            writer.write(piece)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """A small file that is either old or new, never half of it."""
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(aside, path)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(one: Path, two: Path) -> None:
+    """Swap two folders in one step where the system can; elsewhere in three, between which a kill leaves `two` under `.NAME.replaced`."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None and rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(two), RENAME_EXCHANGE) == 0:
+        return
+    aside = two.parent / f".{two.name}.replaced"
+    os.rename(two, aside)
+    os.rename(one, two)
+    os.rename(aside, one)

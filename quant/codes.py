@@ -1,0 +1,66 @@
+"""A low-bit weight as arrays, before it is packed: what methods make and what packing keeps. `dequantize` is its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .spec import QuantSpec
+from .weight import from_f32, to_f32
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Corrections added to the base: `value[i]` (float32 that bfloat16 holds exactly) at (`row[i]`, `col[i]`), sorted by both."""
+
+    row: np.ndarray
+    col: np.ndarray
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Codes:
+    """codes uint8 [N, K]; scales uint8 [N, G] and zeros uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16
+    holds exactly; levels int8 [2**bits] and steps uint8 [16], both None but for a codebook."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    rows: np.ndarray
+    levels: np.ndarray | None = None
+    steps: np.ndarray | None = None
+    sparse: Sparse | None = None
+
+
+def scale_values(steps: np.ndarray | None = None) -> np.ndarray:
+    """What each scale code means, float32: the steps of a codebook (16), else the code itself (256)."""
+    return (np.arange(256) if steps is None else steps).astype(np.float32)
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    """float32 rounded to what bfloat16 holds."""
+    return to_f32(from_f32(values, "bf16"), "bf16")
+
+
+def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
+    """v(code), int16 [N, K]: the integers that a kernel multiplies."""
+    if spec.scheme == "codebook":
+        return codes.levels.astype(np.int16)[codes.codes]
+    if spec.scheme == "affine":
+        return codes.codes.astype(np.int16) - spread(codes.zeros, spec, codes.codes.shape[1]).astype(np.int16)
+    return codes.codes.astype(np.int16) - np.int16(1 if spec.scheme == "ternary" else 1 << (spec.bits - 1))
+
+
+def spread(per_group: np.ndarray, spec: QuantSpec, depth: int) -> np.ndarray:
+    """[N, G] -> [N, K]: each group's value at every input of it."""
+    return np.repeat(per_group, spec.group, axis=1)[:, :depth]
+
+
+def dequantize(codes: Codes, spec: QuantSpec) -> np.ndarray:
+    """float32 [N, K]. Products are rounded once: row * (f * v), with f * v exact in float32."""
+    factors = spread(scale_values(codes.steps)[codes.scales], spec, codes.codes.shape[1])
+    w = codes.rows[:, None] * (factors * values(codes, spec))
+    if codes.sparse is not None:
+        w[codes.sparse.row, codes.sparse.col] += codes.sparse.value
+    return w

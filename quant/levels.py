@@ -1,0 +1,27 @@
+"""The constant tables of the codebook formats: what a code and what a scale code stand for.
+
+Levels are Lloyd-Max centroids of weights of a real model and of Gaussian noise in groups of 16 under the scales below, rounded to whole
+numbers; a level at zero costs nothing with sixteen of them. Steps are spaced so that the scale of a group is met within 4% where most
+groups lie, and the lowest is zero: a group of zeros is exact. Finer scales (five bits) gained less than they cost.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+LEVELS = {
+    4: (-64, -52, -41, -33, -25, -18, -11, -5, 0, 6, 13, 19, 27, 35, 45, 58),
+    3: (-64, -39, -22, -8, 5, 18, 35, 59),
+    2: (-64, -18, 17, 62),
+}
+STEPS = (0, 24, 32, 38, 44, 50, 56, 62, 68, 74, 81, 88, 96, 105, 115, 127)
+
+
+def levels(bits: int) -> np.ndarray:
+    """int8 [2**bits], ascending."""
+    return np.array(LEVELS[bits], np.int8)
+
+
+def steps() -> np.ndarray:
+    """uint8 [16], ascending."""
+    return np.array(STEPS, np.uint8)

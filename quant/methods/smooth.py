@@ -1,0 +1,135 @@
+"""SmoothQuant+ (arXiv 2312.03788): what loud inputs do to a layer is moved into its weights before they are rounded.
+
+An input that is multiplied by 1/f while its column of weights is multiplied by f changes nothing, and a column that matters more is
+rounded more finely. f costs nothing where what makes the input can be divided: a norm's weight (input_norm -> q, k, v and post_norm ->
+gate, up), or a projection's rows (v -> o, one f for a channel of a KV head and of all query heads that read it; up -> down).
+f_k = power_k**a / weight_k**b, power the root mean square of the input and weight the largest in its column; of a few exponents each
+pair takes those that leave the least error in its outputs: b = 1 - a is SmoothQuant's choice, b = 0 that of AWQ (arXiv 2306.00978).
+Then `rtn` rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..codes import Codes, dequantize
+from ..spec import QuantSpec
+from ..stats import Stats
+from ..weight import from_f32, to_f32
+from . import checked, rtn
+
+NEEDS = frozenset({"mean_square"})
+# roles: who makes the input, who reads it
+PAIRS = (("input_norm", ("q", "k", "v")), ("v", ("o",)), ("post_norm", ("gate", "up")), ("up", ("down",)))
+EXPONENTS = ((0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0), (0.4, 0.0), (0.5, 0.0), (0.3, 0.7), (0.5, 0.5), (0.7, 0.3), (0.9, 0.1))  # a, b
+MOST = 16.0  # f stays within 1/MOST and MOST of its geometric mean
+ROWS = 1024  # rows of a matrix that judge an exponent
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the folding must know of a layer: query heads, KV heads, their width, the kind of its norms and the type in which they, and
+    biases, are stored."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_kind: str = "rms"
+    stored: str = "bf16"
+
+
+def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: object = None) -> Codes:
+    """Rows that `equalise` has been over -> Codes, by `rtn`."""
+    return rtn.quantize(rows, spec, None, pool)
+
+
+def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], specs: Mapping[str, QuantSpec], layout: Layout,
+             pool: object = None) -> dict[str, np.ndarray]:
+    """The tensors of one layer that change, by role, float32; norms and biases hold what `layout.stored` holds exactly.
+
+    `tensors` are all of the layer's by role, `q_bias` and the like included; `stats` and `specs` those of its matrices. The layer computes
+    what it did, but for rounding. A pair whose readers are all kept raw, or whose norm is of a kind without weights, is left as it is.
+    """
+    changed = dict(tensors)
+    for maker, readers in PAIRS:
+        if maker not in tensors or all(specs[reader].is_raw for reader in readers):
+            continue
+        factors = best_factors(maker, [checked(changed[reader]) for reader in readers], [specs[reader] for reader in readers],
+                               stats[readers[0]], layout, pool)
+        fold(changed, maker, readers, factors, layout)
+    return {role: array for role, array in changed.items() if array is not tensors[role]}
+
+
+def best_factors(maker: str, readers: Sequence[np.ndarray], specs: Sequence[QuantSpec], stats: Stats, layout: Layout,
+                 pool: object = None) -> np.ndarray:
+    """f for each input of the readers, float32 [K]; the same for all that one channel of the maker feeds."""
+    power = np.sqrt(np.maximum(shared(maker, stats.mean_square.astype(np.float64), layout, np.mean), 0))
+    largest = shared(maker, np.max([np.abs(each).max(0) for each in readers], axis=0).astype(np.float64), layout, np.max)
+    judges = [each[:: max(1, -(-len(each) // ROWS))] for each in readers]
+    best, least = np.ones(len(power)), np.inf
+    for of_power, of_weight in EXPONENTS:
+        factors = tried(power, largest, of_power, of_weight)
+        error = sum(output_error(each, spec, factors, stats, pool) * len(whole) / len(each)
+                    for each, spec, whole in zip(judges, specs, readers) if not spec.is_raw)
+        if error < least:
+            best, least = factors, error
+    return best.astype(np.float32)
+
+
+def tried(power: np.ndarray, largest: np.ndarray, of_power: float, of_weight: float) -> np.ndarray:
+    """f of one pair of exponents, around 1. Inputs that are always zero, or read with no weight, keep 1."""
+    live = (power > 0) & (largest > 0)
+    logs = of_power * np.log(power, out=np.zeros(len(power)), where=live)
+    logs -= of_weight * np.log(largest, out=np.zeros(len(power)), where=live)
+    logs[live] -= logs[live].mean() if live.any() else 0
+    return np.exp(np.clip(logs, -np.log(MOST), np.log(MOST)))
+
+
+def output_error(rows: np.ndarray, spec: QuantSpec, factors: np.ndarray, stats: Stats, pool: object) -> float:
+    """Squared error of the outputs when `rows` times `factors` are rounded, summed over rows."""
+    scaled = (rows * factors).astype(np.float32)
+    errors = (scaled - dequantize(rtn.quantize(scaled, spec, None, pool), spec)) / factors
+    if stats.hessian is None:
+        return float((np.square(errors) @ stats.mean_square).sum())
+    return float(np.einsum("nk,nk->", errors @ stats.hessian, errors))
+
+
+def shared(maker: str, values: np.ndarray, layout: Layout, join: object) -> np.ndarray:
+    """Per-input values [K] made equal where inputs come from one channel: of `o`, what the query heads of a KV head read."""
+    if maker != "v":
+        return values
+    heads = values.reshape(layout.kv_heads, layout.heads // layout.kv_heads, layout.head_dim)
+    return np.repeat(join(heads, axis=1)[:, None], heads.shape[1], axis=1).reshape(-1)
+
+
+def fold(changed: dict[str, np.ndarray], maker: str, readers: Sequence[str], factors: np.ndarray, layout: Layout) -> None:
+    """Multiply the readers' columns by `factors` and divide what makes their inputs, in place of `changed`'s entries.
+
+    A norm is rounded to its stored type first and the columns take what it then lacks, so that nothing is lost.
+    """
+    if maker.endswith("norm"):
+        offset = np.float32(1 if layout.norm_kind == "rms+1" else 0)
+        before = changed[maker] + offset
+        after = stored(before / factors - offset, layout.stored)
+        live = (before != 0) & (after + offset != 0)
+        factors = np.where(live, before / np.where(live, after + offset, 1), 1).astype(np.float32)
+        changed[maker] = np.where(live, after, changed[maker])
+        if f"{maker}_bias" in changed:
+            changed[f"{maker}_bias"] = stored(changed[f"{maker}_bias"] / factors, layout.stored)
+    else:
+        per_row = factors
+        if maker == "v":
+            per_row = factors.reshape(layout.kv_heads, -1, layout.head_dim)[:, 0].reshape(-1)
+        changed[maker] = changed[maker] / per_row[:, None]
+        if f"{maker}_bias" in changed:
+            changed[f"{maker}_bias"] = stored(changed[f"{maker}_bias"] / per_row, layout.stored)
+    for reader in readers:
+        changed[reader] = changed[reader] * factors
+
+
+def stored(values: np.ndarray, scheme: str) -> np.ndarray:
+    """float32 as a raw type holds it."""
+    return to_f32(from_f32(values.astype(np.float32), scheme), scheme)

@@ -1,0 +1,124 @@
+"""Which format each tensor gets: a base, rules by name, and a finer one for the embedding and the head, where errors cost most per bit.
+
+Matrices alone are asked for; norms, biases, vectors and routers keep their type whatever the recipe says. `allocate` shares a budget of
+bytes among tensors whose price and damage in each format are known (`runtime/bit_search.py` measures them).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+from .. import UsageError
+from .spec import QuantSpec
+
+OUTER_ROLES = ("embed", "head")
+OUTER_LOW, OUTER_HIGH = "6bit", "8bit"  # for a base of at most four bits, and above
+LEAST_BITS, MOST_BITS = 2.0, 16.0
+TARGET = re.compile(r"(\d+(?:\.\d+)?)(?:bpw)?")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`rules` are (regular expression on the tensor's name, spec); the last that matches wins."""
+
+    base: QuantSpec
+    rules: tuple[tuple[str, QuantSpec], ...] = ()
+
+    def spec_for(self, name: str, shape: tuple[int, ...], role: str) -> QuantSpec:
+        """The format of the matrix `name` of `shape` [N, K]."""
+        ruled = self.ruled(name)
+        if ruled is not None:
+            return ruled
+        if role in OUTER_ROLES and not self.base.is_raw:
+            return QuantSpec.parse(OUTER_LOW if self.base.bits <= 4 else OUTER_HIGH)
+        return self.base
+
+    def ruled(self, name: str) -> QuantSpec | None:
+        """What a rule says of a name."""
+        return next((spec for pattern, spec in reversed(self.rules) if re.search(pattern, name)), None)
+
+    def with_outliers(self, share: float) -> Recipe:
+        """The same where every low-bit format of the base and the rules that names no outliers keeps `share` of its weights."""
+
+        def kept(spec: QuantSpec) -> QuantSpec:
+            return spec if spec.is_raw or spec.outliers else replace(spec, outliers=share)
+
+        return Recipe(kept(self.base), tuple((pattern, kept(spec)) for pattern, spec in self.rules))
+
+
+def parse_rule(text: str) -> tuple[str, QuantSpec]:
+    """`REGEX=SPEC`, as in `down_proj=6bit`. Raises UsageError."""
+    pattern, equals, spec = text.rpartition("=")
+    if not equals or not pattern:
+        raise UsageError(f"{text!r} is no rule", "REGEX=SPEC, as in down_proj=6bit")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is no regular expression: {error}", "a rule is REGEX=SPEC, as in down_proj=6bit") from error
+    return pattern, QuantSpec.parse(spec)
+
+
+def parse_target(text: str) -> float:
+    """`4.25bpw` or `4.25` -> bits per weight, every tensor counted. Raises UsageError."""
+    match = TARGET.fullmatch(text.strip())
+    if match is None or not LEAST_BITS <= float(match[1]) <= MOST_BITS:
+        raise UsageError(f"--target {text!r} is no number of bits per weight", f"between {LEAST_BITS:g} and {MOST_BITS:g}, as in 4.25bpw")
+    return float(match[1])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One format for one tensor: its price in bytes and the damage it does, in any unit that adds up over tensors."""
+
+    spec: QuantSpec
+    nbytes: int
+    damage: float
+
+
+def allocate(choices: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, QuantSpec]:
+    """A format for each name, together within `budget` bytes, with little damage. Raises UsageError where the cheapest do not fit.
+
+    Every name begins with its cheapest format and moves along its convex hull, the step that mends most per byte first; a step that does
+    not fit is left out, and smaller ones after it may still be taken. The same input gives the same answer.
+    """
+    hulls = {name: hull(options) for name, options in choices.items()}
+    least = sum(options[0].nbytes for options in hulls.values())
+    if least > budget:
+        raise UsageError(f"the target allows {budget} bytes and the smallest formats take {least}", "a larger --target")
+    at = dict.fromkeys(hulls, 0)
+    left = budget - least
+    waiting = [(-_worth(options, 0), index, name) for index, (name, options) in enumerate(hulls.items()) if len(options) > 1]
+    heapify(waiting)
+    while waiting:
+        _, index, name = heappop(waiting)
+        options, place = hulls[name], at[name]
+        price = options[place + 1].nbytes - options[place].nbytes
+        if price > left:  # whatever comes after it costs more still
+            continue
+        left, at[name] = left - price, place + 1
+        if place + 2 < len(options):
+            heappush(waiting, (-_worth(options, place + 1), index, name))
+    return {name: hulls[name][place].spec for name, place in at.items()}
+
+
+def hull(options: Sequence[Choice]) -> list[Choice]:
+    """The lower convex hull, by rising price and falling damage: each step mends less per byte than the one before."""
+    kept: list[Choice] = []
+    for option in sorted(options, key=lambda each: (each.nbytes, each.damage)):
+        if kept and option.damage >= kept[-1].damage:
+            continue
+        while kept and kept[-1].nbytes == option.nbytes:
+            kept.pop()
+        while len(kept) > 1 and _worth([kept[-2], option], 0) >= _worth(kept, len(kept) - 2):
+            kept.pop()
+        kept.append(option)
+    return kept
+
+
+def _worth(options: Sequence[Choice], place: int) -> float:
+    """Damage mended per byte by the step after `place`."""
+    here, there = options[place], options[place + 1]
+    return (here.damage - there.damage) / (there.nbytes - here.nbytes)

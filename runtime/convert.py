@@ -1,0 +1,268 @@
+"""`convert`: a checkpoint in, a folder of low-bit weights out. It streams, can be killed at any point, and never leaves half a folder.
+
+Every tensor's format and place is known from headers (`convert_plan.py`); rows go through a method block by block (`convert_stream.py`)
+into a hidden folder beside the final one (`offload/writer.py`), which gets its name when `effllm.json` is in it. The same command after a
+kill goes on with the first unfinished tensor and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+
+from .. import DoesNotFit, UsageError, __version__
+from ..kernels.threads import MOST_WORKERS, ThreadPool
+from ..offload import hardware
+from ..offload.checkpoint import CheckpointError
+from ..offload.shards import INDEX, index_json
+from ..offload.size import format_size
+from ..offload.writer import FolderWriter, held_nbytes
+from ..quant import methods
+from ..quant.error import error_db
+from ..quant.methods.spqr import OUTLIERS
+from ..quant.recipe import Recipe, parse_rule, parse_target
+from ..quant.spec import QuantSpec
+from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids
+from .container import FILE, Container, StoredTensor, read_container
+from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
+from .convert_tensors import Converter
+from .engine import Engine, EngineOptions, open_engine
+from .events import Notice, Progress
+
+# What makes a folder run alone, and what its licence asks to be passed on.
+COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+          "chat_template*", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX, FILE)
+OTHER_FOLDER = "give another folder with -o"
+
+
+def target_of(text: str) -> float:
+    """Bits per weight as a person spelled them (`4.25bpw`). Raises UsageError."""
+    return parse_target(text)
+
+
+def recipe_of(spec: str, rules: Sequence[str], method: str) -> Recipe:
+    """The recipe that a person spelled: a format, `REGEX=SPEC` rules, and what the method adds. Raises UsageError."""
+    recipe = Recipe(QuantSpec.parse(spec), tuple(parse_rule(rule) for rule in rules))
+    return recipe.with_outliers(OUTLIERS) if method == "spqr" else recipe
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """`spec_text` and `source` (where the model came from) are recorded as they are. `replace` allows a quantized folder in the way.
+    `calibration_text` None is the built-in sample, for what needs one. `target`: bits per weight for which formats are chosen."""
+
+    recipe: Recipe
+    spec_text: str
+    method: str = "rtn"
+    calibration_text: str | None = None
+    calibration_tokens: int = TOKENS
+    target: float | None = None
+    threads: int | None = None
+    replace: bool = False
+    source: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        methods.get(self.method)
+        if self.target is not None and any(spec.outliers for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules))):
+            raise UsageError("--target chooses among formats without outliers", "leave one of the two away, or another --method")
+        if self.calibration_tokens < LEAST:
+            raise UsageError(f"--calib-tokens {self.calibration_tokens} is too few to show anything", f"at least {LEAST}, {TOKENS} do well")
+
+
+@dataclass(frozen=True)
+class ClassResult:
+    """Sizes of a class of tensors and its error, None where nothing was lost."""
+
+    size: SizeRow
+    error_db: float | None
+
+    def to_json(self) -> dict[str, object]:
+        return {**self.size.to_json(), "error_db": self.error_db}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was made. `before` and `after` are bytes of tensors, `file_nbytes` those of the weight files."""
+
+    folder: Path
+    weights: int
+    before: int
+    after: int
+    file_nbytes: int
+    classes: tuple[ClassResult, ...]
+    seconds: float
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.after / self.weights
+
+    def to_json(self) -> dict[str, object]:
+        return {"folder": str(self.folder), "weights": self.weights, "bytes_before": self.before, "bytes_after": self.after,
+                "file_bytes": self.file_nbytes, "bits_per_weight": self.bits_per_weight, "seconds": self.seconds,
+                "classes": [row.to_json() for row in self.classes]}
+
+
+def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progress | Notice | Converted]:
+    """Quantize the model in `folder` into the new folder `out`; yields what happens and the result last.
+
+    Raises UsageError where `out` exists or the input is quantized, DoesNotFit where the disk is too small or fills (the same call goes on
+    later), EffllmError naming the tensor that holds NaN or infinity.
+    """
+    out = Path(os.path.abspath(out))
+    plan = plan_conversion(folder, options.recipe)
+    with plan.store:
+        check_target(out, options.replace)
+        ids = calibration(plan, options)
+        for item in decided(plan, options):
+            if isinstance(item, ConversionPlan):
+                plan = item
+            else:
+                yield item
+        yield from (Notice(text) for text in (*plan.config.warnings, *plan.notices()))
+        started = time.monotonic()
+        pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
+        copies = _copied(plan.folder)
+        _check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
+        try:
+            with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE) as writer:
+                yield from _opening(plan, writer)
+                converter = Converter(plan, options.method, writer, pool, ids)
+                yield from converter.announce(options.spec_text)
+                yield from converter.run()
+                plan.store.check_unchanged()
+                texts = {FILE: container(plan, writer.finished, options, ids).to_json()}
+                if len(plan.files) > 1:
+                    texts[INDEX] = index_json(plan.files)
+                writer.commit(copies, texts, options.replace)
+                finished = writer.finished
+        finally:
+            pool.close()
+    yield Converted(out, plan.weights, plan.before, plan.after, plan.file_nbytes, tuple(_class_results(plan, finished)),
+                    time.monotonic() - started)
+
+
+def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress | Notice | ConversionPlan]:
+    """Compile what is cold; the plan last, as it is or with the formats found for a target."""
+    from ..kernels import warm
+
+    if warm.is_cold():
+        for done, total in warm.warm():
+            yield Progress("compiling kernels (first run only)", done, total, "kernels")
+    if options.target is None:
+        yield plan
+        return
+    from .bit_search import WINDOW, Found, search
+
+    text = built_in_text() if options.calibration_text is None else options.calibration_text
+    ids = calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)
+    asked = EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=min(WINDOW, plan.config.context_length))
+    for item in open_engine(plan.folder, asked):
+        if not isinstance(item, Engine):
+            yield item
+    try:
+        for found in search(plan, item, ids, options.target, options.recipe):
+            if not isinstance(found, Found):
+                yield found
+    finally:
+        item.close()
+    chosen = plan.with_recipe(found.recipe)
+    counts = Counter(str(job.spec) for job in chosen.jobs if not job.spec.is_raw)
+    yield Notice(f"{options.target:g} bits per weight: " + ", ".join(f"{count} tensors {spec}" for spec, count in sorted(counts.items())))
+    yield chosen
+
+
+def check_target(out: Path, replace: bool) -> None:
+    """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that holds what effllm wrote and nothing else."""
+    if not out.parent.is_dir():
+        raise UsageError(f"there is no folder {out.parent}", f"mkdir -p {out.parent}")
+    if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
+        return
+    if out.is_symlink() or not out.is_dir():
+        raise UsageError(f"{out} exists and is not a folder", OTHER_FOLDER)
+    try:
+        made = read_container(out)
+    except CheckpointError:
+        made = None
+    if made is None:
+        raise UsageError(f"{out} exists and is not a model that effllm quantized", OTHER_FOLDER)
+    if not replace:
+        raise UsageError(f"{out} exists ({made.spec_text})", f"--force replaces it, or {OTHER_FOLDER}")
+    foreign = [entry.name for entry in out.iterdir()
+               if not entry.is_file() or not any(fnmatch(entry.name, pattern) for pattern in (*COPIED, *WEIGHTS))]
+    if foreign:
+        raise UsageError(f"{out} holds {foreign[0]}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
+
+
+def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int]) -> str:
+    """A hash of all that decides the bytes of the result: source files, formats, places, method, text, version."""
+    stamps = [(path.name, (status := os.fstat(plan.store.descriptor(path))).st_size, status.st_mtime_ns) for path in plan.store.files]
+    specs = [(job.name, str(job.spec)) for job in plan.jobs]
+    heads = [hashlib.sha256(file.head).hexdigest() for file in plan.files]
+    copies = [(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in sorted(_copied(plan.folder).items())]
+    parts = [__version__, stamps, specs, heads, copies, options.method, list(ids), options.spec_text,
+             dict(options.source)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def container(plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]], options: ConvertOptions, ids: Sequence[int]) -> Container:
+    """The record of a finished conversion."""
+    tensors = {}
+    for job in plan.jobs:
+        entry = finished[job.name]
+        error = error_db(entry["error"], entry["squares"]) if "error" in entry else None
+        tensors[job.name] = StoredTensor(job.name, job.spec, job.shape, entry["crc32"], error)
+    calibrated: dict[str, object] = {}
+    if ids:
+        calibrated = {"tokens": len(ids), "sha256": hashlib.sha256(np.array(ids, "<i8").tobytes()).hexdigest(),
+                      "text": "built-in" if options.calibration_text is None else "given"}
+    source = {**options.source, "dtype": plan.config.dtype, "nbytes": plan.before}
+    return Container(options.spec_text, plan.bits_per_weight, tensors, source, {"name": "effllm", "version": __version__},
+                     {"name": options.method}, calibrated)
+
+
+def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
+    """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short, or that serves nobody."""
+    if not methods.get(options.method).NEEDS:
+        if options.calibration_text is not None and options.target is None:
+            raise UsageError(f"{options.method} needs no calibration text", "leave --calib away, or --method gptq")
+        return []
+    text = built_in_text() if options.calibration_text is None else options.calibration_text
+    return calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)
+
+
+def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
+    if writer.resumed:
+        yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(plan.jobs)} tensors are done")
+    elif writer.discarded:
+        yield Notice("an unfinished run with other options or another source was left here: starting afresh")
+
+
+def _copied(folder: Path) -> dict[str, Path]:
+    """Name -> file of what goes along unchanged."""
+    return {entry.name: entry for entry in sorted(folder.iterdir())
+            if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COPIED)}
+
+
+def _check_space(out: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(out.parent).free
+    if nbytes > free:
+        raise DoesNotFit(f"{out.name} needs {format_size(nbytes)} more, and the disk of {out.parent} has {format_size(free)} free",
+                         "make room, or give a folder on another disk with -o")
+
+
+def _class_results(plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]]) -> Iterator[ClassResult]:
+    for row in plan.rows():
+        entries = [finished[job.name] for job in plan.jobs if job.group == row.name and "error" in finished[job.name]]
+        error = error_db(sum(entry["error"] for entry in entries), sum(entry["squares"] for entry in entries)) if entries else None
+        yield ClassResult(row, error if row.name in MATRICES else None)

@@ -1,0 +1,186 @@
+"""What a conversion will write, from headers alone: the format of every tensor, the files, the sizes. `quantize --dry-run` prints it.
+
+The matrices of the roles below are quantized as the recipe says; everything else (norms, biases, routers) keeps its stored type. Tensors
+lie layer by layer in the order in which a forward pass reads them, q, k, v and gate, up side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from .. import UsageError
+from ..kernels.tiles import padded
+from ..offload.checkpoint import TensorInfo, TensorStore
+from ..offload.shards import Planned, PlannedFile, plan_files
+from ..quant.recipe import Recipe
+from ..quant.spec import QuantSpec
+from .config import ModelConfig, read_config
+from .container import DTYPES, FORMAT, VERSION, read_container
+from .model import ModelTensor, check_tensors
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")  # roles, in the order in which they are written
+OTHER = "other"  # the class of norms and biases
+ORIGINAL = "quantize the original 16-bit checkpoint"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tensor: where it comes from and what it becomes. `key` is its layer, or "outer"."""
+
+    name: str
+    key: int | str
+    role: str
+    info: TensorInfo
+    source: QuantSpec
+    spec: QuantSpec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes(self.shape)
+
+    @property
+    def group(self) -> str:
+        """The line of a table that it counts in."""
+        return self.role if self.role in MATRICES else OTHER
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """Tensors of one class: how many, how many weights, bytes before and after, and in which formats."""
+
+    name: str
+    tensors: int
+    weights: int
+    before: int
+    after: int
+    specs: tuple[str, ...]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.after / self.weights if self.weights else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {"class": self.name, "tensors": self.tensors, "weights": self.weights, "bytes_before": self.before,
+                "bytes_after": self.after, "bits_per_weight": self.bits_per_weight, "specs": list(self.specs)}
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """`jobs` in the order in which they are written. `unused`: tensors of the checkpoint that the model does not read."""
+
+    folder: Path
+    config: ModelConfig
+    store: TensorStore
+    recipe: Recipe
+    jobs: tuple[Job, ...]
+    files: tuple[PlannedFile, ...]
+    unused: tuple[str, ...]
+
+    @property
+    def weights(self) -> int:
+        return sum(prod(job.shape) for job in self.jobs)
+
+    @property
+    def before(self) -> int:
+        return sum(job.info.nbytes for job in self.jobs)
+
+    @property
+    def after(self) -> int:
+        """Bytes of the tensors; `file_nbytes` adds headers and the padding between them."""
+        return sum(job.nbytes for job in self.jobs)
+
+    @property
+    def file_nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits over weights, every tensor counted."""
+        return 8 * self.after / self.weights
+
+    def rows(self) -> tuple[SizeRow, ...]:
+        """Sizes per class of tensor."""
+        return tuple(row for name in (*MATRICES, OTHER) if (row := _size_row(name, [job for job in self.jobs if job.group == name])))
+
+    def notices(self) -> Iterable[str]:
+        """What a person did not ask for: padding, once per shape and format, and what is left out."""
+        said = set()
+        for job in self.jobs:
+            if job.spec.is_raw or (job.shape, job.spec.group) in said:
+                continue
+            said.add((job.shape, job.spec.group))
+            stored = padded(job.shape, job.spec.group)
+            if stored != job.shape:
+                yield (f"{job.role} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in blocks of 16, "
+                       f"inputs in groups of {max(32, job.spec.group)}")
+        if self.unused:
+            more = f" and {len(self.unused) - 1} more" if len(self.unused) > 1 else ""
+            yield f"left out, because the model does not read it: {self.unused[0]}{more}"
+
+    def with_recipe(self, recipe: Recipe) -> ConversionPlan:
+        """The same checkpoint in other formats."""
+        jobs = tuple(replace(job, spec=_spec(job.name, job.role, job.shape, job.source, recipe)) for job in self.jobs)
+        return replace(self, recipe=recipe, jobs=jobs, files=_files(jobs))
+
+
+def plan_conversion(folder: Path, recipe: Recipe) -> ConversionPlan:
+    """Read headers and decide. Raises UsageError for what is quantized already, CheckpointError for what is damaged.
+
+    The store of the plan stays open.
+    """
+    folder = Path(folder)
+    if (made := read_container(folder)) is not None:
+        raise UsageError(f"{folder} is quantized already ({made.spec_text})", ORIGINAL)
+    config = read_config(folder)
+    store = TensorStore.open(folder)
+    try:
+        jobs = tuple(_jobs(check_tensors(config, store), recipe))
+    except BaseException:
+        store.close()
+        raise
+    used = {job.name for job in jobs}
+    return ConversionPlan(folder, config, store, recipe, jobs, _files(jobs), tuple(name for name in store.tensors if name not in used))
+
+
+def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe) -> Iterable[Job]:
+    outer = dict(tensors["outer"])
+    groups: list[tuple[int | str, dict[str, ModelTensor]]] = [("outer", {"embed": outer.pop("embed")})]
+    groups += [(key, dict(roles)) for key, roles in tensors.items() if key != "outer"] + [("outer", outer)]
+    for key, roles in groups:
+        for role in sorted(roles, key=_place):
+            tensor = roles[role]
+            yield Job(tensor.name, key, role, tensor.info, tensor.spec, _spec(tensor.name, role, tensor.shape, tensor.spec, recipe))
+
+
+def _place(role: str) -> tuple[int, str]:
+    return (MATRICES.index(role), "") if role in MATRICES else (len(MATRICES), role)
+
+
+def _spec(name: str, role: str, shape: tuple[int, ...], source: QuantSpec, recipe: Recipe) -> QuantSpec:
+    return recipe.spec_for(name, shape, role) if role in MATRICES and len(shape) == 2 else source
+
+
+def _files(jobs: Sequence[Job]) -> tuple[PlannedFile, ...]:
+    groups: list[list[Planned]] = []
+    key: object = None
+    for job in jobs:
+        if not groups or job.key != key:
+            groups.append([])
+        key = job.key
+        dtype, shape = (DTYPES[job.spec.scheme], job.shape) if job.spec.is_raw else ("U8", (job.nbytes,))
+        groups[-1].append(Planned(job.name, dtype, shape, job.nbytes))
+    return plan_files(groups, {"format": FORMAT, "version": str(VERSION)})
+
+
+def _size_row(name: str, jobs: Sequence[Job]) -> SizeRow | None:
+    if not jobs:
+        return None
+    return SizeRow(name, len(jobs), sum(prod(job.shape) for job in jobs), sum(job.info.nbytes for job in jobs),
+                   sum(job.nbytes for job in jobs), tuple(dict.fromkeys(str(job.spec) for job in jobs)))

@@ -1,0 +1,108 @@
+"""Low-bit weights made while a model is loaded: into a private temporary folder, or into the person's data folder to be found again.
+
+A temporary folder is locked by the process that made it and removed when that ends; one whose process was killed is removed by the next
+run that makes one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import EffllmError, UsageError
+from ..offload.size import format_size
+from ..quant.recipe import Recipe
+from ..quant.spec import QuantSpec
+from .catalog import ModelRef
+from .container import read_container
+from .convert import Converted, ConvertOptions, convert
+from .events import Notice, Progress
+
+PREFIX, LOCK = "effllm-load-", "lock"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to be quantized on load. `bits` is a short format such as 4bit; `kept` is the folder of all models that are kept."""
+
+    ref: ModelRef
+    bits: str
+    kept: Path
+    keep: bool = False
+    threads: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where this model is kept at these bits, whether or not it is there: `<data>/models/<name>/<revision or local-...>/<bits>`."""
+        ref = self.ref
+        name = ref.repo or ref.alias or ref.folder.resolve().name
+        return self.kept / name.replace("/", "--") / (ref.revision or f"local-{_stamp(ref.folder)}") / self.bits
+
+
+def find_kept(request: Request) -> Path | None:
+    """The folder of an earlier --keep, whole and of the same source."""
+    return request.folder if (request.folder / "effllm.json").is_file() and read_container(request.folder) else None
+
+
+def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice | Converted]:
+    """Convert into `out`, announced; the result last."""
+    if (made := read_container(request.ref.folder)) is not None:
+        raise UsageError(f"{request.ref.text} is quantized already ({made.spec_text})", "leave --bits away")
+    spec = QuantSpec.parse(request.bits)
+    source = {key: value for key, value in (("model", request.ref.alias or request.ref.text), ("repo", request.ref.repo),
+                                            ("revision", request.ref.revision)) if value}
+    options = ConvertOptions(Recipe(spec), request.bits, threads=request.threads, source=source)
+    for item in convert(request.ref.folder, out, options):
+        if isinstance(item, Converted):
+            where = f"kept in {out}" if request.keep else "for this run only; --keep keeps it"
+            yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.file_nbytes)}, {where}")
+        yield item
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A private folder that is gone afterwards. Those of processes that were killed go first. Raises EffllmError where none can be made."""
+    root = Path(tempfile.gettempdir())
+    for stale in root.glob(PREFIX + "*"):
+        _remove_unlocked(stale)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise EffllmError(f"no temporary folder can be made in {root}: {error.strerror}", "set TMPDIR to a folder with room") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Remove a temporary folder of ours that no living process holds."""
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return  # another user's, or another process is making or removing it at this moment
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(lock)
+
+
+def _stamp(folder: Path) -> str:
+    """Eight digits that stand for a local folder and the state of its files: another model, or a changed one, is kept elsewhere."""
+    files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in folder.iterdir() if entry.is_file())
+    return hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:8]

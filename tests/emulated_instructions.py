@@ -1,0 +1,94 @@
+"""The kernels of an instruction set that the machine lacks, run all the same: its intrinsics are replaced by code for AVX2.
+
+`pretend` must come before anything imports the kernels, so it belongs at the start of a child process. The vectors keep their width; LLVM
+cuts them for the machine. What this cannot show is that LLVM selects the real instructions: other tests read the assembly for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba.core import cgutils
+
+I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
+FEATURES = {"avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}, "avx2vnni": {"avxvnni"}}
+
+
+def pretend(name: str) -> None:
+    """Make the kernels that are imported from now on those of `name`."""
+    from effllm.kernels import compile as compiling
+
+    features = frozenset(compiling.cpu_features() | FEATURES[name])
+    compiling.cpu_features = lambda: features  # the cache folder is named after it too
+    from effllm.kernels.cpu import int8_ir
+
+    real = int8_ir.function
+
+    def function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], wanted: str) -> ir.Function:
+        if not wanted.startswith("llvm.x86.avx512."):
+            return real(builder, result, arguments, wanted)
+        short = wanted.removeprefix("llvm.x86.avx512.")
+        return _defined(builder.module, f"emulated.{short}", result, arguments, EMULATED[short])
+
+    int8_ir.function = function
+    assert name == int8_ir.INSTRUCTION_SET
+
+
+def _defined(module: ir.Module, name: str, result: ir.Type, arguments: list[ir.Type], body: Callable) -> ir.Function:
+    if name in module.globals:
+        return module.globals[name]
+    made = ir.Function(module, ir.FunctionType(result, arguments), name)
+    made.linkage = "internal"
+    builder = ir.IRBuilder(made.append_basic_block("entry"))
+    builder.ret(body(builder, *made.args))
+    return made
+
+
+def _native(builder: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.avx2.{name}"), values)
+
+
+def _picked(builder: ir.IRBuilder, vector: ir.Value, places: list[int]) -> ir.Value:
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, len(places)), places))
+
+
+def _halved(name: str, element: ir.Type, count: int) -> Callable:
+    """An instruction that works within 16 bytes, as its 256-bit form on both halves; `count` results of a half."""
+
+    def body(builder: ir.IRBuilder, *values: ir.Value) -> ir.Value:
+        halves = []
+        for half in (0, 1):
+            own = [_picked(builder, value, [half * value.type.count // 2 + i for i in range(value.type.count // 2)]) for value in values]
+            halves.append(_native(builder, name, ir.VectorType(element, count), *own))
+        return builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, 2 * count), list(range(2 * count))))
+
+    return body
+
+
+def _dot_product(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
+    """vpdpbusd: to each 32-bit sum, the products of four unsigned with four signed bytes."""
+    count = 4 * sums.type.count
+    wide, octets = ir.VectorType(I32, count), ir.VectorType(I8, count)
+    products = builder.mul(builder.zext(builder.bitcast(weights, octets), wide), builder.sext(builder.bitcast(x, octets), wide))
+    for i in range(4):
+        sums = builder.add(sums, _picked(builder, products, list(range(i, count, 4))))
+    return sums
+
+
+def _permuted(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+    """vpermd over 16 words, from the 8-word form: bit 3 of a place chooses the half of the table."""
+    words, found = ir.VectorType(I32, 8), []
+    low, high = (_picked(builder, table, list(range(8 * half, 8 * half + 8))) for half in (0, 1))
+    for half in (0, 1):
+        own = _picked(builder, places, list(range(8 * half, 8 * half + 8)))
+        upper = builder.icmp_unsigned("!=", builder.and_(own, ir.Constant(words, [8] * 8)), ir.Constant(words, [0] * 8))
+        found.append(builder.select(upper, _native(builder, "permd", words, high, own), _native(builder, "permd", words, low, own)))
+    return builder.shuffle_vector(*found, ir.Constant(ir.VectorType(I32, 16), list(range(16))))
+
+
+EMULATED = {"vpdpbusd.512": _dot_product, "vpdpbusd.256": _dot_product, "permvar.si.512": _permuted,
+            "pshuf.b.512": _halved("pshuf.b", I8, 32), "pmul.hr.sw.512": _halved("pmul.hr.sw", I16, 16),
+            "packuswb.512": _halved("packuswb", I8, 32), "pmaddubs.w.512": _halved("pmadd.ub.sw", I16, 16),
+            "pmaddw.d.512": _halved("pmadd.wd", I32, 8)}

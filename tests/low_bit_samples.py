@@ -1,0 +1,117 @@
+"""Random low-bit weights of every format, and what a product with them has to be: shared by the tests of packing and of the kernels.
+
+Run as a program it prints the bytes of many products as digests, by format, for comparing instruction sets (`test_instruction_sets.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+
+from effllm.kernels import reference_low_bit as definition
+from effllm.kernels.workspace import Dims
+from effllm.quant.codes import Codes, Sparse, bf16, scale_values, values
+from effllm.quant.pack import pack
+from effllm.quant.spec import BITS, GROUPS, QuantSpec
+from effllm.quant.weight import Linear, Norm, Weight
+
+FORMATS = tuple(str(QuantSpec(bits, group, scheme)) for scheme in BITS for bits in BITS[scheme] for group in GROUPS[scheme])
+WITH_OUTLIERS = ("codebook4:16+0.01", "codebook2:16+0.05", "symmetric8:32+0.005", "affine3:64+0.02", "ternary:128+0.05")
+NO_NORM = Norm("none")
+
+
+def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, int], *, every_scale: bool = False) -> Codes:
+    """Codes, tables and outliers over their whole ranges; scales and zeros too with `every_scale`, else over those that weights have."""
+    rows, depth = shape
+    groups = -(-depth // spec.group)
+    book = spec.scheme == "codebook"
+    scales = rng.integers(0 if book or every_scale else 32, 16 if book else 256, (rows, groups), np.uint8)
+    zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if spec.scheme == "affine" else None
+    count = round(rows * depth * spec.outliers)
+    places = np.sort(rng.choice(rows * depth, count, replace=False))
+    sparse = Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32), bf16(rng.standard_normal(count, np.float32)))
+    return Codes(codes=rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8),
+                 scales=scales, zeros=zeros, rows=bf16(rng.standard_normal(rows, np.float32) / 256),
+                 levels=np.sort(rng.integers(-64, 64, 1 << spec.bits)).astype(np.int8) if book else None,
+                 steps=np.sort(rng.integers(1, 128, 16)).astype(np.uint8) if book else None, sparse=sparse if spec.outliers else None)
+
+
+def low_bit(codes: Codes, spec: QuantSpec) -> Weight:
+    """A weight whose blob begins on a cache line, as loaders place it."""
+    packed = pack(codes, spec)
+    room = np.zeros(packed.size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    blob = room[start : start + packed.size]
+    blob[:] = packed
+    return Weight.low_bit(spec, codes.codes.shape, blob)
+
+
+def factors_of(codes: Codes) -> np.ndarray:
+    return scale_values(codes.steps)[codes.scales]
+
+
+def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
+    """The definition for up to 16 columns."""
+    return definition.packed_linear(x, values(codes, spec), factors_of(codes), codes.rows, spec.group, whole=spec.scheme == "codebook",
+                                    outliers=_outliers(codes), bias=bias)
+
+
+def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
+    """The definition for more columns."""
+    parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
+    if spec.bits > 4:
+        return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias)
+    most, shift = _range(codes, spec)
+    return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias)
+
+
+def _outliers(codes: Codes) -> definition.Outliers | None:
+    return None if codes.sparse is None else definition.Outliers(codes.sparse.row, codes.sparse.col, codes.sparse.value)
+
+
+def _range(codes: Codes, spec: QuantSpec) -> tuple[np.ndarray, int]:
+    """The largest |f * v| of each row's groups, and how far values can be shifted up within 8 bits and a sign."""
+    if spec.scheme == "codebook":
+        largest = max(1, int(np.abs(codes.levels.astype(int)).max()))
+        return factors_of(codes).max(1) * np.float32(largest), 8 - largest.bit_length()
+    if spec.scheme == "ternary":
+        return factors_of(codes).max(1), 7
+    zeros = np.full(codes.scales.shape, 1 << (spec.bits - 1)) if codes.zeros is None else codes.zeros.astype(int)
+    bounds = np.maximum(zeros, (1 << spec.bits) - 1 - zeros)
+    return (factors_of(codes) * bounds.astype(np.float32)).max(1), 8 - spec.bits
+
+
+def dims_for(depth: int, rows: int, chunk: int = 32) -> Dims:
+    return Dims(hidden=depth, heads=1, kv_heads=1, head_dim=rows, ffn=rows, vocab=rows, chunk=chunk, ctx=128, rows=chunk)
+
+
+def seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
+
+
+def digests() -> dict[str, str]:
+    """Of every format, the bytes of products with 1, 5 and 19 columns and of embedding rows, outliers and a gated pair included."""
+    from effllm.kernels.cpu.ops import CpuOps  # the other users of this file compile nothing
+    from effllm.kernels.threads import ThreadPool
+
+    found, pool = {}, ThreadPool(1)
+    ops = CpuOps(pool, dims_for(300, 50))
+    for text in FORMATS + WITH_OUTLIERS:
+        rng, spec, digest = np.random.default_rng(seed_of(text)), QuantSpec.parse(text), hashlib.sha256()
+        gate, up = (Linear(low_bit(random_codes(rng, spec, (50, 300)), spec), rng.standard_normal(50, np.float32)) for _ in range(2))
+        for columns in (1, 5, 19):
+            x = rng.standard_normal((columns, 300), np.float32)
+            out = np.zeros((columns, 50), np.float32)
+            ops._matrix(x, NO_NORM, [gate, up], [out], 2, "relu")
+            for y in (*ops.norm_linear(x, NO_NORM, [gate, up]), out):
+                digest.update(y.tobytes())
+        digest.update(ops.embed(np.array([0, 17, 49]), gate.weight, 0.5).tobytes())
+        found[text] = digest.hexdigest()[:16]
+    pool.close()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(digests()))

@@ -1,0 +1,260 @@
+"""Conversions that are killed, run out of disk or get bad input: the same bytes in the end, or one line that says why not."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm import DoesNotFit, EffllmError, UsageError
+from effllm.offload.checkpoint import TensorStore
+from effllm.offload.writer import partial_folder
+from effllm.quant.codes import dequantize
+from effllm.quant.pack import unpack
+from effllm.runtime import convert_stream
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.container import read_container
+from effllm.runtime.convert import convert
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import FABLE, ODD, check_whole, contents, odd_model, options, run
+
+MINUTE = 60
+
+
+@pytest.fixture(scope="module")
+def four_bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("convert") / "fable-4bit"
+    run(FABLE, out)
+    return out
+
+
+# -- kills -----------------------------------------------------------------------------------------------------------------------
+
+# Ends its own process by SIGKILL at the n-th call that changes the disk: every state that a kill can leave is a state between two of these.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from effllm.runtime.convert import convert, ConvertOptions
+from effllm.quant.recipe import Recipe
+from effllm.quant.spec import QuantSpec
+left = int(sys.argv[3])
+def counted(name):
+    real = getattr(os, name)
+    def call(*args, **more):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **more)
+    setattr(os, name, call)
+for name in ("pwrite", "write", "fdatasync", "fsync", "rename", "replace", "unlink", "ftruncate"):
+    counted(name)
+for _ in convert(Path(sys.argv[1]), Path(sys.argv[2]), ConvertOptions(Recipe(QuantSpec.parse("4bit")), "4bit")):
+    continue
+print(left)
+"""
+
+
+def killed_after(calls: int, source: Path, out: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-P", "-c", KILLED, str(source), str(out), str(calls)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * MINUTE, check=False)
+
+
+def test_kills_at_random_points_then_the_same_bytes(tmp_path: Path, four_bit: Path) -> None:
+    enough = 10_000
+    ran = killed_after(enough, FABLE, tmp_path / "whole")
+    assert ran.returncode == 0, ran.stderr
+    assert contents(tmp_path / "whole") == contents(four_bit)
+    calls = enough - int(ran.stdout)
+    chance = random.Random()
+    points = [chance.randrange(calls) for _ in range(3)] + [calls - 1, calls - 4]
+    for point in points:
+        out = tmp_path / f"out{point}"
+        assert killed_after(point, FABLE, out).returncode == -signal.SIGKILL, point
+        if out.exists():  # the name is given by the last step but one
+            assert point >= calls - 2
+        else:
+            _, said = run(FABLE, out)
+            assert point < calls // 2 or any("earlier run stopped" in line or "starting afresh" in line for line in said), point
+        assert contents(out) == contents(four_bit), f"killed after {point} of {calls} calls"
+        assert not partial_folder(out).exists()
+
+
+def test_kill_after_kill_still_arrives(tmp_path: Path, four_bit: Path) -> None:
+    """Each attempt gets a little further, none starts again."""
+    out, done = tmp_path / "out", -1
+    for _ in range(3):
+        assert killed_after(120, FABLE, out).returncode == -signal.SIGKILL
+        lines = (partial_folder(out) / "journal").read_bytes().count(b"\n")
+        assert lines > done
+        done = lines
+    _, said = run(FABLE, out)
+    assert any("earlier run stopped" in line for line in said)
+    assert contents(out) == contents(four_bit)
+
+
+def test_other_options_or_another_source_start_afresh(tmp_path: Path) -> None:
+    source = odd_model(tmp_path / "odd")
+    out = tmp_path / "out"
+    for change in (lambda: options("8bit"), lambda: odd_model(source, change=lambda t: t["lm_head.weight"].fill(0.5)) and options("4bit")):
+        killed_after(60, source, out)
+        assert partial_folder(out).exists()
+        given = change()
+        _, said = run(source, out, given)
+        assert any("starting afresh" in line for line in said)
+        check_whole(out, source)
+        shutil.rmtree(out)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight",
+                                  "model.embed_tokens.weight"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, name: str, value: float) -> None:
+    def harm(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name].reshape(-1)[-3] = value
+
+    with pytest.raises(EffllmError, match="NaN or inf") as caught:
+        run(odd_model(tmp_path / "odd", change=harm), tmp_path / "out")
+    assert name in caught.value.message and caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("spec", ["4bit", "8bit", "affine4:32", "ternary"])
+def test_columns_rows_and_tensors_of_zeros(tmp_path: Path, spec: str) -> None:
+    def blank(tensors: dict[str, np.ndarray]) -> None:
+        for weight in tensors.values():
+            if weight.ndim == 2:
+                weight[:, 3] = 0
+                weight[5] = 0
+        tensors["model.layers.0.mlp.up_proj.weight"][:] = 0
+
+    source = odd_model(tmp_path / "odd", change=blank)
+    run(source, tmp_path / "out", options(spec))
+    made = check_whole(tmp_path / "out", source)
+    with TensorStore.open(tmp_path / "out") as store:
+        stored = made.tensors["model.layers.0.mlp.up_proj.weight"]
+        assert not dequantize(unpack(store.read(store.tensors[stored.name]), stored.spec, stored.shape), stored.spec).any()
+        stored = made.tensors["model.layers.0.self_attn.q_proj.weight"]
+        assert not dequantize(unpack(store.read(store.tensors[stored.name]), stored.spec, stored.shape), stored.spec)[5].any()
+
+
+def test_a_quantized_input_is_refused(tmp_path: Path, four_bit: Path) -> None:
+    with pytest.raises(UsageError, match="quantized already"):
+        run(four_bit, tmp_path / "out")
+    source = odd_model(tmp_path / "odd")
+    (source / "config.json").write_text(json.dumps(ODD | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(ConfigError, match="quantization_config"):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not partial_folder(tmp_path / "out").exists()
+
+
+def test_what_exists_is_never_overwritten_unasked(tmp_path: Path) -> None:
+    source, out = odd_model(tmp_path / "odd"), tmp_path / "out"
+    run(source, out)
+    before = contents(out)
+    with pytest.raises(UsageError, match="exists") as caught:
+        run(source, out, options("8bit"))
+    assert "--force" in caught.value.hint and contents(out) == before
+    run(source, out, options("8bit", replace=True))
+    check_whole(out, source)
+    assert read_container(out).spec_text == "8bit"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["odd", "out"]
+
+
+def test_force_deletes_nothing_that_effllm_did_not_write(tmp_path: Path) -> None:
+    source = odd_model(tmp_path / "odd")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(source)
+    with_notes = tmp_path / "with-notes"
+    run(source, with_notes)
+    (with_notes / "notes.txt").write_text("mine")
+    nested = tmp_path / "nested"
+    run(source, nested)
+    (nested / "tokenizer").mkdir()
+    for out in (source, tmp_path / "file", tmp_path / "link", with_notes, nested):
+        with pytest.raises(UsageError) as caught:
+            run(source, out, options(replace=True))
+        assert "--force" not in caught.value.hint
+    assert (with_notes / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+    assert (source / "notes.txt").exists() and (tmp_path / "link").is_symlink()
+
+
+def test_an_empty_folder_is_no_obstacle_and_an_absent_parent_is_named(tmp_path: Path) -> None:
+    source = odd_model(tmp_path / "odd")
+    (tmp_path / "out").mkdir()
+    run(source, tmp_path / "out")
+    check_whole(tmp_path / "out", source)
+    with pytest.raises(UsageError, match="no folder .*absent"):
+        run(source, tmp_path / "absent" / "out")
+
+
+def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 1 << 30, 1000))
+    with pytest.raises(DoesNotFit, match="out needs .*1000 B free"):
+        run(FABLE, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_while_writing_is_resumable(tmp_path: Path, four_bit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real file system of 2 MiB, where mounting one is allowed."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 0, 1 << 30))
+        with pytest.raises(DoesNotFit, match="is full: out needs .*iB more") as caught:
+            run(FABLE, disk / "out")
+        assert "same command" in caught.value.hint and not (disk / "out").exists()
+        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        _, said = run(FABLE, disk / "out")
+        assert any("earlier run stopped" in line for line in said)
+        assert contents(disk / "out") == contents(four_bit)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("room", [0, 1, 9000, 20_000, 30_000, 36_000])
+def test_wherever_a_disk_fills_nothing_unwritten_counts_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    source = odd_model(tmp_path / "odd")
+    run(source, tmp_path / "straight")
+    monkeypatch.setattr(convert_stream, "BLOCK_NBYTES", 48 * 4 * 16)  # many blocks to a tensor
+    left, real = room, os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal left
+        left -= len(data)
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data, offset)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", pwrite)
+        with pytest.raises(DoesNotFit, match="is full"):
+            run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(source, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
+    source = odd_model(tmp_path / "odd")
+    running = convert(source, tmp_path / "out", options())
+    for item in running:
+        if "quantizing" in str(item):
+            break
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    with pytest.raises(EffllmError, match="changed while"):
+        list(running)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,181 @@
+"""The same bytes on every instruction set, and code for those that this machine lacks: features are forced in child processes.
+
+What a child compiles is decided by Numba's target, so a set that the machine has can be run with the others taken away. One that it lacks
+is compiled and its assembly read (LLVM ends the process over an instruction that it cannot select), and run with its instructions emulated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.kernels import reference_low_bit as definition
+from effllm.kernels.compile import cpu_features
+from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
+from effllm.quant.codes import values
+from effllm.quant.spec import QuantSpec
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from low_bit_samples import FORMATS, WITH_OUTLIERS, factors_of, low_bit, random_codes
+
+HERE = Path(__file__).resolve().parent
+X86 = platform.machine() in ("x86_64", "AMD64")
+BASE = "+64bit,+cmov,+cx8,+fxsr,+mmx,+sse,+sse2"
+AVX2 = f"{BASE},+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sahf,+sse3,+sse4.1,+sse4.2,+ssse3,+xsave"
+AVX512 = f"{AVX2},+avx512f,+avx512cd,+avx512dq,+avx512vl,+avx512vnni"
+# Set -> processor and features to compile for, the features that a machine needs to run it.
+TARGETS = {
+    "portable": ("generic", BASE, ()),
+    "avx2": ("haswell", AVX2, ("avx2", "fma", "f16c")),
+    "avx2vnni": ("alderlake", f"{AVX2},+avxvnni", ("avx2", "avxvnni")),
+    "avx512": ("znver4", f"{AVX512},+avx512bw", ("avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl", "avx512vnni")),
+}
+if "avx512vnni" in cpu_features() and "avxvnni" not in cpu_features():  # 256-bit vectors of the instruction's other encoding
+    TARGETS["avx2vnni"] = ("cascadelake", f"{AVX512},-avx512bw", ("avx512f", "avx512dq", "avx512cd", "avx512vl", "avx512vnni"))
+# What multiplies, as the assembler writes it.
+DOT = {"avx512": r"vpdpbusd\t.*%zmm", "avx2vnni": r"vpdpbusd\t.*%ymm", "avx2": r"vpmaddubsw\t.*%ymm", "portable": r"pmaddwd|pmullw|pmull"}
+LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("symmetric8:32", "plain"))
+
+pytestmark = pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
+
+
+def runs_here(name: str) -> bool:
+    return set(TARGETS[name][2]) <= cpu_features()
+
+
+def child(code: str, folder: Path | None = None, forced: str | None = None, emulated: str | None = None) -> str:
+    """What `code` prints in a process of its own: as this one, with Numba's target forced, or with a set emulated on this machine.
+
+    folder: of the cache; without one, what this machine has compiled serves.
+    """
+    environment = {**os.environ, **({} if folder is None else {"XDG_CACHE_HOME": str(folder)})}
+    prelude = f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+    if forced is not None:
+        environment |= {"NUMBA_CPU_NAME": TARGETS[forced][0], "NUMBA_CPU_FEATURES": TARGETS[forced][1]}
+        prelude += f"from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET as found\nassert found == {forced!r}, found\n"
+    if emulated is not None:
+        prelude += f"import emulated_instructions\nemulated_instructions.pretend({emulated!r})\n"
+    done = subprocess.run([sys.executable, "-P", "-c", prelude + code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+# -- a few loops, quick to compile ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def compiled_loops() -> dict[str, object]:
+    """The decode loop of a few formats, each alone in a function."""
+    from numba import njit
+
+    from effllm.kernels.cpu import packed_loops
+
+    def build(bits: int, way: str):
+        loop = packed_loops.single(bits, way)
+
+        @njit("void(int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
+        def run(table, tables, x, tiles, shift, zero_shift, out):
+            loop(table, tables, x, tiles, shift, zero_shift, out)
+
+        return run
+
+    return {text: build(QuantSpec.parse(text).bits, way) for text, way in LOOPS}
+
+
+def check_loops() -> None:
+    """Run them, and the rounding of activations before them, and hold both against the definition."""
+    from effllm.kernels.cpu import packed, packed_loops
+
+    depth, rows = 256, 16 * packed_loops.STREAMS
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((1, depth), np.float32)
+    column, scales = np.zeros(depth, np.int8), np.zeros(depth // 32, np.float32)
+    totals, seeds = (np.zeros(depth // 16, np.int32) for _ in range(2))
+    packed.quantize_column(x.ctypes.data, depth, column.ctypes.data, scales.ctypes.data, totals.ctypes.data)
+    codes, want_scales = definition.quantize_columns(x)
+    assert np.array_equal(column, codes[0]) and np.array_equal(scales, want_scales[0])
+    assert np.array_equal(totals, codes.reshape(-1, 16).sum(1))
+    for text, loop in compiled_loops().items():
+        spec = QuantSpec.parse(text)
+        made = random_codes(rng, spec, (rows, depth))
+        book = spec.scheme == "codebook"
+        packed.make_seeds(packed.BOOK if book else packed.WHOLE, totals.ctypes.data, seeds.ctypes.data, depth // 32)
+        weight = low_bit(made, spec)
+        at, zeros = spec.sections((rows, depth)), np.full(16, 1 << (spec.bits - 1), np.uint8)
+        streams = np.arange(packed_loops.STREAMS)
+        table = np.concatenate([weight.address + at.codes + streams * depth * 2 * spec.bits,
+                                weight.address + at.scales + streams * depth // 2, np.full(len(streams), zeros.ctypes.data)])
+        of_x = np.array([column.ctypes.data, scales.ctypes.data, seeds.ctypes.data])
+        out = np.zeros((1, rows), np.float32)
+        loop(table.ctypes.data, weight.address + max(0, at.tables), of_x.ctypes.data, depth // 32, 0, 62, out.ctypes.data)
+        want = definition.packed_linear(x, values(made, spec), factors_of(made), np.ones(rows, np.float32), spec.group, whole=book)
+        assert np.array_equal(out, want), text
+
+
+def loop_assembly() -> dict[str, str]:
+    return {text: "\n".join(loop.inspect_asm().values()) for text, loop in compiled_loops().items()}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
+    """Compiled for the set and, where the machine has it, run."""
+    if name == INSTRUCTION_SET:
+        check_loops()
+        found = loop_assembly()
+    else:
+        check = "t.check_loops(); " if runs_here(name) else ""
+        code = f"import json, test_instruction_sets as t; {check}print(json.dumps(t.loop_assembly()))"
+        found = json.loads(child(code, tmp_path, forced=name))
+    assert set(found) == {text for text, _ in LOOPS}
+    for text, assembly in found.items():
+        assert re.search(DOT[name], assembly), text
+        # nothing wider or newer than what was asked for
+        assert name == "avx512" or "%zmm" not in assembly
+        assert name in ("avx512", "avx2vnni") or "vpdpbusd" not in assembly
+
+
+@pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
+@pytest.mark.parametrize("name", [name for name in ("avx512", "avx2vnni") if not runs_here(name)])
+def test_loops_are_right_with_emulated_instructions_of(name, tmp_path):
+    child("import test_instruction_sets as t; t.check_loops()", tmp_path, emulated=name)
+
+
+# -- everything ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != INSTRUCTION_SET])
+def test_every_format_has_the_same_bytes_on(name, tmp_path):
+    """Few and many columns, gated pairs, outliers and embedding rows, against this machine's own set; emulated if it lacks the other."""
+    if not runs_here(name) and "avx2" not in cpu_features():
+        pytest.skip("the emulation is written in AVX2")
+    code = "import json, low_bit_samples; print(json.dumps(low_bit_samples.digests()))"
+    own = json.loads(child(code))
+    other = json.loads(child(code, tmp_path, **{"forced" if runs_here(name) else "emulated": name}))
+    assert set(own) == set(FORMATS + WITH_OUTLIERS)
+    assert own == other, [text for text in own if own[text] != other[text]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("avx512", "avx2vnni"))
+def test_every_kernel_compiles_for_sets_that_this_machine_may_lack(name, tmp_path):
+    code = """
+import json
+from effllm.kernels.compile import Kernel
+from effllm.kernels.cpu import gemm, packed, packed_rows
+kernels = [value for module in (packed, packed_rows, gemm) for value in vars(module).values() if isinstance(value, Kernel)]
+print(json.dumps({kernel.name: kernel.assembly() for kernel in kernels}))
+"""
+    found = json.loads(child(code, tmp_path, forced=name))
+    for kernel in ("packed.packed_columns", "gemm.multiply"):
+        assert re.search(DOT[name], found[kernel]), kernel
+        assert "vpmaddubsw" not in found[kernel]
