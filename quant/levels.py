@@ -2,7 +2,7 @@
 
 Levels are Lloyd-Max centroids of weights of a real model and of Gaussian noise in groups of 16 under the scales below, rounded to whole
 numbers; a level at zero costs nothing with sixteen of them. Steps are spaced so that the scale of a group is met within 4% where most
-groups lie, and the lowest is zero: a group of zeros is exact. Finer scales (five bits) gained less than they cost.
+groups lie, and the lowest is zero: a group of zeros is exact. Five bits for a scale gain 0.5 dB and cost what 0.4 dB is worth.
 """
 
 from __future__ import annotations

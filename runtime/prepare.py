@@ -80,8 +80,8 @@ class Prepared:
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
     """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists."""
-    container = read_container(folder)
-    return prepare_with(folder, read_config(folder, strict=options.strict), TensorStore.open(folder), options, container)
+    config, container = read_config(folder, strict=options.strict), read_container(folder)
+    return prepare_with(folder, config, TensorStore.open(folder), options, container)
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,

@@ -117,7 +117,8 @@ def grid_row(row: np.ndarray, spec: QuantSpec):
             product += float(code) ** 2 * float(products)
             square += float(code) ** 2 * float(squares)
         scale = bf16(np.array([F32(float(scale) * (product / square))]))[0]
-    return np.concatenate([codes for _, _, codes, *_ in found])[: len(row)], [code for code, *_ in found], [zero for _, zero, *_ in found], scale
+    codes = np.concatenate([codes for _, _, codes, *_ in found])[: len(row)]
+    return codes, [code for code, *_ in found], [zero for _, zero, *_ in found], scale
 
 
 def searched(rows: np.ndarray, spec: QuantSpec) -> Codes:

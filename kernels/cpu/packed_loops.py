@@ -7,8 +7,15 @@ neither on its neighbours nor on the other columns, the threads or the instructi
 `single` unpacks in registers and multiplies at once with one column. For more columns `expand` unpacks a stretch into a buffer in the
 first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once.
 
-What the AVX-512 loop became, read from the assembly for 4-bit codebook weights, per 64 weights: half a load, one `vpandq` or
-`vpsrlw` and `vpandq`, one `vpshufb`, one `vpdpbusd` with the broadcast activation; per 512 weights about twenty more for scales and sums.
+What `single` became, read from the assembly, in instructions per 64 weights:
+
+                codebook 4    3     2   8 bits
+    avx512             6.0   8.0   6.0   4.3    one `vpdpbusd`, for a codebook one `vpshufb` and one `vpandq`; nothing spilled
+    avx2vnni          16.5  22.9  16.2   9.1    two of each, for half as many bytes
+    avx2              19.3  26.1  19.1  18.6    two `vpmaddubsw` and two `vpmaddwd`; with 8 bits two `vpsignb` and two `vpabsb` more
+
+At 4 bits with AVX-512 the rest is half a load, half a `vpsrlw` and, per 512 weights, 16 for scales and sums. Sixteen registers do not hold
+a tile's activations beside two row blocks: with 32-byte vectors about one instruction in six goes to the stack.
 """
 
 from __future__ import annotations

@@ -206,7 +206,10 @@ def search_rows(args, worker, counter):
         scale = _bf16(_first_scale(a, x, groups, scratch))
         if scale < SMALLEST:  # the search of zeros, which leaves the codes of zero
             scale = ZERO
-            blank = _book_row(a, x, n, ONE, groups, scratch) if a[COUNT] > 0 else _grid_row(a, x, n, ONE, groups, FEW_TRIES, scratch)
+            if a[COUNT] > 0:
+                _book_row(a, x, n, ONE, groups, scratch)
+            else:
+                _grid_row(a, x, n, ONE, groups, FEW_TRIES, scratch)
         elif scale >= SMALLEST and a[COUNT] > 0:
             scale = _bf16(_book_row(a, x, n, scale, groups, scratch))
         elif scale >= SMALLEST:

@@ -1,8 +1,8 @@
 """HQQ (half-quadratic quantization, https://mobiusml.github.io/hqq_blog): scales and zeros that few large errors do not pull about.
 
 Beside the codes stands an estimate of the errors, shrunk towards sparsity (the norm of exponent 0.7), and the grid is fitted to what
-remains: in turn, with growing weight on the fit. Starts from `rtn`; a group keeps what has the smaller norm in the end, after scale and zero
-were rounded to what is stored.
+remains: in turn, with growing weight on the fit. Starts from `rtn`; a group keeps what has the smaller norm in the end, after scale and
+zero were rounded to what is stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SMALLEST = 1e-6
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: ThreadPool | None = None) -> Codes:
     """Rows float32 [n, K] -> Codes. Raises UsageError for a scheme without a zero, EffllmError where a weight is NaN or infinite."""
     if spec.scheme != "affine":
-        raise UsageError(f"hqq moves the zeros of a grid, which {spec} has not", f"an affine format, such as affine{spec.bits}:64, or --method rtn")
+        raise UsageError(f"hqq moves the zeros of a grid, which {spec} has not",
+                         f"an affine format, such as affine{spec.bits}:64, or --method rtn")
     start = rtn.quantize(rows, spec, None, pool)
     parts = [_improved(np.ascontiguousarray(rows[begin : begin + ROWS_AT_ONCE], np.float32), spec, _rows(start, begin))
              for begin in range(0, len(rows), ROWS_AT_ONCE)]
@@ -65,7 +66,7 @@ def _improved(rows: np.ndarray, spec: QuantSpec, start: Codes) -> Codes:
         weight *= GROWTH
     codes = np.clip(np.rint(start.scales * scale[..., 0]), 1, 255)
     ratio = (codes / np.maximum(start.scales, 1))[..., None]
-    best, chosen = _norm(x, np.ones_like(scale), start.zeros[..., None], top, inside), None
+    best = _norm(x, np.ones_like(scale), start.zeros[..., None], top, inside)
     scales, zeros = start.scales.copy(), start.zeros.copy()
     for side in (np.floor, np.ceil):
         rounded = side(zero)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...kernels.threads import ThreadPool
 
 NEEDS: frozenset[str] = frozenset()
-# Scales that are tried, in thousandths of the one that just holds a group: the fewer levels, the more it pays to cut off the largest weights.
+# Scales that are tried, in thousandths of the one that just holds a group: the fewer levels, the more it pays to cut off the largest.
 BOOK_WINDOW = {4: (750, 1350), 3: (750, 1200), 2: (500, 1200)}
 GRID_WINDOW = {8: (950, 1100), 6: (880, 1100), 5: (820, 1100), 4: (700, 1100), 3: (550, 1100), 2: (400, 1000)}
 LINE = 64
@@ -44,9 +44,11 @@ def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool
     tables, multipliers = (_tables(table), steps.astype(np.float32)) if book else (None, None)
     workers = 1 if pool is None else pool.workers
     scratch = _on_a_line(workers * quantise.SCRATCH_NBYTES)
-    args = np.array([address(rows), n, depth, spec.group, address(codes), address(scales), address(zeros), address(row_scales),
-                     len(table) if book else 0, address(tables), address(multipliers), np.abs(table.astype(np.int64)).min() if book else 0,
-                     low, high, bias, *(BOOK_WINDOW if book else GRID_WINDOW)[spec.bits], address(scratch), quantise.SCRATCH_NBYTES], np.int64)
+    count, least = (len(table), np.abs(table.astype(np.int64)).min()) if book else (0, 0)
+    narrowest, widest = (BOOK_WINDOW if book else GRID_WINDOW)[spec.bits]
+    args = np.array([address(rows), n, depth, spec.group, address(codes), address(scales), address(zeros), address(row_scales), count,
+                     address(tables), address(multipliers), least, low, high, bias, narrowest, widest, address(scratch),
+                     quantise.SCRATCH_NBYTES], np.int64)
     if pool is None:
         quantise.run_alone(args)
     else:
