@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Low-bit weights times one token: table lookup against dot products, on every instruction set that this machine can be held to.
 
-Random weights that no cache holds, both kernels in turn over the same bytes (any bytes are valid in either order), so that a busy moment strikes
-both. A set is chosen by what Numba compiles for, so each runs in a child process; the first time it compiles, about half a minute each.
-The ratio is the median over pairs of passes, rates are medians over passes.
+Random weights that no cache holds, both kernels in turn over the same bytes (any bytes are valid in either order), so that a busy moment
+strikes both. A set is chosen by what Numba compiles for, so each runs in a child process; the first time it compiles, about half a minute
+each. The ratio is the median over pairs of passes, rates are medians over passes.
 
     python benchmarks/lut_against_dot.py [--rounds 5] [--sets native portable] [--no-keep]
 """
@@ -32,8 +32,9 @@ AVX512 = f"{AVX2},+avx512f,+avx512cd,+avx512dq,+avx512vl,+avx512vnni"
 # Set -> processor and features that Numba is told to compile for, the features that it takes to run.
 TARGETS = {"avx2vnni": ("cascadelake", f"{AVX512},-avx512bw", {"avx512vnni", "avx512vl"}), "avx2": ("haswell", AVX2, {"avx2", "fma"}),
            "portable": ("generic", BASE, set())}
-INTRO = ("One token, random weights in groups of 64 inputs that no cache holds, both kernels in turn over the same bytes. Above 1, lookup is "
-         "faster. GB/s counts what the weights take, scales included.")
+PORTABLE_NBYTES = 8 << 20  # far from any limit of memory, and slow
+INTRO = ("One token, random weights in groups of 64 inputs that no cache holds, both kernels in turn over the same bytes. Above 1, lookup "
+         "is faster. GB/s counts what the weights take, scales included.")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Result:
 
 def measure(rounds: int) -> None:
     """In a child: every case, printed as a line each."""
-    from effllm.kernels.choice import Trial
+    from effllm.kernels.choice import WORKING_SET, Trial
     from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
     from effllm.kernels.threads import ThreadPool
 
@@ -61,7 +62,8 @@ def measure(rounds: int) -> None:
         pool = ThreadPool(threads)
         for form, (scheme, bits, group) in FORMATS.items():
             for rows, depth in SHAPES:
-                trial = Trial(pool, bits, group, rows, depth, scheme=scheme)
+                nbytes = PORTABLE_NBYTES if INSTRUCTION_SET == "portable" else WORKING_SET
+                trial = Trial(pool, bits, group, rows, depth, nbytes, scheme)
                 rates = trial.rates(("dot", "lut"), rounds)
                 ratio = median(lut / dot for dot, lut in zip(rates["dot"], rates["lut"], strict=True))
                 found = Result(INSTRUCTION_SET, form, rows, depth, threads, median(rates["dot"]), median(rates["lut"]), ratio,

@@ -80,9 +80,9 @@ def remembered() -> dict[Case, Timing]:
         if content["format"] != FORMAT or content["version"] != VERSION:
             return {}
         found = {Case(**each["case"]): Timing(**each["timing"]) for each in content["measured"]}
+        return {case: timing for case, timing in found.items() if min(timing.dot, timing.lut) > 0}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return {case: timing for case, timing in found.items() if min(timing.dot, timing.lut) > 0}
 
 
 def remember(measured: dict[Case, Timing]) -> None:

@@ -12,7 +12,6 @@ from effllm import UsageError
 from effllm.kernels import choice
 from effllm.kernels.choice import MARGIN, Case, Timing, Trial
 from effllm.kernels.threads import ThreadPool
-from effllm.quant.spec import QuantSpec
 from effllm.runtime import lookup
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, open_prepared
@@ -45,7 +44,7 @@ def shape(tmp_path):
 def opened(shape: str, kernel: str, spec: str = "affine3:64", load: str = "ram") -> tuple[Engine, list[str], list[Progress]]:
     """An engine with what it said and did on the way."""
     options = EngineOptions(device="cpu", threads=1, ctx=128, kernel=kernel, load=load)
-    items = list(open_prepared(lambda: prepare_synthetic(shape, options, QuantSpec.parse(spec))))
+    items = list(open_prepared(lambda: prepare_synthetic(shape, options, spec)))
     return items[-1], [item.text for item in items if isinstance(item, Notice)], [item for item in items if isinstance(item, Progress)]
 
 
@@ -142,7 +141,7 @@ def test_lookup_that_was_asked_for_is_said_with_what_cannot_have_it(shape):
 
 def test_mapped_weights_stay_as_they_are(shape):
     options = EngineOptions(device="cpu", threads=1, ctx=128, kernel="lut", load="mmap")
-    prepared = prepare_synthetic(shape, options, QuantSpec.parse("affine3:64"))
+    prepared = prepare_synthetic(shape, options, "affine3:64")
     tensors = lookup_tensors(prepared)
     assert {decision.kernel for decision in lookup.decide(prepared, tensors)} == {"dot"}
     assert list(lookup.measure(replace(prepared, options=replace(options, kernel="auto")), tensors)) == []

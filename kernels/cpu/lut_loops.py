@@ -10,8 +10,8 @@ most 32,512. From there on everything is as in `packed_loops.py` and equal to th
 Read from the AVX2 assembly at 2 bits, per 32 rows x 32 inputs: 157 instructions, of them 32 `vpshufb`, 28 `vpaddb`, 24 `vpand` and `vpsrlw`
 that make indices, 8 broadcasts of tables (two pairs of row blocks share them) and some 30 for sums and scaling, and once per group 30 for
 scales and zeros; the dot product takes 245. At 3 bits 222 to 337, at 4 bits 296 to 248. The vector units are the limit. Tried and slower:
-sums of 16 bits, interleaved after each lookup (15% at 2 and 3 bits); rows gathered from row blocks that stay where they are (13% at 2 bits);
-one pair at a time (equal at 2 bits, 10% at 3).
+sums of 16 bits, interleaved after each lookup (15% at 2 and 3 bits); rows gathered from row blocks that stay where they are (13% at
+2 bits); one pair at a time (equal at 2 bits, 10% at 3).
 """
 
 from __future__ import annotations
