@@ -186,9 +186,9 @@ def score_engine(ref: Reference, folder: Path, columns: int | None = None, threa
         engine.close()
 
 
-def container(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """A folder that `effllm quantize` made: its tensors dequantized, by name, and its sizes: `bpw` over every tensor, `body_bpw` without
-    embedding and head, `nbytes`. Padding between tensors is not counted, padding inside them is."""
+def container(folder: Path) -> tuple[str, dict[str, np.ndarray], dict[str, float]]:
+    """A folder that `effllm quantize` made: its format and method in words, its tensors dequantized, by name, and its sizes: `bpw` over
+    every tensor, `body_bpw` without embedding and head, `nbytes`. Padding between tensors is not counted, padding inside them is."""
     import json
 
     from effllm.offload.checkpoint import TensorStore
@@ -198,7 +198,8 @@ def container(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     from effllm.quant.weight import to_f32
     from llamacpp_files import DTYPES
 
-    described = json.loads((folder / "effllm.json").read_text(encoding="utf-8"))["tensors"]
+    raw = json.loads((folder / "effllm.json").read_text(encoding="utf-8"))
+    described = raw["tensors"]
     values: dict[str, np.ndarray] = {}
     nbytes, count = {"body": 0, "head": 0}, {"body": 0, "head": 0}
     with TensorStore.open(folder) as store:
@@ -215,5 +216,6 @@ def container(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, float]]:
             part = "head" if name in ("model.embed_tokens.weight", "lm_head.weight") else "body"
             nbytes[part] += info.nbytes
             count[part] += values[name].size
-    return values, {"bpw": 8 * sum(nbytes.values()) / sum(count.values()), "body_bpw": 8 * nbytes["body"] / count["body"],
-                    "head_bpw": 8 * nbytes["head"] / max(1, count["head"]), "nbytes": sum(nbytes.values())}
+    label = f"{raw['spec']} {raw['method']['name']}"
+    return label, values, {"bpw": 8 * sum(nbytes.values()) / sum(count.values()), "body_bpw": 8 * nbytes["body"] / count["body"],
+                           "head_bpw": 8 * nbytes["head"] / max(1, count["head"]), "nbytes": sum(nbytes.values())}

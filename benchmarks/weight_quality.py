@@ -12,6 +12,7 @@ Needs torch, transformers, gguf and llama-cpp-python. `score_tensors(folder, ten
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,9 +75,10 @@ class OneModel:
         rows = self.rows if table == "format" else [self.floor, *self.rows]
         return f"*{table}*\n\n{peer_table(rows, table)}"
 
-    def compare(self, ours: Path) -> Iterator[tuple[str, float]]:
-        """(key, ratio to the peers' line) of one quantized folder; adds its rows to the text."""
-        values, bits = container(ours)
+    def compare(self, ours: Path) -> Iterator[tuple[tuple[str, str, str], float]]:
+        """((what, conditions, unit), figure) of one quantized folder: its ratios to the peers' line, its flips against the nearest peer;
+        adds its rows to the text."""
+        label, values, bits = container(ours)
         line = line_for(bits["body_bpw"])
         scores = {"format": self.reference.score_tensors(values), "system": score_engine(self.reference, ours, None, self.threads),
                   "decode": score_engine(self.reference, ours, DECODE_COLUMNS, self.threads)}
@@ -84,7 +86,7 @@ class OneModel:
         against = []
         for key, score in scores.items():
             table = "format" if key == "format" else "system"
-            shown.append(score_row(f"{ours.name}, {key}", (bits["bpw"], bits["body_bpw"], bits["head_bpw"]), score))
+            shown.append(score_row(f"{label}, {key}", (bits["bpw"], bits["body_bpw"], bits["head_bpw"]), score))
             for imatrix in (False, True):
                 rows = select(self.rows, line, imatrix)
                 value, error = ratio(score, bits["bpw"], rows, table)
@@ -93,8 +95,9 @@ class OneModel:
                 peers = f"{', '.join(row.name for row in rows)}{' with imatrix' * imatrix}"
                 against.append(f"- {key}: {value:.3f} ± {error:.3f} of the line through {peers} at {bits['bpw']:.3f} bits "
                                f"({peers_at(rows, bits['bpw'], table):.3e}); flips {points:+.2f} points against {flips.name}")
-                yield f"{key}_{line}bit_{'imatrix' if imatrix else 'plain'}", value
-        self.text += [f"### {ours.name}", "\n".join(shown), "\n".join(against)]
+                yield (f"{label}: KLD over the peers' line", f"{key}, {peers}", "×"), value
+                yield (f"{label}: flips against {flips.name}{' with imatrix' * imatrix}", key, "points"), points
+        self.text += [f"### {label}", "\n".join(shown), "\n".join(against)]
 
 
 def main() -> int:
@@ -117,12 +120,12 @@ def main() -> int:
         parser.error(f"{len(arguments.ours)} folders for {len(arguments.models)} models: give as many for each")
     torch.set_num_threads(arguments.threads)
     each = len(arguments.ours) // len(arguments.models)
-    texts, ratios, figures = [], {}, []
+    texts, medians, figures = [], {}, []
     for at, folder in enumerate(arguments.models):
         one = OneModel(folder, arguments)
         for ours in arguments.ours[at * each : (at + 1) * each]:
-            for key, value in one.compare(ours):
-                ratios.setdefault(key, []).append(value)
+            for about, value in one.compare(ours):
+                medians.setdefault(about, []).append(value)
         texts += one.text
         conditions = f"{folder.name}, {arguments.windows} windows of {arguments.ctx} tokens"
         for row in one.rows:
@@ -130,8 +133,8 @@ def main() -> int:
                 key = f"{folder.name}_{row.name}{'_imatrix' * row.imatrix}_{table}".lower()
                 name = f"{row.name}{' + imatrix' * row.imatrix}, {table}, {row.bpw:.3f} bits"
                 figures.append(Figure(key, name, conditions, 1e3 * getattr(row, table).kld_mean, "KLD ×1e-3"))
-    headline = [Figure(key, f"KLD against the peers' line, {key.replace('_', ', ')}", f"median of {len(values)}", median(values), "×")
-                for key, values in ratios.items()]
+    headline = [Figure(re.sub("[^a-z0-9]+", "_", f"{what} {conditions}".lower()), what, f"{conditions}; median of {len(values)}",
+                       median(values), unit) for (what, conditions, unit), values in medians.items()]
     intro = "\n\n".join([
         f"KL divergence in nats from the float32 model, {arguments.windows} windows of {arguments.ctx} tokens; importance matrix from "
         f"{arguments.calib_tokens} tokens. F32 through llama.cpp is the floor of *system*.", *texts])
