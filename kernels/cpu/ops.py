@@ -6,10 +6,9 @@ stream is updated in place. Weights stay in their stored type. Up to FEW tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +23,7 @@ from . import attention, linear, low_bit, packed
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
+from .jobs import Jobs
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
     from ...quant.weight import Linear, Norm, Weight
@@ -52,6 +52,14 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "up": chunk * dims.ffn, "panels": columns * wide, "low_panels": low_bit.panel_floats(chunk, wide),
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2)}
+
+
+def _turn(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray | int) -> None:
+    """cos and sin float32 [T, rotary_dim / 2] of positions, in place."""
+    angles = np.asarray(positions, np.float32).reshape(-1, 1) * table.inv_freq
+    scale = np.float32(table.attention_scaling)
+    np.multiply(np.cos(angles), scale, out=cos)
+    np.multiply(np.sin(angles), scale, out=sin)
 
 
 def _compiled(call: Call) -> str:
@@ -110,13 +118,14 @@ class _Job:
         return address(self.block)
 
 
-class CpuOps:
+class CpuOps(Jobs):
     """See the module. `dims` sizes the workspace; one instance serves every CPU block of a model."""
 
     name = "cpu"
 
     def __init__(self, pool: ThreadPool, dims: Dims, registry: Registry | None = None) -> None:
-        self.pool, self.dims = pool, dims
+        super().__init__(pool)
+        self.dims = dims
         self.registry = registry or default_registry()
         self.workspace = Workspace(plan_workspace(dims, pool.workers))
         self.args = np.zeros(low_bit.BLOCK_SIZE, np.int64)
@@ -124,8 +133,6 @@ class CpuOps:
         self.where, self.at = address(self.args), self.workspace.address
         self._angles: tuple[object, object, np.ndarray, np.ndarray] | None = None
         self._angles_at = (0, 0)
-        self._collected: list[tuple[int, int, bool]] | None = None
-        self._kept: list[np.ndarray] = []
         self._step_arrays: dict[int, tuple[np.ndarray, np.ndarray, tuple[int, int]]] = {}
         # Scratch of worker w begins `scratch_stride` * w bytes after `scratch`.
         self.scratch, self.partials = address(self.workspace.take("scratch", 1)), address(self.workspace.take("partials", 1))
@@ -196,38 +203,6 @@ class CpuOps:
 
     # -- running kernels -------------------------------------------------------------------------------------------------------
 
-    def run(self, kernel: Kernel, where: int, parallel: bool = True, block: np.ndarray | None = None) -> None:
-        """Run a kernel, or note it where jobs are being collected. `block`, when given, may change before the job runs: it is copied."""
-        if self._collected is None:
-            self.pool.run(kernel, where, parallel)
-            return
-        if block is not None:
-            block = block.copy()
-            self._kept.append(block)
-            where = address(block)
-        self._collected.append((kernel.address, where, parallel))
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Collect the jobs of a forward pass and run them in one call at the end (or at `flush`).
-
-        Between two kernels the weights have driven the interpreter's own data out of the caches, and preparing a stage there costs several
-        times what it costs beforehand. Outputs may be read only after the end.
-        """
-        self._collected = []
-        try:
-            yield
-            self.flush()
-        finally:
-            self._collected = None
-            self._kept.clear()
-
-    def flush(self) -> None:
-        """Run what was collected."""
-        if self._collected:
-            self.pool.run_list(np.array(self._collected, np.int64))
-            self._collected = []
-
     def addresses_of_step(self, first: np.ndarray, second: np.ndarray) -> tuple[int, int]:
         """Addresses of two arrays that every layer of a step is given in turn."""
         known = self._step_arrays.get(id(first))
@@ -274,8 +249,7 @@ class CpuOps:
         job = self._jobs.get((id(x), id(linears[0]), mode, id(residual)))
         if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or job.act != act:
             return None
-        if self._collected is not None:
-            self._kept.append(job.block)
+        self.keep(job.block)
         self.run(job.kernel, job.where, job.parallel)
         return job.outs
 
@@ -331,15 +305,16 @@ class CpuOps:
         self._fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
         self.run_and_remember(linear.few_columns, x, norm, linears, outs, mode, act)
 
-    def run_and_remember(self, kernel: Kernel, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
-                         act: str) -> None:
+    def run_and_remember(self, kernel: Kernel, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray],
+                         mode: int, act: str) -> None:
         parallel = x.size * sum(each.weight.shape[0] for each in linears) >= SHARE_FROM
         self.run(kernel, self.where, parallel, self.args)
         if self.workspace.holds(x) and all(map(self.workspace.holds, outs)):
             if len(self._jobs) >= MOST_JOBS:
                 self._jobs.clear()
             residual = outs[0] if mode == linear.ADD else None
-            self._jobs[id(x), id(linears[0]), mode, id(residual)] = _Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
+            job = _Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
+            self._jobs[id(x), id(linears[0]), mode, id(residual)] = job
 
     def _many(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
@@ -372,13 +347,12 @@ class CpuOps:
     def _cos_sin(self, positions: np.ndarray, table: RopeTable | None) -> tuple[np.ndarray, np.ndarray]:
         """Tables for these positions, made once per step: every layer asks with the same arrays."""
         if self._angles is None or self._angles[0] is not positions or self._angles[1] is not table:
-            if table is None:
-                cos = sin = np.zeros((len(positions), 0), np.float32)
-            else:
-                angles = positions.astype(np.float32)[:, None] * table.inv_freq
-                scale = np.float32(table.attention_scaling)
-                cos, sin = np.cos(angles) * scale, np.sin(angles) * scale
+            cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
+            if table is not None:
+                _turn(table, cos, sin, positions)
             self._angles, self._angles_at = (positions, table, cos, sin), (address(cos), address(sin))
+            if table is not None:
+                self.refresh(partial(_turn, table, cos, sin))
         return self._angles[2], self._angles[3]
 
     def _rotate(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
