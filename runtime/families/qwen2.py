@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config import Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from .llama import block, layer_tensors, outer_tensors
 
@@ -21,7 +21,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
     """Each layer's window: as `layer_types` says, else sliding from layer `max_window_layers` on; none unless `use_sliding_window`."""
-    layers = keys.integer("num_hidden_layers", high=2048)
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     default = None if keys.holds("sliding_window") else 4096
     window = keys.integer("sliding_window", default)
     window = window if keys.flag("use_sliding_window", False) else None
