@@ -18,6 +18,9 @@ from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_ke
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 MAX_LAYERS = 2048
+MOST = {"hidden_size": 2**20, "intermediate_size": 2**22, "ffn_dim": 2**22, "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096,
+        "vocab_size": 2**24}
+LAYER_NORM_EPS = 1e-5  # torch's, which no config states
 DTYPES = ("float32", "float16", "bfloat16")
 
 # Read for every family, here.
@@ -126,10 +129,12 @@ class Defaults:
     theta: float = 10_000.0
     act: tuple[str, str] = ("hidden_act", "silu")  # key, value
     sizes: Mapping[str, int] = field(default_factory=dict)
+    rotary: bool = True  # without rotary positions: heads of equal number and width, and no keys about them
+    ffn_key: str = "intermediate_size"
 
-    def size(self, keys: Keys, name: str, high: int) -> int:
+    def size(self, keys: Keys, name: str) -> int:
         """A width or a count; required where the family has no default."""
-        return keys.integer(name, self.sizes.get(name, REQUIRED), high=high)
+        return keys.integer(name, self.sizes.get(name, REQUIRED), high=MOST[name])
 
 
 def read_config(folder: Path, strict: bool = False) -> ModelConfig:
@@ -189,38 +194,51 @@ Ropes = Callable[[Keys, int, int], "tuple[RopeConfig | None, ...]"]  # keys, hea
 def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, **features: object) -> ModelConfig:
     """What every decoder family shares, from its keys. `ropes` reads rotary positions, by default the same for all layers; `features`:
     the fields a family decides; without `windows`, full attention."""
-    hidden = defaults.size(keys, "hidden_size", 2**20)
-    layers = defaults.size(keys, "num_hidden_layers", MAX_LAYERS)
-    heads = defaults.size(keys, "num_attention_heads", 4096)
+    hidden, layers, heads = (defaults.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    kv_heads, head_dim = _heads(keys, defaults, hidden, heads) if defaults.rotary else (heads, _divided(hidden, heads))
+    if head_dim % 2 or head_dim > 1024:
+        raise ConfigError(f"config.json: a head dimension of {head_dim} is not supported",
+                          "rotary positions need an even one, at most 1024")
+    vocab = defaults.size(keys, "vocab_size")
+    positions = keys.integer("max_position_embeddings", defaults.max_position_embeddings, high=MAX_POSITIONS)
+    bos, eos, warnings = _special_tokens(keys, defaults, vocab)
+    dtype = stored_dtype(keys)
+    if dtype not in DTYPES:
+        warnings += (f"config.json: dtype {show(dtype)} is not known; the weights' own types are used",)
+    if ropes is not None:
+        turned = ropes(keys, head_dim, positions)
+    else:
+        turned = (rope_config(keys, head_dim, positions, defaults.theta) if defaults.rotary else None,) * layers
+    fields = {"windows": (None,) * layers, "ropes": turned, **features}
+    return ModelConfig(
+        family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden, intermediate_size=defaults.size(keys, defaults.ffn_key),
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+        max_position_embeddings=positions, norm_eps=keys.number("rms_norm_eps", defaults.norm_eps) if defaults.rotary else LAYER_NORM_EPS,
+        hidden_act=keys.choice(defaults.act[0], ACTS, defaults.act[1]),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", defaults.tied), bos_token_id=bos, eos_token_ids=eos, dtype=dtype,
+        warnings=warnings, **fields)
+
+
+def _heads(keys: Keys, defaults: Defaults, hidden: int, heads: int) -> tuple[int, int]:
+    """(key-value heads, head dimension)."""
     stated = None if keys.holds("num_key_value_heads") else defaults.num_key_value_heads
     kv_heads = keys.integer("num_key_value_heads", stated or heads, high=4096)
     if heads % kv_heads:
         raise ConfigError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     stated = defaults.head_dim if not keys.holds("head_dim") else None
-    head_dim = keys.integer("head_dim", stated, high=1024)
-    if head_dim is None:
-        if hidden % heads:
-            raise ConfigError(f"config.json: without head_dim, hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
-        head_dim = hidden // heads
-    if head_dim % 2 or head_dim > 1024:
-        raise ConfigError(f"config.json: a head dimension of {head_dim} is not supported",
-                          "rotary positions need an even one, at most 1024")
-    vocab = defaults.size(keys, "vocab_size", 2**24)
-    positions = keys.integer("max_position_embeddings", defaults.max_position_embeddings, high=MAX_POSITIONS)
-    bos, eos, warnings = _special_tokens(keys, defaults, vocab)
+    return kv_heads, keys.integer("head_dim", stated, high=1024) or _divided(hidden, heads)
+
+
+def _divided(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise ConfigError(f"config.json: without head_dim, hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
+    return hidden // heads
+
+
+def stored_dtype(keys: Keys) -> str:
+    """The type that the checkpoint states."""
     newer, older = keys.text("dtype", None), keys.text("torch_dtype", None)
-    dtype = (newer or older or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        warnings += (f"config.json: dtype {show(dtype)} is not known; the weights' own types are used",)
-    found = ropes(keys, head_dim, positions) if ropes else (rope_config(keys, head_dim, positions, defaults.theta),) * layers
-    fields = {"windows": (None,) * layers, "ropes": found, **features}
-    return ModelConfig(
-        family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden,
-        intermediate_size=defaults.size(keys, "intermediate_size", 2**22), num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=positions,
-        norm_eps=keys.number("rms_norm_eps", defaults.norm_eps), hidden_act=keys.choice(defaults.act[0], ACTS, defaults.act[1]),
-        tie_word_embeddings=keys.flag("tie_word_embeddings", defaults.tied),
-        bos_token_id=bos, eos_token_ids=eos, dtype=dtype, warnings=warnings, **fields)
+    return (newer or older or "float32").removeprefix("torch.")
 
 
 def _special_tokens(keys: Keys, defaults: Defaults, vocab: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:

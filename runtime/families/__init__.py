@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..rope import RopeTable
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-COMPOSITE: Mapping[str, str] = {}
+FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "smollm3")
+COMPOSITE: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
 
 @dataclass(frozen=True)
