@@ -4,10 +4,24 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from effllm import EffllmError, ModelNotFound, UsageError
 from effllm.runtime import config as config_module
@@ -15,7 +29,13 @@ from effllm.runtime import families
 from effllm.runtime.config import ModelConfig, parse_config, read_config
 from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
 
-WRITERS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+WRITERS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "granite": GraniteConfig, "llama": LlamaConfig,
+           "mistral": MistralConfig, "olmo2": Olmo2Config, "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+           "smollm3": SmolLM3Config}
+# Our names for what a family's config calls otherwise.
+OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
+               "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
+GEMMA_ACT = {"gelu_pytorch_tanh": "gelu_tanh"}
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 2}
 LLAMA = {"model_type": "llama", **SMALL}
@@ -39,26 +59,36 @@ def refused(raw: dict[str, object], *words: str, strict: bool = False) -> Effllm
     {}, {**SMALL, "rope_theta": 5e5}, {**SMALL, "head_dim": 32, "tie_word_embeddings": True, "eos_token_id": [7, 9], "bos_token_id": None},
 ], ids=["defaults", "small", "own head_dim"])
 def test_what_transformers_writes(family: str, changes: dict[str, object]) -> None:
-    written = WRITERS[family](**changes)
+    written, names = WRITERS[family](**changes), OTHER_NAMES.get(family, {})
     config = parse_config(json.loads(written.to_json_string()), strict=True)
-    assert config.family == family and config.warnings == ()
+    outside = [name for name in ("bos_token_id", "eos_token_id") if isinstance(own := getattr(written, name), int) and own >= 300]
+    assert config.family == family and ([name for name in outside if any(name in said for said in config.warnings)] == outside
+                                        if written.vocab_size == 300 else config.warnings == ())
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                  "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id"):
-        assert getattr(config, name) == getattr(written, name), name
-    assert config.norm_eps == written.rms_norm_eps
-    assert config.head_dim == (getattr(written, "head_dim", None) or written.hidden_size // written.num_attention_heads)
+        theirs = getattr(written, names.get(name, name))
+        assert getattr(config, name) == (None if name in outside and written.vocab_size == 300 else GEMMA_ACT.get(theirs, theirs)), name
+    assert config.norm_eps == getattr(written, "rms_norm_eps", 1e-5)
+    head_dim = None if family == "opt" else getattr(written, "head_dim", None)
+    assert config.head_dim == (head_dim or written.hidden_size // written.num_attention_heads)
     eos = written.eos_token_id
-    assert list(config.eos_token_ids) == (eos if isinstance(eos, list) else [] if eos is None else [eos])
-    assert config.rope.theta == written.rope_parameters["rope_theta"] and config.rope.kind == "default"
-    assert config.qk_norm == (family == "qwen3") and config.qkv_bias == (family == "qwen2")
+    if "eos_token_id" not in outside or written.vocab_size != 300:
+        assert list(config.eos_token_ids) == (eos if isinstance(eos, list) else [] if eos is None else [eos])
+    if family == "opt":
+        assert set(config.ropes) == {None} and config.rope is None and config.position_offset == 2
+    else:
+        kind = "full_attention" if None in config.windows else "sliding_attention"
+        theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
+        assert config.rope.theta == theta and config.rope.kind == "default"
+    assert config.qk_norm == (family in ("gemma3_text", "olmo2", "qwen3")) and config.qkv_bias == (family in ("opt", "qwen2"))
 
 
 @pytest.mark.parametrize("family", WRITERS)
 def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
     """Old configs leave out what was the default when they were written."""
     full = json.loads(WRITERS[family]().to_json_string())
-    shape = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    bare = {key: full[key] for key in shape}
+    shape = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
+    bare = {key: full[key] for key in shape if key in full}
     if family == "llama":
         bare["num_key_value_heads"] = None
     assert parse_config(bare) == parse_config(full)
@@ -85,13 +115,13 @@ def test_both_dialects_give_the_same_config() -> None:
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     module = families.get(family)
-    keys = Keys({**LLAMA, "model_type": family})
+    keys = Keys({**LLAMA, "ffn_dim": 88, "model_type": family})
     module.config(keys)
-    listed = config_module.KEYS_USED | module.KEYS_USED
+    listed = config_module.KEYS_USED - module.KEYS_HARMLESS | module.KEYS_USED
     assert keys.asked <= listed
     assert listed - keys.asked == {"architectures"}  # judged before a family is asked
     harmless = config_module.KEYS_HARMLESS | module.KEYS_HARMLESS
-    refused_keys = config_module.REFUSED_UNLESS.keys() | module.REFUSED_UNLESS.keys()
+    refused_keys = config_module.REFUSED_UNLESS.keys() - module.KEYS_USED | module.REFUSED_UNLESS.keys()
     assert not listed & harmless and not listed & refused_keys and not harmless & refused_keys
 
 
@@ -168,6 +198,107 @@ def test_windows() -> None:
     refused({**LLAMA, **qwen, "layer_types": ["full_attention"] * 3}, "layer_types")
 
 
+def test_windows_of_the_newer_families() -> None:
+    assert windows(model_type="phi3", sliding_window=32) == (32,) * 4 and windows(model_type="phi3") == (None,) * 4
+    assert windows(model_type="gemma2", sliding_window=32) == (32, None, 32, None)
+    assert windows(model_type="gemma3_text", sliding_window=32) == (32,) * 4
+    assert windows(model_type="gemma3_text", sliding_window=32, sliding_window_pattern=3) == (32, 32, None, 32)
+    assert windows(model_type="gemma3_text", sliding_window=None, layer_types=["full_attention"] * 4) == (None,) * 4
+    refused({**LLAMA, "model_type": "gemma2", "sliding_window": None}, "sliding_attention", "no sliding window")
+    smol = {"model_type": "smollm3", "sliding_window": 32}
+    assert windows(**smol) == (None,) * 4 and windows(**smol, use_sliding_window=True) == (None, None, None, 32)
+    assert windows(**smol, use_sliding_window=True, no_rope_layers=[0, 1, 1, 0]) == (32, None, None, 32)
+    refused({**LLAMA, **smol, "layer_types": ["sliding_attention"] * 4}, "no sliding window")
+
+
+def test_layers_without_rotary_positions() -> None:
+    def rotated(**changes: object) -> list[bool]:
+        return [rope is not None for rope in parse_config({**LLAMA, "model_type": "smollm3", **changes}).ropes]
+
+    assert rotated() == [True, True, True, False] and rotated(no_rope_layer_interval=2) == [True, False] * 2
+    assert rotated(no_rope_layers=[1, 0, 0, 1], no_rope_layer_interval=2) == [True, False, False, True]
+    for wrong in ([1, 0, 1], [1, 0, 1, 2], [1, 0, 1, 0.0], "1010"):
+        refused({**LLAMA, "model_type": "smollm3", "no_rope_layers": wrong}, "no_rope_layers")
+
+
+def test_both_dialects_of_gemma3_give_the_same_config() -> None:
+    base = {**LLAMA, "model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2}
+    older = {**base, "rope_theta": 2e6, "rope_local_base_freq": 7e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    newer = {**base, "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+                                         "sliding_attention": {"rope_type": "default", "rope_theta": 7e3}}}
+    config = parse_config(older, strict=True)
+    assert config == parse_config(newer, strict=True)
+    assert [(rope.kind, rope.theta) for rope in config.ropes] == [("default", 7e3), ("linear", 2e6)] * 2
+    assert config.rope.kind == "linear"
+    written = json.loads(Gemma3TextConfig(**{key: value for key, value in older.items() if key != "model_type"}).to_json_string())
+    assert parse_config(written, strict=True).ropes == config.ropes
+    for wrong in ({"rope_type": "linear"}, {"full_attention": 3}, {"full_attention": {}, "other": {}}):
+        refused({**base, "rope_parameters": wrong}, "rope_parameters")
+    unknown = {**newer, "rope_parameters": {**newer["rope_parameters"], "sliding_attention": {"rope_theta": 7e3, "warp": 9}}}
+    assert "rope_parameters.sliding_attention.warp" in parse_config(unknown).warnings[0]
+
+
+def test_a_model_that_takes_images_is_read_as_its_text_part() -> None:
+    text = {key: value for key, value in LLAMA.items() if key != "model_type"} | {"sliding_window": 32}
+    written = json.loads(Gemma3Config(text_config=text, eos_token_id=[1, 106]).to_json_string())
+    config = parse_config({**written, "architectures": ["Gemma3ForConditionalGeneration"]}, strict=True)
+    assert config.family == "gemma3_text" and config.eos_token_ids == (1, 106) and config.tie_word_embeddings
+    assert "images" in config.warnings[0]
+    # The published ones state of the text part only what differs from its defaults.
+    sparse = {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34},
+              "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "vision_config": {}, "transformers_version": "4.50.0.dev0"}
+    config = parse_config(sparse, strict=True)
+    assert (config.hidden_size, config.vocab_size, config.num_attention_heads, config.head_dim) == (2560, 262_208, 8, 256)
+    assert config.dtype == "bfloat16" and config.eos_token_ids == (1, 106) and config.embedding_multiplier == 50.5
+    refused({**sparse, "text_config": {"model_type": "qwen2"}}, "qwen2", "gemma3_text")
+    refused({**sparse, "architectures": ["Gemma3ForCausalLM"]}, "ForConditionalGeneration")
+    refused({**sparse, "flux_capacity": 2}, "flux_capacity", strict=True)
+    refused({**sparse, "quantization_config": {"bits": 4}}, "quantization_config")
+
+
+def test_the_factor_of_the_embedding_is_rounded_to_the_type_of_the_weights() -> None:
+    def factor(dtype: str) -> float:
+        return parse_config({**LLAMA, "model_type": "gemma2", "hidden_size": 3072, "dtype": dtype}).embedding_multiplier
+
+    assert factor("bfloat16") == 55.5 and factor("float16") == 55.4375 and factor("float32") == float(np.float32(3072**0.5))
+
+
+def test_a_part_of_every_head_may_be_rotated() -> None:
+    phi = {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.75}
+    assert parse_config(phi, strict=True).rope.partial_rotary_factor == 0.75
+    section = {"type": "su", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}  # 12 of 16 channels
+    config = parse_config({**phi, "rope_scaling": section, "original_max_position_embeddings": 64}, strict=True)
+    assert config.rope.kind == "longrope" and config.rope.params["long_factor"] == (2.0,) * 6
+    refused({**phi, "rope_scaling": {**section, "short_factor": [1.0] * 8}}, "short_factor", "6")
+    for wrong in (0.05, 1.5, 0.7):
+        refused({**phi, "partial_rotary_factor": wrong}, "rotated")
+    theirs = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    assert parse_config({**phi, "auto_map": theirs}, strict=True).warnings == ()
+    refused({**phi, "auto_map": {"AutoModelForCausalLM": "modeling_evil.Phi3ForCausalLM"}}, "auto_map", "modeling_evil")
+
+
+@pytest.mark.parametrize(("family", "key", "value"), [
+    ("opt", "do_layer_norm_before", False), ("opt", "word_embed_proj_dim", 48), ("opt", "_remove_final_layer_norm", True),
+    ("opt", "layer_norm_elementwise_affine", False), ("gemma3_text", "attn_logit_softcapping", 50.0), ("olmo2", "clip_qkv", 8.0),
+    ("gemma2", "use_bidirectional_attention", True), ("gemma3_text", "use_bidirectional_attention", True), ("phi3", "lm_head_bias", True),
+    ("phi3", "auto_map", {"AutoModel": "evil.py"}), ("granite", "attn_logit_softcapping", 50.0), ("smollm3", "logits_scaling", 2.0),
+    ("olmo2", "partial_rotary_factor", 0.5), ("gemma2", "query_pre_attn_scalar", -1)])
+def test_what_a_newer_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
+    refused({**LLAMA, "ffn_dim": 88, "model_type": family, key: value}, key)
+
+
+def test_multipliers() -> None:
+    values = {"attention_multiplier": 0.015625, "embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 8}
+    config = parse_config({**LLAMA, "model_type": "granite", **values}, strict=True)
+    assert (config.attn_scale, config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) == tuple(values.values())
+    assert parse_config({**LLAMA, "model_type": "granite"}).attn_scale == 1.0  # not the root of the head dimension
+    gemma = {**LLAMA, "model_type": "gemma2", "query_pre_attn_scalar": 64}
+    assert parse_config(gemma).attn_scale == 0.125 and parse_config(LLAMA).attn_scale is None
+    assert (parse_config(gemma).attn_logit_softcapping, parse_config(gemma).final_logit_softcapping) == (50.0, 30.0)
+    uncapped = parse_config({**gemma, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (uncapped.attn_logit_softcapping, uncapped.final_logit_softcapping) == (None, None)
+
+
 def test_heads() -> None:
     assert parse_config(LLAMA).head_dim == 16
     assert parse_config({**LLAMA, "model_type": "qwen3"}).head_dim == 128
@@ -201,10 +332,13 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    features = {"llama": {"attention_bias": True, "mlp_bias": True}, "mistral": {}, "qwen2": {}, "qwen3": {"attention_bias": True}}
+    both, one = {"attention_bias": True, "mlp_bias": True}, {"attention_bias": True}
+    features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "gemma2": one, "gemma3_text": one,
+                "opt": {"enable_bias": False}}
     for family, writer in WRITERS.items():
-        for changes in ({}, {"tie_word_embeddings": True, **features[family]}):
-            written = writer(**{**SMALL, "head_dim": 32, **changes})
+        width = {"opt": {"ffn_dim": 88}, "phi3": {}}.get(family, {"head_dim": 32})
+        for changes in ({"tie_word_embeddings": False}, {"tie_word_embeddings": True, **features.get(family, {})}):
+            written = writer(**{**SMALL, **width, "pad_token_id": None, **changes})
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(written)
             config = parse_config(json.loads(written.to_json_string()))
@@ -212,8 +346,13 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
             rules = [*module.outer_tensors(config).values()]
             rules += [rule for layer in range(4) for rule in module.layer_tensors(config, layer).values()]
             there = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}  # a tied head is listed once
-            assert {rule.name: rule.shape for rule in rules} == there
-            assert len(rules) == len(there)
+            whole = {rule.part_of[0]: (rule.part_of[2], *rule.shape[1:]) for rule in rules if rule.part_of}
+            assert {rule.name: rule.shape for rule in rules if not rule.part_of} | whole == there
+            parts = sorted((*rule.part_of, rule.shape[0]) for rule in rules if rule.part_of)
+            for name, (rows, _) in whole.items():  # the parts of a tensor follow one another and fill it
+                mine = [(first, size) for stored, first, _, size in parts if stored == name]
+                assert [first for first, _ in mine] == [sum(size for _, size in mine[:i]) for i in range(len(mine))]
+                assert sum(size for _, size in mine) == rows
 
 
 # ---- bad input
@@ -246,17 +385,18 @@ def test_values_of_the_wrong_kind_are_named(name: str, value: object) -> None:
     refused({**LLAMA, name: value}, name)
 
 
-ANY_KEY = st.sampled_from(sorted(config_module.KEYS_USED | {"attention_bias", "sliding_window", "layer_types", "use_sliding_window"}))
+OWN_KEYS = [families.get(name).KEYS_USED for name in families.FAMILIES]
+ANY_KEY = st.sampled_from(sorted(config_module.KEYS_USED.union({"text_config"}, *OWN_KEYS)))
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "factor", "rope_type"]), inner), max_leaves=4)
 
 
-@given(st.dictionaries(ANY_KEY, ANY_JSON), st.sampled_from(families.FAMILIES))
-@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(ANY_KEY, ANY_JSON), st.sampled_from([*families.FAMILIES, *families.COMPOSITE]))
+@settings(max_examples=150, deadline=None)
 def test_any_json_gives_a_config_or_one_line(changes: dict[str, object], family: str) -> None:
     try:
-        config = parse_config({**LLAMA, **changes, "model_type": family})
+        config = parse_config({**LLAMA, "ffn_dim": 88, **changes, "model_type": family})
     except EffllmError as error:
         assert "\n" not in error.message
     else:
