@@ -9,6 +9,8 @@ kinds anew as a text grows; effllm fixes them for its context, so the oracle is 
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from effllm.runtime.engine import Engine, open_engine
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.threads import ThreadPool
+from effllm.offload.checkpoint import TensorStore
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.families import FAMILIES
-from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.model import dims
+from effllm.runtime.prepare import LOGIT_ROWS, EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -94,6 +102,54 @@ def test_logits_of_single_steps(pair: tuple[Engine, PreTrainedModel]) -> None:
         list(engine.prefill(ids[:length]))
         steps = [engine.forward_logits([token])[0].copy() for token in ids[length:]]
         assert_close(np.stack(steps), oracle(model, ids)[length:])
+
+
+# Case -> what of its config can be taken away while the tensors stay as they are.
+PECULIAR = {
+    "phi3": [{"windows": (None,) * 3}],
+    "gemma2": [{"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"attn_scale": None}, {"embedding_multiplier": 1.0},
+               {"windows": (None,) * 3}, {"windows": (40,) * 3}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
+    "gemma2, bfloat16": [{"embedding_multiplier": 90**0.5}],
+    "gemma3_text": [{"attn_scale": None}, {"final_logit_softcapping": None}, {"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],
+    "gemma3": [{"embedding_multiplier": 1.0}, {"ropes": 1}],
+    "smollm3": [{"ropes": 0}, {"ropes": 1}],
+    "smollm3, windows": [{"windows": (None,) * 3}, {"ropes": 0}],
+    "granite": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0}],
+    "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
+}
+
+
+@pytest.mark.parametrize("name", PECULIAR)
+def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
+    """A comparison that could not fail would show nothing: without any one of them the logits are clearly others."""
+    model = written(CASES[name], tmp_path)
+    config, ids = read_config(tmp_path), text(model, 200)
+    expected = oracle(model, ids)
+    for taken in PECULIAR[name]:
+        if isinstance(taken.get("ropes"), int):  # this layer's positions for all
+            taken = {"ropes": (config.ropes[taken["ropes"]],) * 3}
+        asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
+        *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), TensorStore.open(tmp_path), asked))
+        ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+        engine.close()
+        assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
+
+
+@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "opt"])
+def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
+    """Layers on torch, on CPU tensors: the same logits."""
+    model = written(CASES[name], tmp_path)
+    fix_rope(model, CONTEXT)
+    prepared = prepare(tmp_path, EngineOptions(device="cpu", kv="32bit", ctx=CONTEXT))
+    placement = replace(prepared.placement, devices=("cpu", "cuda", "cuda"))
+    host = CpuOps(ThreadPool(1), dims(prepared.config, CONTEXT, prepared.shape.chunk, LOGIT_ROWS))
+    engine, ids = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")}), text(model, 200)
+    try:
+        list(engine.model.load())
+        list(engine.prefill(ids[:190]))
+        assert_close(np.stack([engine.forward_logits([token])[0].copy() for token in ids[190:]]), oracle(model, ids)[190:])
+    finally:
+        engine.close()
 
 
 def test_the_cases_are_what_they_say(tmp_path: Path) -> None:

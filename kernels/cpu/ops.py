@@ -148,7 +148,7 @@ class CpuOps:
             low_bit.embed(self, ids, table, scale, x)
         if learned is not None:
             self.flush()
-            x += _raw_rows(learned, places, np.empty_like(x))
+            x += _raw_rows(learned, places, self.workspace.take("y0", *x.shape))
         return x
 
     def norm_linear(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]) -> list[np.ndarray]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .ops import CpuOps
 
 SHARE_FROM = 16_384  # values from which a job is worth waking the other threads
-MOST_TABLES = 8
+MOST_TABLES = 8  # of a step: a model has two at most
 
 # Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first.
 R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_EPS = range(11)
