@@ -64,7 +64,7 @@ class ModelConfig:
     """Names as in config.json. Per layer: `ropes` (None: no rotary positions) and `windows` (None is full attention, else a query at p
     sees keys later than p - window).
 
-    `qk_norm`: q and k are normed head by head, with `qk_norm_joint` all heads together. `attn_scale` multiplies scores, None is
+    `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together. `attn_scale` multiplies scores, None is
     head_dim ** -0.5.
     `position_offset`: the row of the learned positions' table that position 0 has, None for no such table.
     """
@@ -90,7 +90,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    qk_norm_joint: bool = False
+    qk_norm_whole: bool = False
     norm_kind: str = "rms"
     attn_scale: float | None = None
     attn_logit_softcapping: float | None = None

@@ -41,7 +41,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     }
     norms = {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
     if config.qk_norm:
-        widths = (q, kv) if config.qk_norm_joint else (head_dim, head_dim)
+        widths = (q, kv) if config.qk_norm_whole else (head_dim, head_dim)
         norms |= {"q_norm": ("self_attn.q_norm", widths[0]), "k_norm": ("self_attn.k_norm", widths[1])}
     prefix = f"model.layers.{layer}."
     rules = {role: TensorRule(f"{prefix}{name}.weight", (size,)) for role, (name, size) in norms.items()}
