@@ -129,7 +129,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
         if isinstance(taken.get("ropes"), int):  # this layer's positions for all
             taken = {"ropes": (config.ropes[taken["ropes"]],) * 3}
         asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
-        *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), TensorStore.open(tmp_path), asked))
+        *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), TensorStore.open(tmp_path), asked), ("raw",))
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
         engine.close()
         assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
