@@ -67,8 +67,8 @@ def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> I
     from ..kernels.cpu.ops import CpuOps
     from ..kernels.threads import ThreadPool
 
-    if warm.is_cold():
-        for done, total in warm.warm():
+    if warm.is_cold((warm.RAW,)):
+        for done, total in warm.warm((warm.RAW,)):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
     config = read_config(folder)
     cut = windows(ids, min(WINDOW, config.context_length))

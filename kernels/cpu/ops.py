@@ -6,8 +6,7 @@ stream is updated in place. Weights stay in their stored type. Up to FEW tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from . import attention, linear, low_bit, packed, rows
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
+from .jobs import Jobs
 from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -111,21 +111,20 @@ class _Job:
         return address(self.block)
 
 
-class CpuOps:
+class CpuOps(Jobs):
     """See the module. `dims` sizes the workspace; one instance serves every CPU block of a model."""
 
     name = "cpu"
 
     def __init__(self, pool: ThreadPool, dims: Dims, registry: Registry | None = None) -> None:
-        self.pool, self.dims = pool, dims
+        super().__init__(pool)
+        self.dims = dims
         self.registry = registry or default_registry()
         self.workspace = Workspace(plan_workspace(dims, pool.workers))
         self.args = np.zeros(low_bit.BLOCK_SIZE, np.int64)
         self.reals = self.args.view(np.float64)
         self.where, self.at = address(self.args), self.workspace.address
         self._angles: dict[int, Angles] = {}
-        self._collected: list[tuple[int, int, bool]] | None = None
-        self._kept: list[np.ndarray] = []
         self._step_arrays: dict[int, tuple[np.ndarray, np.ndarray, tuple[int, int]]] = {}
         # Scratch of worker w begins `scratch_stride` * w bytes after `scratch`.
         self.scratch, self.partials = address(self.workspace.take("scratch", 1)), address(self.workspace.take("partials", 1))
@@ -210,42 +209,10 @@ class CpuOps:
                    norm: Norm | None) -> np.ndarray:
         """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
         if table is not None or norm is not None:
-            self._rotate_with(self, y, heads, head_dim, rows.angles_of(self._angles, positions, table), norm)
+            self._rotate_with(self, y, heads, head_dim, rows.angles_of(self, self._angles, positions, table), norm)
         return y
 
     # -- running kernels -------------------------------------------------------------------------------------------------------
-
-    def run(self, kernel: Kernel, where: int, parallel: bool = True, block: np.ndarray | None = None) -> None:
-        """Run a kernel, or note it where jobs are being collected. `block`, when given, may change before the job runs: it is copied."""
-        if self._collected is None:
-            self.pool.run(kernel, where, parallel)
-            return
-        if block is not None:
-            block = block.copy()
-            self._kept.append(block)
-            where = address(block)
-        self._collected.append((kernel.address, where, parallel))
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Collect the jobs of a forward pass and run them in one call at the end (or at `flush`).
-
-        Between two kernels the weights have driven the interpreter's own data out of the caches, and preparing a stage there costs several
-        times what it costs beforehand. Outputs may be read only after the end.
-        """
-        self._collected = []
-        try:
-            yield
-            self.flush()
-        finally:
-            self._collected = None
-            self._kept.clear()
-
-    def flush(self) -> None:
-        """Run what was collected."""
-        if self._collected:
-            self.pool.run_list(np.array(self._collected, np.int64))
-            self._collected = []
 
     def addresses_of_step(self, first: np.ndarray, second: np.ndarray) -> tuple[int, int]:
         """Addresses of two arrays that every layer of a step is given in turn."""
@@ -293,8 +260,7 @@ class CpuOps:
         job = self._jobs.get((id(x), id(linears[0]), mode, id(residual)))
         if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or job.act != act:
             return None
-        if self._collected is not None:
-            self._kept.append(job.block)
+        self.keep(job.block)
         self.run(job.kernel, job.where, job.parallel)
         return job.outs
 

@@ -7,6 +7,7 @@ own, or a multiplier, is added here; one that has neither is added by the produc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,20 +109,26 @@ class Angles:
     at: tuple[int, int]
 
 
-def angles_of(known: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
+def angles_of(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
     """Made once per step and table: layers ask with the same objects in turn, and `known` keeps what waiting jobs read."""
     found = known.get(id(table))
     if found is None or found.positions is not positions or found.table is not table:
-        if table is None:
-            cos = sin = np.zeros((len(positions), 0), np.float32)
-        else:
-            angles = positions.astype(np.float32)[:, None] * table.inv_freq
-            scale = np.float32(table.attention_scaling)
-            cos, sin = np.cos(angles) * scale, np.sin(angles) * scale
+        cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
+        if table is not None:
+            _turn(table, cos, sin, positions)
+            ops.refresh(partial(_turn, table, cos, sin))
         if len(known) >= MOST_TABLES:
             known.clear()
         found = known[id(table)] = Angles(positions, table, cos, sin, (address(cos), address(sin)))
     return found
+
+
+def _turn(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray | int) -> None:
+    """cos and sin of positions, in place."""
+    angles = np.asarray(positions, np.float32).reshape(-1, 1) * table.inv_freq
+    scale = np.float32(table.attention_scaling)
+    np.multiply(np.cos(angles), scale, out=cos)
+    np.multiply(np.sin(angles), scale, out=sin)
 
 
 def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
