@@ -21,9 +21,9 @@ MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 def compiled_functions() -> list[Kernel | Jit]:
     """All kernels and compiled helpers of a run, those first that take longest to compile."""
     from . import threads
-    from .cpu import attention, gemm, linear, lut, lut_order, packed, packed_rows, roof, sampling
+    from .cpu import attention, experts, gemm, linear, lut, lut_order, packed, packed_rows, roof, sampling
 
-    modules = (packed, gemm, attention, linear, lut, lut_order, packed_rows, threads, sampling, roof)
+    modules = (packed, gemm, attention, linear, lut, lut_order, packed_rows, threads, sampling, experts, roof)
     return [value for module in modules for value in vars(module).values() if isinstance(value, Kernel | Jit)]
 
 

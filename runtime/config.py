@@ -74,6 +74,18 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
+    layers have them."""
+
+    experts: int
+    per_token: int
+    width: int
+    renormalise: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Names as in config.json. `windows`: per layer, None is full attention, else a query at p sees keys later than p - window."""
 
@@ -98,7 +110,9 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # over all heads together instead of each for itself
     norm_kind: str = "rms"
+    mixture: Mixture | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -119,6 +133,8 @@ class Defaults:
     head_dim: int | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    norm_eps: float = 1e-6
+    theta: float = 10_000.0
 
 
 def read_config(folder: Path, strict: bool = False) -> ModelConfig:
@@ -135,7 +151,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...ForCausalLM", "effllm runs text generators")
-    refused = {**REFUSED_UNLESS, **family.REFUSED_UNLESS}
+    refused = {key: default for key, default in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in family.KEYS_USED}
     for key, default in refused.items():
         if raw.get(key) is not None and raw[key] != default:
             why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")
@@ -185,8 +201,8 @@ def decoder_config(keys: Keys, defaults: Defaults, **features: object) -> ModelC
         family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden,
         intermediate_size=keys.integer("intermediate_size", high=2**22), num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=positions,
-        norm_eps=keys.number("rms_norm_eps", 1e-6), hidden_act=keys.choice("hidden_act", ACTS, "silu"),
-        tie_word_embeddings=keys.flag("tie_word_embeddings", False), rope=rope_config(keys, head_dim, positions),
+        norm_eps=keys.number("rms_norm_eps", defaults.norm_eps), hidden_act=keys.choice("hidden_act", ACTS, "silu"),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", False), rope=rope_config(keys, head_dim, positions, defaults.theta),
         bos_token_id=bos, eos_token_ids=eos, dtype=dtype, warnings=warnings, **fields)
 
 
@@ -217,9 +233,9 @@ def _unknown_rope_keys(raw: Mapping[str, object], kind: str) -> list[tuple[str, 
     return [(name, key) for key in sorted((raw.get(name) or {}).keys() - known)]
 
 
-def rope_config(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
-    """Rotary settings from either dialect. A value inside the section wins over the one beside it."""
-    outer_theta = keys.number("rope_theta", 10_000.0, above=1.0)
+def rope_config(keys: Keys, head_dim: int, positions: int, theta: float = 10_000.0) -> RopeConfig:
+    """Rotary settings from either dialect. A value inside the section wins over the one beside it; `theta` is the family's default."""
+    outer_theta = keys.number("rope_theta", theta, above=1.0)
     older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
     name = _rope_section(keys.raw)
     inner = Keys(older or newer or {}, f"config.json: {name}")

@@ -18,12 +18,12 @@ from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ..offload.memory import anonymous
 from ..offload.pager import ResidentPager
 from ..quant.spec import QuantSpec
-from ..quant.weight import RAW_NUMPY, Linear, Norm, Weight, to_f32
+from ..quant.weight import RAW_NUMPY, Expert, Linear, Norm, Weight, to_f32
 from . import families
 from .cache import AttnSpec, KVCache
 from .config import ModelConfig
 from .container import Container
-from .families import LayerWeights, TensorRule
+from .families import LayerWeights, TensorRule, expert_of, expert_role
 from .rope import RopeTable, rope_table
 
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -87,8 +87,10 @@ def attention_specs(config: ModelConfig) -> list[AttnSpec]:
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int) -> Dims:
     """The widths that size a workspace."""
-    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size,
-                config.vocab_size, min(chunk, ctx), ctx, rows)
+    own = config.mixture
+    mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
+    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                max(config.intermediate_size, mixture[2]), config.vocab_size, min(chunk, ctx), ctx, rows, *mixture)
 
 
 class Model:
@@ -114,9 +116,11 @@ class Model:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights that one forward pass reads: all but an embedding table that is not the head too."""
-        outer = self.tensors["outer"]
-        return self.nbytes - (outer["embed"].nbytes if "head" in outer else 0)
+        """Bytes of weights that one token reads: all but an embedding table that is not the head too and experts that it does not visit."""
+        outer, own = self.tensors["outer"], self.config.mixture
+        nbytes = self.nbytes - (outer["embed"].nbytes if "head" in outer else 0)
+        experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
+        return nbytes - (experts * (own.experts - own.per_token) // own.experts if experts else 0)
 
     @property
     def bits_per_value(self) -> float:
@@ -152,8 +156,9 @@ class Model:
         def vector(role: str) -> object | None:
             return None if role not in roles else ops.put(_vector(roles[role], raw), "f32")
 
-        def linear(role: str) -> Linear:
-            tensor = roles[role]
+        def linear(role: str) -> Linear | None:
+            if (tensor := roles.get(role)) is None:
+                return None
             data = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
             shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
             return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"))
@@ -161,9 +166,11 @@ class Model:
         def norm(role: str) -> Norm | None:
             return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
 
+        experts = tuple(Expert(*(linear(expert_role(expert, role)) for role in ("gate", "up", "down")))
+                        for expert in range(config.mixture.experts if "router" in roles else 0))
         return LayerWeights(input_norm=norm("input_norm"), q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
                             k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm"), gate=linear("gate"), up=linear("up"),
-                            down=linear("down"))
+                            down=linear("down"), router=linear("router"), experts=experts)
 
     def read_layer(self, layer: int) -> LayerWeights:
         """A layer's weights straight from the store, for a pass that goes layer by layer; `load` need not have run. The host's."""

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.families import FAMILIES
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
@@ -44,6 +45,8 @@ def rope(kind: str, **values: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **values}}
 
 
+SMALL_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+NO_EOS = {"eos_token_id": None, "num_key_value_heads": 4}
 CASES = {
     "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),
     "llama, biases": Case("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "num_key_value_heads": 4, "hidden_act":
@@ -67,6 +70,16 @@ CASES = {
     "qwen3": Case("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3, mixed layers": Case("qwen3", {"head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 70,
                                           "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "hidden_act": "gelu"}),
+    "mixtral, window, bfloat16": Case("mixtral", {"num_local_experts": 4, "sliding_window": 40, "tie_word_embeddings": True},
+                                      dtype="bfloat16"),
+    "qwen3_moe": Case("qwen3_moe", {**SMALL_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen3_moe, some layers dense": Case("qwen3_moe", {**SMALL_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers":
+                                                       [3], "attention_bias": True, "use_sliding_window": True, "sliding_window": 70}),
+    "qwen3_moe, bfloat16": Case("qwen3_moe", {**SMALL_EXPERTS, "norm_topk_prob": True}, dtype="bfloat16"),
+    "olmoe": Case("olmoe", {"num_experts": 9, "num_experts_per_tok": 4, "vocab_size": 301, **NO_EOS}),
+    "olmoe, one expert, float16": Case("olmoe", {"num_experts": 3, "num_experts_per_tok": 1, "attention_bias": True, "norm_topk_prob": True,
+                                                 **NO_EOS}, dtype="float16"),
 }
 
 
@@ -177,4 +190,4 @@ def test_the_cases_are_what_they_say(tmp_path: Path) -> None:
     windowed, full = (written(CASES[f"mistral, {name}"], tmp_path / name) for name in ("window over pages", "no window"))
     difference = np.abs(oracle(windowed, ids) - oracle(full, ids)).max(axis=1)
     assert difference[:150].max() < 1e-4 and difference[150:].max() > 0.1
-    assert {case.family for case in CASES.values()} == {"llama", "mistral", "qwen2", "qwen3"}
+    assert {case.family for case in CASES.values()} == set(FAMILIES)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +18,11 @@ from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
 from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, linear, low_bit, packed
+from . import attention, linear, low_bit, moe, packed
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
+from .jobs import Job
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
     from ...quant.weight import Linear, Norm, Weight
@@ -35,6 +34,7 @@ MOST_JOBS = 4096
 LOW_BIT = "low-bit matrix"
 # Below this many multiply-adds a job costs less than waking the other threads.
 SHARE_FROM = 16_384
+NO_ANGLES = np.zeros((1, 0), np.float32)  # of a norm without a rotation
 
 
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
@@ -51,7 +51,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "y2": chunk * dims.kv_heads * dims.head_dim, "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn,
             "up": chunk * dims.ffn, "panels": columns * wide, "low_panels": low_bit.panel_floats(chunk, wide),
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2)}
+            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2), **moe.plan_workspace(dims, chunk)}
 
 
 def _compiled(call: Call) -> str:
@@ -83,6 +83,8 @@ def default_registry(only: str | None = None, exact: bool = False) -> Registry:
         Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few(low_bit.declines, packed.MOST_COLUMNS), low_bit.run_few),
         Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines, low_bit.run_many),
         Candidate(LOW_BIT, "NumPy reference", never, CpuOps._reference, fallback=True),
+        Candidate("moe", "compiled", _compiled, moe.run),
+        Candidate("moe", "NumPy reference", never, moe.run_reference, fallback=True),
         Candidate("rotate", "compiled", _compiled, CpuOps._rotate),
         Candidate("rotate", "NumPy reference", never, CpuOps._rotate_reference, fallback=True),
         Candidate("attend", "compiled", _native, LayerPages.compiled),
@@ -90,24 +92,6 @@ def default_registry(only: str | None = None, exact: bool = False) -> Registry:
         Candidate("attend", "NumPy reference", never, LayerPages.reference, fallback=True),
     ]
     return Registry([c for c in candidates if only is None or only in c.name])
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A prepared argument block and everything it points to, kept alive by it."""
-
-    x: np.ndarray
-    norm: Norm | None
-    linears: tuple[Linear, ...]
-    outs: list[np.ndarray]
-    act: str
-    block: np.ndarray
-    parallel: bool
-    kernel: Kernel
-
-    @cached_property
-    def where(self) -> int:
-        return address(self.block)
 
 
 class CpuOps:
@@ -132,7 +116,8 @@ class CpuOps:
         self.scratch_stride = 4 * (self.workspace.floats["scratch"] // pool.workers // 16 * 16)
         self._rotate_with = self.registry.select(Call("rotate")).candidate.run
         self._run: dict[tuple[str, bool, str], Callable] = {}
-        self._jobs: dict[tuple[int, int, int, int], _Job] = {}
+        self._jobs: dict[tuple[int, int, int, int], Job] = {}
+        self.mixtures = moe.Prepared()
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
 
@@ -175,6 +160,8 @@ class CpuOps:
         if see is not None:
             see(outs[0])
         return self.linear_add(outs[0], down, x)
+
+    moe = moe.moe
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None) -> np.ndarray:
         """Scores of the next token, float32 [T, V]; T at most `dims.rows`."""
@@ -279,31 +266,35 @@ class CpuOps:
         self.run(job.kernel, job.where, job.parallel)
         return job.outs
 
-    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
-        """Run a stage as one job, or as a job per kind of weight where several meet."""
+    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
+                columns: int = 0) -> None:
+        """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
         kinds = [low_bit.kind_of(each.weight) for each in linears]
-        kind, spec = kinds[0], linears[0].weight.spec
-        if len(set(kinds)) > 1 or (kind and mode == linear.GATED and not low_bit.one_way(linears)):
-            self._mixed(x, norm, linears, outs, mode, act, kinds)
-            return
+        if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.one_way(linears)):
+            self._mixed(x, norm, linears, outs, mode, act, kinds, columns)
+        else:
+            self._runner(linears[0], columns or len(x), act)(self, x, norm, linears, outs, mode, act)
+
+    def _runner(self, each: Linear, columns: int, act: str) -> Callable:
+        """What multiplies a matrix like `each` with so many tokens."""
+        kind, spec = low_bit.kind_of(each.weight), each.weight.spec
         limit = packed.MOST_COLUMNS if kind else FEW
-        key = (kind, spec.scheme, len(x) <= limit, act)
+        key = (kind, spec.scheme, columns <= limit, act)
         if key not in self._run:
-            op, columns = LOW_BIT if kind else "matrix", limit if key[2] else limit + 1
-            call = Call(op, spec.scheme, columns, act, spec.bits, kind == low_bit.LOOKED_UP)
+            call = Call(LOW_BIT if kind else "matrix", spec.scheme, min(columns, limit + 1), act, spec.bits, kind == low_bit.LOOKED_UP)
             self._run[key] = self.registry.select(call).candidate.run
-        self._run[key](self, x, norm, linears, outs, mode, act)
+        return self._run[key]
 
     def _mixed(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
-               kinds: Sequence[int]) -> None:
+               kinds: Sequence[int], columns: int) -> None:
         if mode != linear.GATED:
             for kind in dict.fromkeys(kinds):
                 chosen = [i for i, own in enumerate(kinds) if own == kind]
-                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act)
+                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act, columns)
             return
         gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
-        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act)
-        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act)
+        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act, columns)
+        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act, columns)
         self.gate(gate, up, act)
 
     def gate(self, gate: np.ndarray, up: np.ndarray, act: str) -> None:
@@ -331,15 +322,16 @@ class CpuOps:
         self._fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
         self.run_and_remember(linear.few_columns, x, norm, linears, outs, mode, act)
 
-    def run_and_remember(self, kernel: Kernel, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
-                         act: str) -> None:
+    def run_and_remember(self, kernel: Kernel, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray],
+                         mode: int, act: str) -> None:
         parallel = x.size * sum(each.weight.shape[0] for each in linears) >= SHARE_FROM
         self.run(kernel, self.where, parallel, self.args)
         if self.workspace.holds(x) and all(map(self.workspace.holds, outs)):
             if len(self._jobs) >= MOST_JOBS:
                 self._jobs.clear()
             residual = outs[0] if mode == linear.ADD else None
-            self._jobs[id(x), id(linears[0]), mode, id(residual)] = _Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
+            job = Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
+            self._jobs[id(x), id(linears[0]), mode, id(residual)] = job
 
     def _many(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
@@ -371,13 +363,12 @@ class CpuOps:
 
     def _cos_sin(self, positions: np.ndarray, table: RopeTable | None) -> tuple[np.ndarray, np.ndarray]:
         """Tables for these positions, made once per step: every layer asks with the same arrays."""
+        if table is None:
+            return NO_ANGLES, NO_ANGLES
         if self._angles is None or self._angles[0] is not positions or self._angles[1] is not table:
-            if table is None:
-                cos = sin = np.zeros((len(positions), 0), np.float32)
-            else:
-                angles = positions.astype(np.float32)[:, None] * table.inv_freq
-                scale = np.float32(table.attention_scaling)
-                cos, sin = np.cos(angles) * scale, np.sin(angles) * scale
+            angles = positions.astype(np.float32)[:, None] * table.inv_freq
+            scale = np.float32(table.attention_scaling)
+            cos, sin = np.cos(angles) * scale, np.sin(angles) * scale
             self._angles, self._angles_at = (positions, table, cos, sin), (address(cos), address(sin))
         return self._angles[2], self._angles[3]
 

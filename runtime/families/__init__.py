@@ -3,8 +3,8 @@
 A family says which config keys it uses, which tensors it has by role, and how a block computes over the ops of a backend. To add
 one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
 
-Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, post_norm, gate, up, down, and `<role>_bias`. Outside the layers:
-embed, norm, head (absent where it is the embedding).
+Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, post_norm, gate, up, down, and `<role>_bias`; of a mixture, instead of the last
+three, router and `experts.<number>.<role>`. Outside the layers: embed, norm, head (absent where it is the embedding).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from ..config_reader import ConfigError, Keys, show
 
 if TYPE_CHECKING:
-    from ...quant.weight import Linear, Norm
+    from ...quant.weight import Expert, Linear, Norm
     from ..cache import LayerCache
     from ..config import ModelConfig
     from ..rope import RopeTable
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are per head, over head_dim."""
+    """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are per head, over head_dim, unless the
+    config says otherwise. A layer has either gate, up and down or a router and experts."""
 
     input_norm: Norm
     q: Linear
@@ -47,9 +48,26 @@ class LayerWeights:
     k_norm: Norm | None
     o: Linear
     post_norm: Norm
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: Linear | None
+    up: Linear | None
+    down: Linear | None
+    router: Linear | None = None
+    experts: tuple[Expert, ...] = ()
+
+
+def expert_role(expert: int, role: str) -> str:
+    """The role of an expert's gate, up or down."""
+    return f"experts.{expert}.{role}"
+
+
+def expert_of(role: str) -> int | None:
+    """The expert that a role belongs to, None for one of the layer."""
+    return int(role.split(".")[1]) if role.startswith("experts.") else None
+
+
+def kind_of(role: str) -> str:
+    """A role without its expert: gate for `experts.7.gate`."""
+    return role.rpartition(".")[2]
 
 
 class Family(Protocol):
