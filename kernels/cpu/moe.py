@@ -102,8 +102,8 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequenc
     stage = ops.mixtures.stages.get((id(experts), len(x)))
     if stage is None or stage.x is not x or stage.norm is not norm or stage.router is not router or stage.asked != asked:
         stage = _prepared(ops, x, norm, router, experts, asked)
-    if ops._collected is not None:
-        ops._kept.extend(stage.kept)
+    for kept in stage.kept:
+        ops.keep(kept)
     for kernel, where, parallel in stage.jobs:
         ops.run(kernel, where, parallel)
     if len(x) > stage.table.columns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..config import Defaults, Mixture, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, expert_role, llama
 from .llama import block, outer_tensors
@@ -19,7 +19,7 @@ MOST_EXPERTS = 4096
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers = keys.integer("num_hidden_layers", high=2048)
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     own = mixture(keys, 8, 2, keys.integer("intermediate_size", high=2**22), True, range(layers))
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, theta=1e6)
     return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * layers, mixture=own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config import Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
 from .llama import block, outer_tensors
@@ -19,7 +19,7 @@ REFUSED_UNLESS: Mapping[str, object] = {"clip_qkv": None, "layer_types": None, "
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers, bias = keys.integer("num_hidden_layers", high=2048), keys.flag("attention_bias", False)
+    layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
     own = mixture(keys, 64, 8, keys.integer("intermediate_size", high=2**22), keys.flag("norm_topk_prob", False), range(layers))
     base = Defaults(max_position_embeddings=4096, bos=None, eos=(50279,), norm_eps=1e-5)
     return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True, mixture=own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config import Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
 from .llama import block, outer_tensors
@@ -22,7 +22,7 @@ NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers, bias = keys.integer("num_hidden_layers", high=2048), keys.flag("attention_bias", False)
+    layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
     step, dense = keys.integer("decoder_sparse_step", 1, high=2048), keys.layers("mlp_only_layers", layers)
     own = mixture(keys, 128, 8, keys.integer("moe_intermediate_size", 768, high=2**22), keys.flag("norm_topk_prob", False),
                   (layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0))
