@@ -51,7 +51,8 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
         for done, total in warm.warm(kinds):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
     if (target := trial.forced()) and not trial.runs(kinds):
-        raise UsageError(f"{target}: this processor lacks instructions of that target", "unset it, and kernels are compiled for this processor")
+        raise UsageError(f"{target}: this processor lacks instructions of that target",
+                         "unset it, and kernels are compiled for this processor")
     if warm.cache_folder() is None:
         yield Notice("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
     prepared = prepare_late()
