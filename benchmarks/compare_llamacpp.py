@@ -159,7 +159,7 @@ def roof_shares(bits: str, facts: dict[str, float], measured: dict[str, list[Rou
 
 def alone(shape: str, bits: str, schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
     """A shape's decode against the read roof, from random low-bit weights in memory."""
-    own = Child(OWN, "own", f"synthetic:{shape}:{bits}bit", threads)
+    own = Child(OWN, "own", f"synthetic:{shape}:{bits}", threads)
     measured = {"decode": [decode_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:],
                 "columns": [columns_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:]}
     facts, peak = own.ask("facts"), own.ask("peak")
