@@ -167,12 +167,12 @@ class OwnSide:
     def __init__(self, folder: str, threads: int) -> None:
         from effllm.runtime.bench import prepare_synthetic
         from effllm.runtime.engine import open_engine, open_prepared
-        from effllm.runtime.prepare import EngineOptions
+        from effllm.runtime.prepare import EngineOptions, kernel_kinds
 
         options = EngineOptions(device="cpu", ctx=CTX, threads=threads)
         if folder.startswith("synthetic:"):
             _, shape, bits = folder.split(":", 2)
-            *_, self.engine = open_prepared(lambda: prepare_synthetic(shape, options, f"{bits}bit"))
+            *_, self.engine = open_prepared(lambda: prepare_synthetic(shape, options, f"{bits}bit"), kernel_kinds(True, options))
         else:
             *_, self.engine = open_engine(Path(folder), options)
         self.ids = np.random.default_rng(0).integers(0, self.engine.config.vocab_size, CTX).tolist()

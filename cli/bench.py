@@ -51,8 +51,8 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
     asked = {"prompt": prompt, "gen": gen, "depth": depth, "repetitions": repetitions, "columns": columns}
     options = BenchOptions(**{name: value for name, value in asked.items() if value is not None})
-    with preparation(model, synthetic, context_for(engine.options(), options), weights, screen) as prepare:
-        opened = last(follow(open_prepared(prepare), screen, Engine))
+    with preparation(model, synthetic, context_for(engine.options(), options), weights, screen) as (prepare, kinds):
+        opened = last(follow(open_prepared(prepare, kinds), screen, Engine))
         try:
             rows = list(follow(measure(opened, options, model or f"{synthetic} (random)"), screen, BenchRow))
         finally:
@@ -67,18 +67,19 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
 
 @contextmanager
 def preparation(model: str | None, synthetic: str | None, options: EngineOptions, weights: WeightFlags,
-                screen: Screen) -> Iterator[Callable[[], Prepared]]:
-    """Headers and plan, for when the engine opens."""
+                screen: Screen) -> Iterator[tuple[Callable[[], Prepared], Sequence[str]]]:
+    """Headers and plan, for when the engine opens, and the kinds of kernels that it will need."""
     from ..runtime.bench import prepare_synthetic
-    from ..runtime.engine import prepare
+    from ..runtime.prepare import folder_kinds, kernel_kinds, prepare
 
     if synthetic is None:
         with at_bits(find_any(model, screen), weights, screen, options.threads) as ref:
-            yield lambda: prepare(ref.folder, options)
+            yield lambda: prepare(ref.folder, options), folder_kinds(ref.folder, options)
         return
     if weights.keep:
         raise UsageError("random weights are never kept", "drop --keep")
-    yield lambda: prepare_synthetic(synthetic, options, None if weights.bits is None else f"{weights.bits}bit")
+    low_bit = weights.bits is not None
+    yield lambda: prepare_synthetic(synthetic, options, f"{weights.bits}bit" if low_bit else None), kernel_kinds(low_bit, options)
 
 
 def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:

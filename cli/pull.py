@@ -166,7 +166,7 @@ def offer(absent: Absent, bits: str | None, screen: Screen, yes: bool) -> ModelR
 
     variables = screen.environment.variables
     client = Client(variables)
-    if client.offline or not yes and not screen.environment.can_ask:
+    if not yes and not screen.environment.can_ask:
         raise absent
     plan = plan_pull(wish_of(absent.reference, variables, bits), client, variables)
     show_plan(plan, client, screen)

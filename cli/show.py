@@ -61,7 +61,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}, feed-forward {config.intermediate_size}"),
         ("attention", f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"),
         ("window", ", ".join(f"{window} tokens" for window in windows)),
-        ("context", f"{config.context_length} tokens, rotary positions {config.rope.kind}"),
+        ("context", f"{config.context_length} tokens, " + (f"rotary positions {config.rope.kind}" if config.rope else "learned positions")),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
     ) if pair[1]])

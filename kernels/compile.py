@@ -23,7 +23,6 @@ from numba import types
 from numba.core.registry import cpu_target
 
 # No reordering is allowed across NaN checks: a NaN must stay visible. Sums may be reassociated, which is what vectorises them.
-COMPLETE = "complete"  # the file that says that a cache folder holds everything
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
@@ -63,10 +62,15 @@ def cache_folder() -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    if not os.access(folder, os.W_OK) and not (folder / COMPLETE).exists():
+    if not os.access(folder, os.W_OK) and not any(folder.glob(complete(folder).name)):
         return None
     numba.config.CACHE_DIR = str(folder)
     return folder
+
+
+def complete(folder: Path, kind: str = "*") -> Path:
+    """The file that says that a cache folder holds all functions of a kind (`warm.KINDS`)."""
+    return folder / f"complete-{kind}"
 
 
 def cached(build: Callable[[bool], object]) -> object:
@@ -77,7 +81,8 @@ def cached(build: Callable[[bool], object]) -> object:
     try:
         return build(True)
     except (OSError, EOFError, ValueError, pickle.UnpicklingError):
-        (folder / COMPLETE).unlink(missing_ok=True)
+        for stamp in folder.glob(complete(folder).name):
+            stamp.unlink(missing_ok=True)
         for damaged in (path for path in folder.rglob("*.nb[ci]") if path.stat().st_size == 0):
             damaged.unlink(missing_ok=True)
         return build(False)

@@ -1,4 +1,4 @@
-"""Every compiled function that a run needs, and the cold start that compiles them in a child process.
+"""The compiled functions that a run needs, by kind, and the cold start that compiles them in a child process.
 
 The child keeps the compiler's memory out of the run that follows, and a lock on the cache folder makes two cold starts share one
 compilation: the second waits and finds the work done. The child has helpers, one a core, that take the next function from a pipe. What only
@@ -10,39 +10,45 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .compile import COMPLETE, Jit, Kernel, cache_folder
+from .compile import Jit, Kernel, cache_folder, complete
 
 MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 
 
-def compiled_functions() -> list[Kernel | Jit]:
-    """All kernels and compiled helpers of a run, those first that take longest to compile."""
+RAW, LOW_BIT, EXACT, LOOKUP = KINDS = ("raw", "low-bit", "exact", "lookup")
+
+
+def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
+    """The kernels and compiled helpers of these kinds: RAW is what every run needs, LOW_BIT, what low-bit weights need beside it,
+    EXACT their products in float32, LOOKUP the table lookup where it is chosen. Those first that take longest to compile."""
     from . import threads
-    from .cpu import attention, gemm, linear, lut, lut_order, packed, packed_rows, roof, sampling
+    from .cpu import attention, gemm, linear, lut, lut_order, packed, packed_rows, roof, rows, sampling
 
-    modules = (packed, gemm, attention, linear, lut, lut_order, packed_rows, threads, sampling, roof)
-    return [value for module in modules for value in vars(module).values() if isinstance(value, Kernel | Jit)]
+    modules = {LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
+               RAW: (sampling, attention, linear, rows, threads, roof)}
+    return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
+            if isinstance(value, Kernel | Jit) and (value is gemm.multiply_exact) == (kind == EXACT)]
 
 
-def is_cold() -> bool:
-    """Would a run have to compile, with a cache folder to compile into?"""
+def is_cold(kinds: Sequence[str] = KINDS) -> bool:
+    """Would a run that needs these kinds have to compile, with a cache folder to compile into?"""
     folder = cache_folder()
-    return folder is not None and not (folder / COMPLETE).exists()
+    return folder is not None and any(not complete(folder, kind).exists() for kind in kinds)
 
 
-def load_all() -> None:
+def load_all(kinds: Sequence[str] = KINDS) -> None:
     """Take every function from the cache (or compile it): after this the memory of the process holds all machine code it will ever have."""
-    for function in compiled_functions():
+    for function in compiled_functions(kinds):
         function.load()
 
 
-def warm() -> Iterator[tuple[int, int]]:
-    """Compile everything in a child; yields (functions done, functions in total). A child that fails costs time, nothing else: what it
+def warm(kinds: Sequence[str] = KINDS) -> Iterator[tuple[int, int]]:
+    """Compile these kinds in a child; yields (functions done, functions in total). A child that fails costs time, nothing else: what it
     did not compile is compiled when it is first called."""
-    command = [sys.executable, "-P", "-m", f"{__package__}.warm"]
+    command = [sys.executable, "-P", "-m", f"{__package__}.warm", *kinds]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()) as child:
         for done, line in enumerate(child.stdout, 1):
             yield done, int(line.rsplit(" ", 1)[1])
@@ -68,9 +74,10 @@ def main() -> None:
     if folder is None:
         return
     with _locked(folder):
-        functions = compiled_functions()
-        _compile(functions, min(MOST_HELPERS, os.cpu_count() or 1))
-        (folder / COMPLETE).touch()
+        kinds = sys.argv[1:] or KINDS
+        _compile(compiled_functions(kinds), min(MOST_HELPERS, os.cpu_count() or 1))  # takes a moment where another has done it meanwhile
+        for kind in kinds:
+            complete(folder, kind).touch()
 
 
 def _compile(functions: list[Kernel | Jit], processes: int) -> None:

@@ -24,6 +24,7 @@ RANGE_NBYTES = 32 << 20
 PIECE_NBYTES = 1 << 20
 HASH_NBYTES = 4 << 20
 TICK_S = 0.1
+SILENCE_S = 3.0
 LEAVE_S = 3.0  # for a thread that is waiting for a host to answer at all
 DAMAGES = 2  # complete files with a wrong hash before it is given up
 
@@ -101,7 +102,7 @@ def transfer(files: Sequence[Wanted], open_range: OpenRange, network: Network, c
              backoff: Backoff | None = None) -> Iterator[Received | Complete | Trouble]:
     """Complete every file; they are reported in order. Raises the first error that trying again cannot cure; what came is kept."""
     work = _Work(files, open_range, network, backoff or Backoff())
-    threads = [threading.Thread(target=work.receive, name=f"effllm-receive-{n}", daemon=True) for n in range(max(1, connections))]
+    threads = [threading.Thread(target=work.receive, name=f"effllm-receive-{n}", daemon=True) for n in range(min(connections, work.ranges))]
     threads.append(threading.Thread(target=work.check, name="effllm-check", daemon=True))
     most = 0
     try:
@@ -133,6 +134,7 @@ class _Work:
     _events: deque[Complete | Trouble] = field(default_factory=deque)
     _failure: Exception | None = None
     _stopping: bool = False
+    _said: dict[str, float] = field(default_factory=dict)
     _quiet_until: float = 0.0  # a server that was too busy is left alone by all
 
     def __post_init__(self) -> None:
@@ -146,6 +148,11 @@ class _Work:
             step = state.wanted.part.size if whole else RANGE_NBYTES
             for at in range(begin, end, step):
                 self._queue.append(_Range(state, at, min(end, at + step), state.generation))
+
+    @property
+    def ranges(self) -> int:
+        """How many are still to be taken, at least one: a file that starts over brings more."""
+        return max(1, len(self._queue))
 
     # -- the generator's side ----------------------------------------------------------------------------------------------------
 
@@ -265,7 +272,9 @@ class _Work:
             until = time.monotonic() + delay
             if asked:
                 self._quiet_until = max(self._quiet_until, until)
-            self._events.append(Trouble(f"{name}: {reason}; trying again in {max(1, round(delay))} s"))
+            if time.monotonic() - self._said.get(reason, -SILENCE_S) >= SILENCE_S:  # connections fail together, and once is enough
+                self._said[reason] = time.monotonic()
+                self._events.append(Trouble(f"{name}: {reason}; trying again in {max(1, round(delay))} s"))
             while not self._stopping and (left := max(until, self._quiet_until) - time.monotonic()) > 0:
                 self._changed.wait(left)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
                         keys.text("alternative", ""), own)
 
 
+@cache
 def packaged() -> tuple[CatalogEntry, ...]:
     return parse_catalog((files("effllm") / FILE).read_text(encoding="utf-8"))
 

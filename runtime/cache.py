@@ -102,6 +102,7 @@ class KVCache:
     def clear(self) -> None:
         self.n = 0
         self.sealed = 0  # pages sealed so far: they are sealed in order
+        self._changed = True  # have pages been sealed or dropped since the last step?
         self._slot_of: dict[int, int] = {-1: 0}  # page -> slot; -1 are the sinks
         self._free = list(range(self.shape.slots - 1, 0, -1))
 
@@ -129,6 +130,8 @@ class KVCache:
         """Make room for `tokens` more. They count as held after `commit`. Raises ValueError beyond the context."""
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
+        if tokens == 1 and self._begin_next():
+            return self.step
         positions = np.arange(self.n, self.n + tokens, dtype=np.int64)
         last = self._page(self.n + tokens - 1)
         for page in range(max(0, self._page(self.n)), last + 1):
@@ -138,7 +141,22 @@ class KVCache:
         starts = np.where(pages < 0, 0, self.shape.sinks + PAGE * pages)
         slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
         self.step = Step(self.n, positions, slots, positions - starts, self._blocks(self.n + tokens))
+        self._changed = False
         return self.step
+
+    def _begin_next(self) -> bool:
+        """`begin` for a token that lies behind the only one of the last step, in the same page. The step has the arrays of the last one,
+        changed in place: a backend that knows them knows what to do."""
+        last = self.step
+        if last is None or len(last.slots) != 1 or last.position + 1 != self.n or self._changed:
+            return False
+        page = self._page(self.n)
+        if page != self._page(last.position):
+            return False
+        last.rows[0] = self.n - self._start(page)
+        last.blocks[-1, 3] = last.rows[0] + 1
+        self.step = Step(self.n, np.array([self.n]), last.slots, last.rows, last.blocks)
+        return True
 
     def _blocks(self, end: int) -> np.ndarray:
         """All blocks that hold a token before `end`, in position order."""
@@ -158,6 +176,7 @@ class KVCache:
                     layer.pages.seal(slot, page, index, self._start(page), self.codec)
             self._free.append(slot)
             self.sealed += 1
+            self._changed = True
 
     def truncate(self, n: int) -> int:
         """Forget tokens from `n` on. Returns how many are held: fewer than `n` where a sealed page would have to be exact again, and
@@ -165,6 +184,7 @@ class KVCache:
         one the tokens run again see as packed what they saw exact before."""
         if n >= self.n:
             return self.n
+        self._changed = True
         sealed = max(0, (n - self.shape.window - self.shape.sinks) // PAGE)
         if self.sealed > sealed:
             self.sealed, n = sealed, min(n, self._start(sealed))

@@ -67,8 +67,8 @@ def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> I
     from ..kernels.cpu.ops import CpuOps
     from ..kernels.threads import ThreadPool
 
-    if warm.is_cold():
-        for done, total in warm.warm():
+    if warm.is_cold((warm.RAW,)):
+        for done, total in warm.warm((warm.RAW,)):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
     config = read_config(folder)
     cut = windows(ids, min(WINDOW, config.context_length))
@@ -112,7 +112,7 @@ class Calibration:
 
     def __init__(self, model: Model, ops: object, cut: list[np.ndarray]) -> None:
         self.model, self.ops, self.cut = model, ops, cut
-        self.states = model.read_rows(np.concatenate(cut))
+        self.states = model.read_states(cut)
 
     def run(self) -> Iterator[Progress | LayerStats]:
         config = self.model.config
@@ -143,7 +143,7 @@ class Calibration:
         cache.clear()
         step = cache.begin(len(states))
         x = self.ops.from_host(states)
-        return model.block(self.ops, weights, x, cache.layer(0), step.positions, model.rope, model.config, layer, tap)
+        return model.block(self.ops, weights, x, cache.layer(0), step.positions, model.ropes[layer], model.config, layer, tap)
 
     def _head(self) -> dict[str, Stats]:
         norm, gathered = self.model.read_norm(), Gathered(self.states.shape[1])

@@ -109,12 +109,13 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
     if not present:
         raise ModelNotFound(f"there is no {'file' if reference.file else 'folder'} {show(text)}", LOOK)
     if path.suffix.lower() == ".gguf":
-        return _from_gguf(text, path)
+        return _from_gguf(reference, path)
     raise UsageError(f"{show(text)} is a file, a model is a folder", f"try {path.parent}")
 
 
-def _from_gguf(text: str, path: Path) -> ModelRef:
-    raise UsageError(f"{show(text)} is a GGUF file, which this version does not read",
+def _from_gguf(reference: Reference, path: Path) -> ModelRef:
+    """The one place where a name becomes a GGUF file that is there, from the disk or from the cache."""
+    raise UsageError(f"{show(reference.text)} is a GGUF file, which this version does not read",
                      "give a folder with config.json and *.safetensors")
 
 
@@ -152,7 +153,7 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
     found = hub.find(env, repo, revision)
     if reference.file is not None:
         path = found.folder / reference.file if found else None
-        return _from_gguf(reference.text, path) if path is not None and path.exists() else None
+        return _from_gguf(reference, path) if path is not None and path.exists() else None
     kept = storage.find_kept(env, repo, found.commit if found else revision, reference.variant)
     missing = hub.missing_files(found.folder) if found else ()
     if found is not None and not missing and not (reference.variant and kept):
@@ -195,8 +196,10 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
     pull = f"effllm pull {reference.text}"
     if reference.revision and name in repos:
         return _absent(reference, name, f"{name} is here, but not at revision {reference.revision}", pull)
-    if name in repos:
+    if name in repos and (reference.file or reference.variant):
         return _absent(reference, name, f"{name} is here, but {reference.file or reference.variant} of it is not", pull)
+    if name in repos:
+        return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
     near = _near(name, [entry.alias for entry in entries] + [entry.repo for entry in entries if entry.repo] + sorted(repos))
     if near:
         return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(near)}?")

@@ -154,8 +154,8 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
     """Compile what is cold; the plan last, as it is or with the formats found for a target."""
     from ..kernels import warm
 
-    if warm.is_cold():
-        for done, total in warm.warm():
+    if warm.is_cold((warm.RAW,)):
+        for done, total in warm.warm((warm.RAW,)):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
     if options.target is None:
         yield plan

@@ -145,8 +145,9 @@ def plan_conversion(folder: Path, recipe: Recipe) -> ConversionPlan:
     except BaseException:
         store.close()
         raise
-    used = {job.name for job in jobs}
-    return ConversionPlan(folder, config, store, recipe, jobs, _files(jobs), tuple(name for name in store.tensors if name not in used))
+    read = {(job.info.file, job.info.offset) for job in jobs}  # the first part of a tensor that is split begins where it does
+    unused = tuple(name for name, info in store.tensors.items() if (info.file, info.offset) not in read)
+    return ConversionPlan(folder, config, store, recipe, jobs, _files(jobs), unused)
 
 
 def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe) -> Iterable[Job]:

@@ -72,7 +72,8 @@ class Converter:
 
         config, jobs = self.plan.config, {job.role: job for job in self.plan.jobs if job.key == found.key}
         norms = [job.source.scheme for job in jobs.values() if job.group == OTHER]
-        layout = Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0])
+        layout = Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0],
+                        config.hidden_act)
         tensors = {role: whole(self.plan.store, job) for role, job in jobs.items()}
         specs = {role: job.spec for role, job in jobs.items() if job.group != OTHER}
         return {jobs[role].name: array for role, array in equalise(tensors, found.roles, specs, layout, self._pool).items()}

@@ -22,7 +22,7 @@ from .cache import KVCache
 from .events import Notice, Progress
 from .model import Model, attention_specs, dims
 from .policy.keep import Keep
-from .prepare import LOGIT_ROWS, EngineOptions, Prepared, prepare, worker_count
+from .prepare import LOGIT_ROWS, EngineOptions, Prepared, folder_kinds, prepare, worker_count
 from .sampler import Sampler
 
 
@@ -37,17 +37,18 @@ class Step:
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:
     """Yield what happens on the way, then the Engine. Nothing is silent: each decision that was not asked for is a Notice."""
     options = options or EngineOptions()
-    yield from open_prepared(lambda: prepare(folder, options))
+    yield from open_prepared(lambda: prepare(folder, options), folder_kinds(folder, options))
 
 
-def open_prepared(prepare_late: Callable[[], Prepared]) -> Iterator[Progress | Notice | Engine]:
-    """`open_engine` for a plan made otherwise; it is made after the kernels are compiled, so that it sees the memory that is left."""
+def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
+    """`open_engine` for a plan made otherwise; it is made after kernels of these kinds are compiled, so that it sees the memory that
+    is left."""
     from ..kernels import warm
     from . import lookup
 
     started = time.monotonic()
-    if warm.is_cold():
-        for done, total in warm.warm():
+    if warm.is_cold(kinds):
+        for done, total in warm.warm(kinds):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
     if warm.cache_folder() is None:
         yield Notice("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from ..offload.size import parse_size
 from ..quant.kv import codec
 from .cache import CacheShape, cache_nbytes
 from .config import ModelConfig, read_config
-from .container import Container, read_container
+from .container import FILE, Container, read_container
 from .model import check_tensors, dims
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
@@ -99,9 +101,10 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
     workers = worker_count(options)
     wanted = options.ctx
-    if wanted is not None and wanted > config.context_length and not options.force:
+    learned = config.position_offset is not None
+    if wanted is not None and wanted > config.context_length and (learned or not options.force):
         raise UsageError(f"-c {wanted} is more than the {config.context_length} positions that the model was made for",
-                         "a smaller -c, or --force to try")
+                         "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
 
     def shape_for(ctx: int) -> CacheShape:
         return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(chunk, -(-ctx // PAGE) * PAGE))
@@ -111,7 +114,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
     fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape_for(wanted or config.context_length))
     demand = Demand(
-        baseline=_baseline(), workspace=workspace(wanted or config.context_length),
+        baseline=_baseline(kernel_kinds(container is not None, options)), workspace=workspace(wanted or config.context_length),
         weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
         kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
@@ -128,16 +131,30 @@ def worker_count(options: EngineOptions) -> int:
     return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
 
 
-def _baseline() -> int:
+def kernel_kinds(low_bit: bool, options: EngineOptions) -> tuple[str, ...]:
+    """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement."""
+    from ..kernels import warm
+
+    needed = {warm.RAW: True, warm.LOW_BIT: low_bit, warm.EXACT: low_bit and options.exact,
+              warm.LOOKUP: low_bit and options.kernel == "lut"}
+    return tuple(kind for kind, is_needed in needed.items() if is_needed)
+
+
+def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
+    """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
+    return kernel_kinds(os.path.exists(folder / FILE), options)
+
+
+def _baseline(kinds: Sequence[str]) -> int:
     """Bytes of the process when everything that a run imports and compiles is in. With a cold kernel cache, where that would take long,
     what the machine code will add is an allowance."""
     import tokenizers  # noqa: F401
 
     from ..kernels import warm
 
-    if warm.is_cold():
+    if warm.is_cold(kinds):
         return hardware.rss() + COLD_ALLOWANCE
-    warm.load_all()
+    warm.load_all(kinds)
     return hardware.rss()
 
 

@@ -1,4 +1,4 @@
-"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:4bit | :FILE]`.
+"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE]`, then `[:4bit]`.
 
 The one parser for every command. It asks the disk one thing alone, whether a name that could be a path is one.
 """
@@ -23,7 +23,7 @@ LOOK = "effllm list shows the models that are here; fable comes with effllm"
 @dataclass(frozen=True)
 class Reference:
     """`path` is set for what lies on the disk, `name` for an alias or a repository. `variant` is a format (4bit), `file` a file of the
-    repository or folder; at most one of them is given."""
+    repository or folder."""
 
     text: str
     name: str = ""
@@ -52,8 +52,6 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
                 raise UsageError(f"{show(text)} names two formats", f"leave one away: {show(base)}")
         if (match := FILE.fullmatch(base)) and not exists(Path(base)):
             base, file = match.groups()
-            if variant:
-                raise UsageError(f"{show(text)} names a file and a format", f"a file has the format it was made in: {base}:{file}")
     if (path := _as_path(base, env)) is not None:
         return Reference(text, path=path, variant=variant, file=file)
     name, revision = _split(base)

@@ -22,6 +22,7 @@ from ..quant.weight import from_f32
 from . import families
 from .config import ModelConfig, parse_config
 from .container import Container, StoredTensor
+from .convert_plan import MATRICES
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
           "torch_dtype": "bfloat16"}
@@ -49,7 +50,7 @@ class SyntheticStore:
         recipe = None if spec is None else Recipe(spec)
         offset = 0
         for role, rule in rules:
-            low = recipe is not None and len(rule.shape) == 2
+            low = recipe is not None and role in MATRICES
             own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("bf16")
             stored[rule.name] = StoredTensor(rule.name, own, tuple(rule.shape), 0)
             nbytes = own.nbytes(rule.shape)

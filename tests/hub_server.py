@@ -68,7 +68,8 @@ Disturbance = Callable[[Request], Reply | None]
 @dataclass
 class Hub:
     """`disturb` is asked first on every request; `cut_after` bytes of a body, connections break for `cuts` times; `rate` bytes a second and
-    connection slow the storage down; `ranges` False ignores them; `swap` changes bytes of a file on the way, `tags` its ETag."""
+    connection slow the storage down; `ranges` False ignores them; `direct`: no storage behind; `swap` changes bytes of a file on the way,
+    `tags` its ETag."""
 
     repos: dict[str, Repo] = field(default_factory=dict)
     disturb: Disturbance | None = None
@@ -76,6 +77,7 @@ class Hub:
     cuts: int = 0
     rate: float | None = None
     ranges: bool = True
+    direct: bool = False
     swap: dict[str, bytes] = field(default_factory=dict)
     tags: dict[str, Iterator[str]] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
@@ -207,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(404, "EntryNotFound", "Entry not found", body)
         content = repo.files[file]
         headers = {"X-Repo-Commit": repo.commit}
-        if file.endswith(LFS_SUFFIXES):
+        if file.endswith(LFS_SUFFIXES) and not self.hub.direct:
             headers |= {"X-Linked-Etag": f'"{etag(file, content)}"', "X-Linked-Size": str(len(content)),
                         "Location": f"{self.hub.storage}/{name}/{file}?signed=yes"}
             self.send(302, headers, b"", body)

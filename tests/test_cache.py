@@ -65,7 +65,7 @@ class Feed:
         return reference.attend(q, k, v, 0, np.arange(n), layout.head_dim**-0.5, window, softcap).reshape(n, -1)
 
 
-@pytest.mark.parametrize("heads,kv_heads,head_dim", ((6, 2, 24), (4, 4, 64), (8, 1, 80), (2, 2, 128)))
+@pytest.mark.parametrize("heads,kv_heads,head_dim", ((6, 2, 24), (4, 4, 64), (8, 1, 80), (2, 1, 96), (2, 2, 128), (2, 1, 256)))
 @pytest.mark.parametrize("kv,bound", (("32bit", 2e-5), ("16bit", 5e-3)))
 @pytest.mark.parametrize("window,softcap", ((None, None), (50, None), (200, 5.0)))
 def test_attention_equals_softmax(pool, heads, kv_heads, head_dim, kv, bound, window, softcap):
@@ -234,3 +234,21 @@ def test_unknown_kv_is_refused_with_what_exists():
     with pytest.raises(UsageError, match="--kv 4bit is not in this version") as caught:
         codec("4bit")
     assert caught.value.hint == "use --kv 32bit or 16bit"
+
+
+def test_a_step_of_one_token_keeps_the_arrays_of_the_last_within_a_page(pool):
+    """A backend runs what it prepared for these arrays again, so they may change hands only where the blocks change."""
+    cache = make(pool, shape=CacheShape(CTX, sink=16, window=16, chunk=PAGE))
+    seen = []
+    for _ in range(16 + 2 * PAGE + 20):
+        step = cache.begin(1)
+        seen.append((step.blocks, step.blocks.copy(), step.positions[0], step.slots[0], step.rows[0]))
+        cache.commit()
+    fresh = make(pool, shape=CacheShape(CTX, sink=16, window=16, chunk=PAGE))
+    for at, (_, blocks, position, slot, row) in enumerate(seen):
+        fresh.step = None  # nothing to go on from
+        step = fresh.begin(1)
+        assert np.array_equal(step.blocks, blocks) and (step.positions[0], step.slots[0], step.rows[0]) == (position, slot, row), at
+        fresh.commit()
+    changes = [at for at in range(1, len(seen)) if seen[at][0] is not seen[at - 1][0]]
+    assert changes == [16, 16 + PAGE, 16 + PAGE + 16, 16 + 2 * PAGE, 16 + 2 * PAGE + 16]

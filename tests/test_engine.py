@@ -234,3 +234,38 @@ def test_a_context_too_small_to_shift_is_an_overflow():
     with pytest.raises(ContextOverflow):
         list(tiny.prefill([300, 301]))
     tiny.close()
+
+
+def test_a_token_run_from_the_recorded_pass_has_the_same_bits(engine):
+    """Decode runs the job list of the token before; a tap makes every pass a fresh one."""
+    prompt = list(range(300, 360))
+    tokens = answer(engine, prompt, 150)  # over a page's end and the sealing of one
+    recorded, fresh = [], []
+    for keep, tap in ((recorded, None), (fresh, lambda name, layer, value: None)):
+        engine.reset()
+        for _ in engine.prefill(prompt):
+            continue
+        for token in tokens:
+            x = engine.model.forward(np.array([token]), engine.cache, *([tap] if tap else []))
+            keep.append(x.copy())
+    assert np.array_equal(recorded, fresh)
+
+
+def test_what_lies_between_two_tokens_does_not_reach_the_second(engine):
+    """Passes of several tokens and a cut back to before the page's end, between tokens that would otherwise be run again."""
+    ids = list(range(300, 500))
+
+    def hidden(cuts: list[int]) -> np.ndarray:
+        engine.reset()
+        outs, at = [], 0
+        for cut in cuts:
+            outs.append(engine.model.forward(np.array(ids[at : at + cut]), engine.cache).copy())
+            at += cut
+        return np.concatenate(outs)
+
+    assert np.array_equal(hidden([1] * 12), hidden([1, 1, 3, 1, 1, 4, 1]))
+    engine.reset()
+    first = [engine.model.forward(np.array([token]), engine.cache).copy() for token in ids[:100]]
+    engine.cache.truncate(90)
+    again = [engine.model.forward(np.array([token]), engine.cache).copy() for token in ids[90:100]]
+    assert np.array_equal(first[90:], again)

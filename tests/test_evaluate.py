@@ -73,7 +73,7 @@ def test_log_softmax_sums_to_one():
 def test_bench_counts_what_it_ran():
     options = BenchOptions(prompt=140, gen=4, depth=200, repetitions=2)
     engine_options = context_for(EngineOptions(device="cpu"), options)
-    engine = list(open_prepared(lambda: prepare_synthetic(str(FABLE / "config.json"), engine_options)))[-1]
+    engine = list(open_prepared(lambda: prepare_synthetic(str(FABLE / "config.json"), engine_options), ("raw",)))[-1]
     rows = [row for row in bench(engine, options, "fable") if isinstance(row, BenchRow)]
     engine.close()
     assert [row.test for row in rows] == ["pp140 @ d200", "tg4 @ d200"]

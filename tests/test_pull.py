@@ -290,6 +290,16 @@ def test_a_server_without_ranges(hub: Hub, person: Person, monkeypatch: pytest.M
     assert ran.code == 0 and "no ranges" in ran.err and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
 
 
+def test_a_mirror_that_sends_the_bytes_itself(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effllm.offload import transfer
+
+    monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 19)
+    repo, hub.direct = hub.add(REPO, files=tiny(), gate="good"), True
+    assert person.types("pull", REPO, HF_TOKEN="good").code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert hub.served["model.safetensors"] == len(repo.files["model.safetensors"])
+    assert len({request.range for request in hub.asked("model.safetensors")}) > 3
+
+
 def test_bytes_of_two_versions_are_not_mixed(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     from effllm.offload import transfer
 
@@ -363,7 +373,8 @@ def test_run_with_yes_and_bits(hub: Hub, person: Person) -> None:
 @pytest.mark.parametrize(("words", "code", "said"), [
     (("pull", "fable"), 3, "comes with effllm"), (("pull", "./folder"), 2, "is a path"), (("pull", "lama3"), 3, "did you mean llama3"),
     (("pull", REPO, "--keep"), 2, "--bits 4 --keep"), (("pull", f"{REPO}:4bit", "--bits", "3"), 2, "disagree"),
-    (("pull", REPO, "--bits", "7"), 2, "7bit"), (("pull", "word"), 3, "no model 'word'"), (("pull", REPO + "@../x"), 2, "no revision")])
+    (("pull", REPO, "--bits", "7"), 2, "7bit"), (("pull", f"{REPO}:a.gguf", "--bits", "4"), 2, "as it is"),
+    (("pull", "word"), 3, "no model 'word'"), (("pull", REPO + "@../x"), 2, "no revision")])
 def test_requests_that_make_no_sense(person: Person, hub: Hub, words: tuple[str, ...], code: int, said: str) -> None:
     assert said in person.types(*words).refused(code)
     assert not hub.requests

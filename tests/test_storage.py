@@ -42,7 +42,7 @@ def person(tmp_path: Path, hub: Hub) -> Person:
     ("llama3", "llama3", None, None, None), ("org/name", "org/name", None, None, None), ("org/name@v1.0", "org/name", "v1.0", None, None),
     ("llama3:4bit", "llama3", None, "4bit", None), ("org/name@refs/pr/1:ternary", "org/name", "refs/pr/1", "ternary", None),
     ("org/name:a-Q4_0.gguf", "org/name", None, None, "a-Q4_0.gguf"), ("org/name@v1:B.GGUF", "org/name", "v1", None, "B.GGUF"),
-    (" llama3 ", "llama3", None, None, None)])
+    ("org/name:b.gguf:4bit", "org/name", None, "4bit", "b.gguf"), (" llama3 ", "llama3", None, None, None)])
 def test_names(text: str, name: str, revision: str | None, variant: str | None, file: str | None) -> None:
     found = parse_reference(text, {"HOME": "/nowhere"})
     assert (found.name, found.revision, found.variant, found.file, found.path) == (name, revision, variant, file, None)
@@ -62,7 +62,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "no model"), ("a:4bit:3bit", "two formats"), ("a:9bit", "no format"),
-                                            ("a@", "no revision"), ("a@../b", "no revision"), ("a:b.gguf:4bit", "a file and a format")])
+                                            ("a@", "no revision"), ("a@../b", "no revision")])
 def test_what_has_no_such_form(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse_reference(text, {})

@@ -78,14 +78,15 @@ def test_a_waiting_worker_does_not_hold_the_interpreter():
 
 
 def cold(folder) -> subprocess.Popen:
-    code = "from effllm.kernels import warm\nassert warm.is_cold()\nprint([p for p in warm.warm()][-1])\nassert not warm.is_cold()"
+    code = ("from effllm.kernels import warm\nassert warm.is_cold(['raw'])\nprint([p for p in warm.warm(['raw'])][-1])\n"
+            "assert not warm.is_cold(['raw']) and warm.is_cold(['raw', 'low-bit'])")
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "XDG_CACHE_HOME": str(folder)}, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True)
 
 
 def test_two_cold_starts_at_once_share_one_compilation(tmp_path):
     both = [cold(tmp_path), cold(tmp_path)]
-    count = len(warm.compiled_functions())
+    count = len(warm.compiled_functions([warm.RAW]))
     for process in both:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and f"({count}, {count})" in out, err[-2000:]
@@ -111,7 +112,7 @@ def test_the_cache_is_named_by_all_kernel_sources():
 
 
 def test_a_damaged_cache_file_costs_time_once(tmp_path):
-    run = ("from effllm.kernels import warm\nwarm.load_all() if not warm.is_cold() else list(warm.warm())\n"
+    run = ("from effllm.kernels import warm\nwarm.load_all(['raw']) if not warm.is_cold(['raw']) else list(warm.warm(['raw']))\n"
            "from effllm.kernels.threads import ThreadPool\nThreadPool(2).close()\nprint('ran')")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     for damage in (False, True):
@@ -120,4 +121,4 @@ def test_a_damaged_cache_file_costs_time_once(tmp_path):
                 path.write_bytes(b"")
         done = subprocess.run([sys.executable, "-c", run], env=environment, capture_output=True, text=True)
         assert done.stdout == "ran\n", done.stderr[-1500:]
-    assert not list(tmp_path.rglob("complete"))
+    assert not list(tmp_path.rglob("complete-*"))

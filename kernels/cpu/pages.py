@@ -78,10 +78,15 @@ class LayerPages:
             ops.run(attention.attend_many, self._attend_at)
             return
         changing = block if len(q) > 1 else None
+        if changing is None:
+            ops.refresh(self._move)
         for t in range(len(q)):
             block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads
             ops.run(attention.attend_few, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM, changing)
             ops.run(attention.merge_few, self._attend_at, width * len(blocks) >= SHARE_FROM, changing)
+
+    def _move(self, position: int) -> None:
+        self._attend[attention.POSITION] = position
 
     def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
         """Plain softmax over the gathered keys and values."""

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import quote, urljoin
 
@@ -147,7 +146,7 @@ class Client:
 
     def _fetch(self, address: str, repo: str, limit: int) -> bytes:
         def once() -> bytes:
-            response, _ = self._follow("GET", address, {})
+            response, _ = self._follow(address)
             try:
                 self._judge(response, repo)
                 text = response.read(limit)
@@ -186,11 +185,13 @@ class Client:
     def open_range(self, repo: str, commit: str, file: RemoteFile, begin: int, end: int) -> Response:
         """The bytes [begin, end) of a file, as `transfer` wants them: checked to be that range of that version of that file."""
         whole = begin == 0 and end == file.size
-        headers = {} if whole else {"Range": f"bytes={begin}-{end - 1}"}
+        span = None if whole else f"bytes={begin}-{end - 1}"
         with self._lock:
             known = self._places.get(file.name)
         address = known or self.address(repo, commit, file.name)
-        response, place = self._follow("GET", address, headers, trusted=known is None, file=file, commit=commit)
+        if known is None and not whole:
+            address = self._locate(address, file, commit)
+        response, place = self._follow(address, file, commit, span)
         try:
             if response.status in (400, 401, 403, 404, 410) and Url.parse(place).origin != self._home.origin:
                 with self._lock:
@@ -203,9 +204,8 @@ class Client:
         except BaseException:
             response.close()
             raise
-        if place != address:
-            with self._lock:
-                self._places[file.name] = place
+        with self._lock:
+            self._places[file.name] = place
         return response
 
     def _check_range(self, response: Response, file: RemoteFile, begin: int, end: int, whole: bool) -> None:
@@ -228,32 +228,49 @@ class Client:
             if first != tag:
                 raise StartOver("it changed on the server")
 
-    def _follow(self, method: str, address: str, headers: Mapping[str, str], *, trusted: bool = True, file: RemoteFile | None = None,
-                commit: str = "") -> tuple[Response, str]:
-        """The answer behind all redirects, and its address. The token goes to the hub's own origin alone."""
+    def _locate(self, address: str, file: RemoteFile, commit: str) -> str:
+        """Where a file's bytes are, asked without a range: an address that is given for one range might be good for that alone."""
         for _ in range(MOST_REDIRECTS):
-            url = Url.parse(address)
-            own = dict(headers)
-            if self._token and trusted and url.origin == self._home.origin:
-                own["Authorization"] = f"Bearer {self._token}"
-            response = self.network.request(method, url, own)
-            try:
-                if file is not None and url.origin == self._home.origin and response.status < 400:
-                    check_version(response, file, commit)
-                location = response.header("Location")
-                if response.status not in REDIRECTS or not location:
-                    return response, address
-                if response.remaining:
-                    response.read(LARGEST_ERROR)
-            except (ConnectionFailed, HTTPException, EffllmError):
-                response.close()
-                raise
+            response, target = self._ask("HEAD", address, file, commit, None)
             response.close()
+            if target is None or Url.parse(target).origin != self._home.origin:
+                return target or address
+            address = target
+        raise ConnectionFailed("redirects that do not end", again=False)
+
+    def _follow(self, address: str, file: RemoteFile | None = None, commit: str = "", span: str | None = None) -> tuple[Response, str]:
+        """The answer behind all redirects, and its address."""
+        for _ in range(MOST_REDIRECTS):
+            response, target = self._ask("GET", address, file, commit, span)
+            if target is None:
+                return response, address
+            response.close()
+            address = target
+        raise ConnectionFailed("redirects that do not end", again=False)
+
+    def _ask(self, method: str, address: str, file: RemoteFile | None, commit: str, span: str | None) -> tuple[Response, str | None]:
+        """One request: the answer, and where it sends on to. The token goes to the hub's own origin alone."""
+        url = Url.parse(address)
+        at_home = url.origin == self._home.origin
+        own = {"Range": span} if span else {}
+        if self._token and at_home:
+            own["Authorization"] = f"Bearer {self._token}"
+        response = self.network.request(method, url, own)
+        try:
+            if file is not None and at_home and response.status < 400:
+                check_version(response, file, commit)
+            location = response.header("Location")
+            if response.status not in REDIRECTS or not location:
+                return response, None
+            if response.remaining:
+                response.read(LARGEST_ERROR)
             target = urljoin(address, location)
             if url.scheme == "https" and not target.startswith("https:"):
                 raise ConnectionFailed(f"{url.authority} sends on to an address without encryption", again=False)
-            address = target
-        raise ConnectionFailed("redirects that do not end", again=False)
+            return response, target
+        except BaseException:
+            response.close()
+            raise
 
     # -- what an answer means ------------------------------------------------------------------------------------------------------
 
@@ -302,10 +319,7 @@ def check_version(response: Response, file: RemoteFile, commit: str) -> None:
     if at is not None and at != commit:
         raise DownloadFailed(f"the hub sent {file.name} of another version ({show(at[:12])})", "run the same command again")
     linked = normal_etag(response.header("X-Linked-Etag"))
-    tag = linked or (None if response.status in REDIRECTS or response.status == 304 else normal_etag(response.header("ETag")))
-    if linked is None and file.is_lfs:
-        return
-    if tag is not None and tag != file.etag:
+    if file.is_lfs and linked not in (None, file.etag):
         raise StartOver("it changed on the hub")
 
 

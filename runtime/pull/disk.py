@@ -50,8 +50,17 @@ def free_nbytes(folder: Path) -> int:
         return 0
 
 
-def same_disk(one: Path, two: Path) -> bool:
-    return existing(one).stat().st_dev == existing(two).stat().st_dev
+def source_folder(folder: Path) -> Path:
+    """Where the files lie that `folder` is being made of."""
+    return folder.with_name(f".{folder.name}.source")
+
+
+def allocated(folder: Path) -> int:
+    """Bytes of the disk that the files of a folder take, holes left out."""
+    try:
+        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(folder))
+    except OSError:
+        return 0
 
 
 def check_space(needs: list[tuple[Path, int]]) -> None:

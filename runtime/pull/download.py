@@ -135,6 +135,8 @@ def complete(place: Place, repository: Repository, files: Sequence[RemoteFile], 
     for same in by_etag.values():
         for file in same if same[0] not in absent else ():
             place.link(file)
+    if not absent:
+        return
     named = {file.name: file for file in absent}
     parts = [Wanted(file.name, place.part(file)) for file in absent]
     try:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from ... import DoesNotFit, ModelNotFound
+from ... import DoesNotFit, ModelNotFound, UsageError
 from ...offload.checkpoint import TensorInfo
+from ...offload.writer import held_nbytes
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
 from .. import families, storage
@@ -23,7 +24,7 @@ from ..config import ModelConfig, parse_config
 from ..container import DTYPES, Container, StoredTensor
 from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
-from .disk import check_space, free_nbytes
+from .disk import allocated, check_space, free_nbytes, source_folder
 from .download import CacheFolder
 from .repository import Repository, companions, describe, named_file, weights
 
@@ -98,8 +99,11 @@ class PullPlan:
 
 def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = None, keep: bool = False) -> Wish:
     """Which repository a reference means. Raises ModelNotFound for one that names none, UsageError for a format that does not exist."""
+    bits = bits or reference.variant
     if bits is not None:
         QuantSpec.parse(bits)
+    if bits and reference.file:
+        raise UsageError(f"{reference.text}: a file of a repository is pulled as it is", f"effllm pull {reference.base}:{reference.file}")
     entry = find_entry(catalog(env), reference.name)
     if entry is not None and entry.repo is None:
         raise ModelNotFound(f"{entry.alias} needs no download: it is at {entry.path}" if entry.own else
@@ -109,7 +113,7 @@ def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = Non
         from ..catalog import resolve
 
         resolve(reference.text, env)  # says what was probably meant
-    return Wish(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits or reference.variant, keep)
+    return Wish(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits, keep)
 
 
 def plan_pull(wish: Wish, client: Client, env: Mapping[str, str]) -> PullPlan:
@@ -173,8 +177,8 @@ def _with_bits(plan: PullPlan, config: ModelConfig, env: Mapping[str, str]) -> P
     shards = [file.size for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
     if plan.wish.keep:
         return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + result + beside)
-    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(shards, default=0) + result + 2 * beside,
-                   disk_free=free_nbytes(folder))
+    needed, begun = max(shards, default=0) + result + 2 * beside, held_nbytes(folder) + allocated(source_folder(folder))
+    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - begun), disk_free=free_nbytes(folder))
 
 
 class ExpectedStore:
@@ -193,7 +197,7 @@ class ExpectedStore:
             stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
             dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
             self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), 0, nbytes)
-        self.nbytes = sum(info.nbytes for info in self.tensors.values())
+        self.nbytes, self.notices = sum(info.nbytes for info in self.tensors.values()), ()
         bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
         self.container = None if spec is None else Container(str(spec), bits, stored, {}, {}, {}, {})
 
@@ -213,10 +217,11 @@ def _with_memory(plan: PullPlan, config: ModelConfig) -> PullPlan:
     except DoesNotFit as error:
         return replace(plan, memory=Memory(False, 0, 0, 0, error.message))
     memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx)
-    if warm.is_cold() or "cuda" in placement.devices:
+    if warm.is_cold((warm.RAW,)) or "cuda" in placement.devices:
         return replace(plan, memory=memory)
-    embed = store.tensors["model.embed_tokens.weight"].nbytes if not config.tie_word_embeddings else 0
-    return replace(plan, memory=memory, tokens_per_s=SHARE * memory_rate(options) / (store.nbytes - embed))
+    outer = families.get(config.family).outer_tensors(config)
+    unread = store.tensors[outer["embed"].name].nbytes if "head" in outer else 0
+    return replace(plan, memory=memory, tokens_per_s=SHARE * memory_rate(options) / (store.nbytes - unread))
 
 
 def memory_rate(options: object) -> float:

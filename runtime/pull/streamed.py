@@ -30,11 +30,11 @@ from ..convert_plan import ConversionPlan, plan_conversion
 from ..convert_tensors import Converter
 from ..events import Notice, Progress
 from .client import Client, DownloadFailed, RemoteFile
-from .disk import Rate, locked, speaking
+from .disk import Rate, locked, source_folder, speaking
 from .download import PHASE, CacheFolder, complete, download
 from .plan import PullPlan
 
-HEAD_NBYTES = 256 << 10  # holds the header of most shards
+HEAD_NBYTES = 64 << 10  # holds the header of most shards
 
 
 def quantized(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice | Path]:
@@ -78,7 +78,7 @@ class SourceFolder:
     """The small files and the growing shards, beside the folder that is made of them; gone when that is whole."""
 
     def __init__(self, plan: PullPlan, cache: CacheFolder) -> None:
-        self.path = plan.folder.with_name(f".{plan.folder.name}.source")
+        self.path = source_folder(plan.folder)
         self._cache = cache
 
     def blob(self, file: RemoteFile) -> Path:

@@ -1,0 +1,103 @@
+"""Running kernels: at once, collected for one native call, or again as in the last pass.
+
+Between two kernels the weights have driven the interpreter's own data out of the caches, and preparing a stage there costs several
+times what it costs beforehand. The jobs of a forward pass are therefore collected and run by one call at its end. While an answer is
+written, a pass differs from the one before in a position alone: its list is kept, and what the position changes is refreshed in
+place, so that a token costs no preparation at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..compile import Kernel
+from ..threads import ThreadPool
+from ..workspace import address
+
+
+@dataclass
+class Recording:
+    """The jobs of a pass. `key` says which passes are the same but for the position; `refresh` are told where the next one begins."""
+
+    key: object
+    refresh: list[Callable[[int], None]] = field(default_factory=list)
+    jobs: np.ndarray | None = None
+    kept: list[np.ndarray] = field(default_factory=list)
+
+
+class Jobs:
+    """What a backend runs its kernels with. `flush` and `replay` belong inside `together`."""
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self.pool = pool
+        self._collected: list[tuple[int, int, bool]] | None = None
+        self._kept: list[np.ndarray] = []
+        self._making: Recording | None = None
+        self._last: Recording | None = None
+        self._again: Recording | None = None
+
+    def run(self, kernel: Kernel, where: int, parallel: bool = True, block: np.ndarray | None = None) -> None:
+        """Run a kernel, or note it where jobs are being collected. `block`, when given, may change before the job runs: it is copied."""
+        if self._collected is None:
+            self.pool.run(kernel, where, parallel)
+            return
+        if block is not None:
+            block = block.copy()
+            self._kept.append(block)
+            where = address(block)
+        self._collected.append((kernel.address, where, parallel))
+
+    def keep(self, block: np.ndarray) -> None:
+        """Keep an argument block alive until what was collected has run."""
+        if self._collected is not None:
+            self._kept.append(block)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Collect the jobs of a forward pass and run them at the end (or at `flush`). Outputs may be read only after the end."""
+        self._collected = []
+        try:
+            yield
+            self.flush()
+        finally:
+            self._collected = self._making = self._again = None
+            self._kept.clear()
+
+    def flush(self) -> None:
+        """Run what was collected. A pass that needs this half-way depends on its values and is not recorded."""
+        self._making = None
+        if self._collected:
+            self.pool.run_list(np.array(self._collected, np.int64))
+            self._collected = []
+        if self._again is not None:
+            again, self._again = self._again, None
+            self.pool.run_list(again.jobs)
+
+    @contextmanager
+    def recording(self, key: object | None) -> Iterator[None]:
+        """Record the jobs that follow as a pass that may come again with this very `key`; None forgets what was recorded."""
+        self._last = None
+        made = self._making = None if key is None else Recording(key)
+        begin = len(self._collected)
+        yield
+        if made is not None and self._making is made:
+            made.jobs, made.kept = np.array(self._collected[begin:], np.int64), list(self._kept)
+            self._last, self._making = made, None
+
+    def refresh(self, change: Callable[[int], None]) -> None:
+        """`change(position)` is to be called before the pass that is being recorded runs again."""
+        if self._making is not None:
+            self._making.refresh.append(change)
+
+    def replay(self, key: object, position: int) -> bool:
+        """Run the recorded pass again from `position` on, if it has this key."""
+        if self._last is None or self._last.key is not key:
+            return False
+        for change in self._last.refresh:
+            change(position)
+        self._again = self._last
+        return True
