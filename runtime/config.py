@@ -59,6 +59,19 @@ REASONS = {
     "quantization_config": "this version reads unquantized weights: take the original 16-bit checkpoint",
 }
 
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
+    layers have them."""
+
+    experts: int
+    per_token: int
+    width: int
+    renormalise: bool
+    layers: frozenset[int]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Names as in config.json. Per layer: `ropes` (None: no rotary positions) and `windows` (None is full attention, else a query at p
@@ -99,6 +112,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     position_offset: int | None = None
+    mixture: Mixture | None = None
     warnings: tuple[str, ...] = ()
 
     @property

@@ -136,6 +136,13 @@ class Keys:
             raise self.fail(name, f"a list of {length} zeros and ones")
         return tuple(map(bool, value))
 
+    def layers(self, name: str, count: int) -> frozenset[int]:
+        """A list of numbers of layers, of which there are `count`; none when absent."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < count for v in value):
+            raise self.fail(name, f"a list of layers from 0 to {count - 1}")
+        return frozenset(value)
+
     def words(self, name: str, length: int) -> tuple[str, ...] | None:
         """A list of exactly `length` strings, None when absent."""
         value = self._get(name, None)

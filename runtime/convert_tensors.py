@@ -43,7 +43,7 @@ class Converter:
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
             yield Notice(f"{formats} with {self.method}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
 
-    def run(self) -> Iterator[Progress]:
+    def run(self) -> Iterator[Progress | Notice]:
         """Convert what is left to do."""
         if self.ids and any(not job.spec.is_raw for job in self.todo):
             for item in calibrate(self.plan.folder, self.ids, self._pool.workers):

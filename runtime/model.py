@@ -18,13 +18,13 @@ from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ..offload.memory import anonymous
 from ..offload.pager import ResidentPager
 from ..quant.spec import QuantSpec
-from ..quant.weight import RAW_NUMPY, Linear, Norm, Weight, to_f32
+from ..quant.weight import RAW_NUMPY, Expert, Linear, Norm, Weight, to_f32
 from . import families
 from .cache import AttnSpec, KVCache
 from .config import ModelConfig
 from .config_rope import RopeConfig
 from .container import Container
-from .families import LayerWeights, TensorRule
+from .families import LayerWeights, TensorRule, expert_of, expert_role
 from .rope import RopeTable, rope_table
 
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -118,8 +118,10 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int) -> Dims:
     """The widths that size a workspace."""
-    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size,
-                config.vocab_size, min(chunk, ctx), ctx, rows)
+    own = config.mixture
+    mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
+    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                max(config.intermediate_size, mixture[2]), config.vocab_size, min(chunk, ctx), ctx, rows, *mixture)
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,11 @@ class Model:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights that one forward pass reads: all but an embedding table that is not the head too."""
-        outer = self.tensors["outer"]
-        return self.nbytes - (outer["embed"].nbytes if "head" in outer else 0)
+        """Bytes of weights that one token reads: all but an embedding table that is not the head too and experts that it does not visit."""
+        outer, own = self.tensors["outer"], self.config.mixture
+        nbytes = self.nbytes - (outer["embed"].nbytes if "head" in outer else 0)
+        experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
+        return nbytes - (experts * (own.experts - own.per_token) // own.experts if experts else 0)
 
     @property
     def bits_per_value(self) -> float:
@@ -205,9 +209,12 @@ class Model:
             return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
 
         none = Norm("none")
+        experts = tuple(Expert(*(linear(expert_role(expert, role)) for role in ("gate", "up", "down")))
+                        for expert in range(config.mixture.experts if "router" in roles else 0))
         return LayerWeights(input_norm=norm("input_norm") or none, q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
                             k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm") or none, gate=linear("gate"),
-                            up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"))
+                            up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
+                            router=linear("router"), experts=experts)
 
     def read_layer(self, layer: int) -> LayerWeights:
         """A layer's weights straight from the store, for a pass that goes layer by layer; `load` need not have run. The host's."""

@@ -36,6 +36,8 @@ TWO_ROPES = {"sliding_window": 40, "query_pre_attn_scalar": 20, "layer_types": [
              "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
                                  "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}
 
+FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
 CASES = {
     "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),
     "llama, biases": Case("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "num_key_value_heads": 4, "hidden_act":
@@ -75,6 +77,16 @@ CASES = {
     "opt": Case("opt", {"ffn_dim": 88, "init_std": 0.2}),
     "opt, no biases": Case("opt", {"hidden_size": 160, "num_attention_heads": 2, "ffn_dim": 88, "init_std": 0.2, "enable_bias": False,
                                    "activation_function": "gelu", "tie_word_embeddings": False}, dtype="float16"),
+    "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "hidden_act": "gelu"}),
+    "mixtral, window, bfloat16": Case("mixtral", {"num_local_experts": 4, "sliding_window": 40, "tie_word_embeddings": True},
+                                      dtype="bfloat16"),
+    "qwen3_moe": Case("qwen3_moe", {**FEW_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen3_moe, some layers dense": Case("qwen3_moe", {**FEW_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers":
+                                                       [3], "attention_bias": True, "use_sliding_window": True, "sliding_window": 70}),
+    "qwen3_moe, bfloat16": Case("qwen3_moe", {**FEW_EXPERTS, "norm_topk_prob": True}, dtype="bfloat16"),
+    "olmoe": Case("olmoe", {"num_experts": 9, "num_experts_per_tok": 4, "vocab_size": 301, "eos_token_id": None}),
+    "olmoe, one expert, float16": Case("olmoe", {"num_experts": 3, "num_experts_per_tok": 1, "attention_bias": True, "norm_topk_prob": True,
+                                                 "num_key_value_heads": 4, "eos_token_id": None}, dtype="float16"),
 }
 
 

@@ -14,11 +14,14 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -33,7 +36,7 @@ from config_samples import LLAMA, SMALL, refused
 
 WRITERS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "granite": GraniteConfig, "llama": LlamaConfig,
            "mistral": MistralConfig, "olmo2": Olmo2Config, "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
-           "smollm3": SmolLM3Config}
+           "smollm3": SmolLM3Config, "mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig, "olmoe": OlmoeConfig}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
@@ -69,7 +72,8 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
         kind = "full_attention" if None in config.windows else "sliding_attention"
         theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
         assert config.rope.theta == theta and config.rope.kind == "default"
-    assert config.qk_norm == (family in ("gemma3_text", "olmo2", "qwen3")) and config.qkv_bias == (family in ("opt", "qwen2"))
+    assert config.qk_norm == (family in ("gemma3_text", "olmo2", "olmoe", "qwen3", "qwen3_moe"))
+    assert config.qkv_bias == (family in ("opt", "qwen2"))
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -180,9 +184,11 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
 
     both, one = {"attention_bias": True, "mlp_bias": True}, {"attention_bias": True}
     features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "gemma2": one, "gemma3_text": one,
-                "opt": {"enable_bias": False}}
+                "opt": {"enable_bias": False}, "olmoe": {**one, "num_experts": 9}, "mixtral": {"num_local_experts": 3},
+                "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
+                              "mlp_only_layers": [3]}}
     for family, writer in WRITERS.items():
-        width = {"opt": {"ffn_dim": 88}, "phi3": {}}.get(family, {"head_dim": 32})
+        width = {"opt": {"ffn_dim": 88}, "phi3": {}, "olmoe": {}}.get(family, {"head_dim": 32})
         for changes in ({"tie_word_embeddings": False}, {"tie_word_embeddings": True, **features.get(family, {})}):
             written = writer(**{**SMALL, **width, "pad_token_id": None, **changes})
             with torch.device("meta"):
@@ -192,6 +198,7 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
             rules = [*module.outer_tensors(config).values()]
             rules += [rule for layer in range(4) for rule in module.layer_tensors(config, layer).values()]
             there = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}  # a tied head is listed once
+            there = dict(part for name, shape in there.items() for part in in_a_file(family, name, shape))
             whole = {rule.part_of[0]: (rule.part_of[2], *rule.shape[1:]) for rule in rules if rule.part_of}
             assert {rule.name: rule.shape for rule in rules if not rule.part_of} | whole == there
             parts = sorted((*rule.part_of, rule.shape[0]) for rule in rules if rule.part_of)
@@ -199,6 +206,57 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
                 mine = [(first, size) for stored, first, _, size in parts if stored == name]
                 assert [first for first, _ in mine] == [sum(size for _, size in mine[:i]) for i in range(len(mine))]
                 assert sum(size for _, size in mine) == rows
+
+
+def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """A tensor of transformers' model as checkpoints hold it: experts lie apart, and Mixtral has names of its own."""
+    if family == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." not in name:
+        return [(name, shape)]
+    place, stacked = name.rsplit(".", 1)
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[stacked]
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {part: part for part in parts}
+    return [(f"{place}.{expert}.{names[part]}.weight", (shape[1] // len(parts), shape[2])) for expert in range(shape[0]) for part in parts]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_mixtures(family: str) -> None:
+    small = {**LLAMA, "model_type": family, "eos_token_id": 7}
+    for name in ("num_experts", "num_local_experts"):  # transformers 5 writes the second where 4 wrote the first
+        config = parse_config({**small, name: 6, "num_experts_per_tok": 3}, strict=True)
+        assert (config.mixture.experts, config.mixture.per_token, config.mixture.layers) == (6, 3, frozenset(range(4)))
+        assert config.mixture.renormalise == (family == "mixtral")
+    refused({**small, "num_experts": 6, "num_local_experts": 5, "num_experts_per_tok": 3}, "num_local_experts 5", "6")
+    refused({**small, "num_experts": 6, "num_experts_per_tok": 7}, "num_experts_per_tok 7", "6 experts")
+    refused({**small, "num_experts": 0}, "num_experts")
+    refused({**small, "num_experts": 1 << 20}, "num_experts")
+    refused({**small, "mlp_bias": True}, "mlp_bias", "not supported")
+    if family != "mixtral":
+        assert parse_config({**small, "norm_topk_prob": True}).mixture.renormalise
+        refused({**small, "norm_topk_prob": 1}, "norm_topk_prob")
+
+
+def test_layers_without_experts() -> None:
+    def layers(**changes: object) -> set[int]:
+        return set(parse_config({**LLAMA, "model_type": "qwen3_moe", **changes}, strict=True).mixture.layers)
+
+    assert layers() == {0, 1, 2, 3} and layers(mlp_only_layers=None) == {0, 1, 2, 3}
+    assert layers(decoder_sparse_step=2) == {1, 3} and layers(mlp_only_layers=[0, 3]) == {1, 2}
+    assert layers(decoder_sparse_step=2, mlp_only_layers=[1]) == {3} and layers(decoder_sparse_step=9) == set()
+    for value in ([4], [-1], [True], "0", [0.0], {"0": 1}):
+        refused({**LLAMA, "model_type": "qwen3_moe", "mlp_only_layers": value}, "mlp_only_layers")
+    refused({**LLAMA, "model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step")
+
+
+def test_what_the_families_of_mixtures_refuse() -> None:
+    refused({**LLAMA, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv", "not supported")
+    refused({**LLAMA, "model_type": "olmoe", "sliding_window": 40}, "sliding_window")
+    refused({**LLAMA, "model_type": "qwen3_moe", "layer_types": ["full_attention"] * 4}, "layer_types")
+    windowed = {**LLAMA, "model_type": "qwen3_moe", "sliding_window": 40}
+    assert parse_config(windowed).windows == (None,) * 4
+    assert parse_config({**windowed, "use_sliding_window": True}).windows == (40,) * 4
+    assert parse_config({**LLAMA, "model_type": "mixtral"}).windows == (None,) * 4
 
 
 # ---- bad input

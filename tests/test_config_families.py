@@ -121,7 +121,8 @@ def test_a_part_of_every_head_may_be_rotated() -> None:
     refused({**phi, "rope_scaling": {**section, "short_factor": [1.0] * 8}}, "short_factor", "6")
     for wrong in (0.05, 1.5, 0.7):
         refused({**phi, "partial_rotary_factor": wrong}, "rotated")
-    theirs = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    theirs = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+              "AutoTokenizer": "Someone/else"}
     assert parse_config({**phi, "auto_map": theirs}, strict=True).warnings == ()
     refused({**phi, "auto_map": {"AutoModelForCausalLM": "modeling_evil.Phi3ForCausalLM"}}, "auto_map", "modeling_evil")
 
@@ -156,3 +157,33 @@ def test_heads() -> None:
     refused({**LLAMA, "num_key_value_heads": 4}, "6", "multiple", "4")
     refused({**LLAMA, "hidden_size": 97}, "97", "multiple")
     refused({**LLAMA, "head_dim": 15}, "15")
+
+
+# What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
+PUBLISHED = {
+    "phi3": {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0, "full_attn_mod": 1,
+             "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "original_max_position_embeddings": 4096,
+             "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rope_scaling": None, "sliding_window": 2047},
+    "gemma2": {"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "eos_token_id": [1, 107],
+               "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+               "query_pre_attn_scalar": 224, "sliding_window": 4096, "sliding_window_size": 4096},
+    "gemma3_text": {"attention_bias": False, "attn_logit_softcapping": None, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+                    "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+                    "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+                    "sliding_window_pattern": 6},
+    "olmo2": {"attention_bias": False, "rope_scaling": None, "rope_theta": 500000, "use_cache": False},
+    "smollm3": {"attention_bias": False, "layer_types": ["full_attention"] * 4, "max_window_layers": 28, "mlp_bias": False,
+                "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "pretraining_tp": 2, "rope_scaling": None,
+                "sliding_window": None, "use_sliding_window": False},
+    "granite": {"attention_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+                "mlp_bias": False, "residual_multiplier": 0.22, "rope_scaling": None, "rope_theta": 10000000.0},
+    "opt": {"_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "relu", "do_layer_norm_before": True,
+            "dropout": 0.1, "ffn_dim": 88, "init_std": 0.02, "layerdrop": 0.0, "prefix": "</s>", "word_embed_proj_dim": 96},
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_configs_are_known_to_the_last_key(family: str) -> None:
+    """Strict: an unknown key would be an error."""
+    config = parse_config({**LLAMA, "model_type": family, **PUBLISHED[family]}, strict=True)
+    assert config.family == family and config.warnings == ()

@@ -115,6 +115,9 @@ PECULIAR = {
     "smollm3": [{"ropes": 0}, {"ropes": 1}],
     "smollm3, windows": [{"windows": (None,) * 3}, {"ropes": 0}],
     "granite": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0}],
+    "mixtral": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 1}}, {"hidden_act": "silu"}],
+    "qwen3_moe": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 4}}],
+    "olmoe": [{"mixture": {"renormalise": True}}, {"mixture": {"per_token": 3}}],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
 }
 
@@ -128,14 +131,17 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
     for taken in PECULIAR[name]:
         if isinstance(taken.get("ropes"), int):  # this layer's positions for all
             taken = {"ropes": (config.ropes[taken["ropes"]],) * 3}
+        if "mixture" in taken:
+            taken = {"mixture": replace(config.mixture, **taken["mixture"])}
         asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
-        *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), TensorStore.open(tmp_path), asked))
+        *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), TensorStore.open(tmp_path), asked), ("raw",))
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
         engine.close()
         assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
 
 
-@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "opt"])
+@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "opt",
+                                  "mixtral", "qwen3_moe, bfloat16", "olmoe"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

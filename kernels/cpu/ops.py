@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
 from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, linear, low_bit, packed, rows
+from . import attention, linear, low_bit, moe, packed, rows
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -51,7 +51,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "y1": chunk * dims.kv_heads * dims.head_dim, "y2": chunk * dims.kv_heads * dims.head_dim,
             "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2)}
+            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2), **moe.plan_workspace(dims, chunk)}
 
 
 def _compiled(call: Call) -> str:
@@ -83,6 +83,8 @@ def default_registry(only: str | None = None, exact: bool = False) -> Registry:
         Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few(low_bit.declines, packed.MOST_COLUMNS), low_bit.run_few),
         Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines, low_bit.run_many),
         Candidate(LOW_BIT, "NumPy reference", never, CpuOps._reference, fallback=True),
+        Candidate("moe", "compiled", _compiled, moe.run),
+        Candidate("moe", "NumPy reference", never, moe.run_reference, fallback=True),
         *(each for op, fast, slow in (("rotate", rows.rotate, rows.rotate_reference), ("activate", rows.gate, rows.gate_reference),
                                       ("add", rows.add, rows.add_reference))
           for each in (Candidate(op, "compiled", _compiled, fast), Candidate(op, "NumPy reference", never, slow, fallback=True))),
@@ -132,6 +134,7 @@ class CpuOps(Jobs):
         self._rotate_with, self._add_with = (self.registry.select(Call(op)).candidate.run for op in ("rotate", "add"))
         self._run: dict[tuple[str, bool, str], Callable] = {}
         self._jobs: dict[tuple[int, int, int, int], _Job] = {}
+        self.mixtures = moe.Prepared()
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
 
@@ -189,6 +192,8 @@ class CpuOps(Jobs):
         if see is not None:
             see(outs[0])
         return self.linear_add(outs[0], down, x, after, factor)
+
+    moe = moe.moe
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""
@@ -264,31 +269,35 @@ class CpuOps(Jobs):
         self.run(job.kernel, job.where, job.parallel)
         return job.outs
 
-    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
-        """Run a stage as one job, or as a job per kind of weight where several meet."""
+    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
+                columns: int = 0) -> None:
+        """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
         kinds = [low_bit.kind_of(each.weight) for each in linears]
-        kind, spec = kinds[0], linears[0].weight.spec
-        if len(set(kinds)) > 1 or (kind and mode == linear.GATED and not low_bit.one_way(linears)):
-            self._mixed(x, norm, linears, outs, mode, act, kinds)
-            return
+        if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.one_way(linears)):
+            self._mixed(x, norm, linears, outs, mode, act, kinds, columns)
+        else:
+            self._runner(linears[0], columns or len(x), act)(self, x, norm, linears, outs, mode, act)
+
+    def _runner(self, each: Linear, columns: int, act: str) -> Callable:
+        """What multiplies a matrix like `each` with so many tokens."""
+        kind, spec = low_bit.kind_of(each.weight), each.weight.spec
         limit = packed.MOST_COLUMNS if kind else FEW
-        key = (kind, spec.scheme, len(x) <= limit, act)
+        key = (kind, spec.scheme, columns <= limit, act)
         if key not in self._run:
-            op, columns = LOW_BIT if kind else "matrix", limit if key[2] else limit + 1
-            call = Call(op, spec.scheme, columns, act, spec.bits, kind == low_bit.LOOKED_UP)
+            call = Call(LOW_BIT if kind else "matrix", spec.scheme, min(columns, limit + 1), act, spec.bits, kind == low_bit.LOOKED_UP)
             self._run[key] = self.registry.select(call).candidate.run
-        self._run[key](self, x, norm, linears, outs, mode, act)
+        return self._run[key]
 
     def _mixed(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
-               kinds: Sequence[int]) -> None:
+               kinds: Sequence[int], columns: int) -> None:
         if mode != linear.GATED:
             for kind in dict.fromkeys(kinds):
                 chosen = [i for i, own in enumerate(kinds) if own == kind]
-                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act)
+                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act, columns)
             return
         gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
-        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act)
-        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act)
+        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act, columns)
+        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act, columns)
         self.gate(gate, up, act)
 
     def gate(self, gate: np.ndarray, up: np.ndarray | None, act: str) -> None:

@@ -15,11 +15,12 @@ import torch
 from torch.nn import functional
 
 from ..layout import STORED_TYPES, PageLayout
+from ..reference_moe import Routed, visits
 from ..registry import Call, Candidate, Registry
 from .pages import TorchLayerPages
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Linear, Norm, Weight
+    from ...quant.weight import Expert, Linear, Norm, Weight
     from ...runtime.rope import RopeTable
 
 TILE = 1 << 24  # weights widened at once: 64 MiB of float32
@@ -108,6 +109,29 @@ class TorchOps:
             after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
         """`gated_mlp` without a gate: x + down(act(up(n)))."""
         return self._down(_activated(self._linear(normalise(x, norm), up), act), down, x, see, after, factor)
+
+    def moe(self, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
+            see: Callable[[Routed], None] | None = None) -> torch.Tensor:
+        """x + sum over the `top_k` experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place; as in
+        `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
+        n = normalise(x, norm)
+        logits = self._linear(n, router)
+        chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
+        shares = logits.gather(1, chosen).softmax(1) if renormalise else logits.softmax(1).gather(1, chosen)
+        offsets, tokens, places = visits(chosen.cpu().numpy(), len(experts))
+        rows, at = torch.from_numpy(tokens).to(x.device), torch.from_numpy(places).to(x.device)
+        hidden = torch.empty(len(tokens), experts[0].gate.weight.shape[0], device=x.device)
+        results = torch.empty(len(tokens), x.shape[1], device=x.device)
+        for e in np.flatnonzero(np.diff(offsets)):
+            expert, mine = experts[e], slice(offsets[e], offsets[e + 1])
+            inputs = n[rows[mine]]
+            hidden[mine] = _activated(self._linear(inputs, expert.gate), act).mul_(self._linear(inputs, expert.up))
+            results[mine] = self._linear(hidden[mine], expert.down)
+        if see is not None:
+            see(Routed(offsets, tokens, hidden))
+        for j in range(top_k):  # a token's experts in rising order, whatever runs beside it
+            x.addcmul_(shares[:, j, None], results[at[:, j]])
+        return x
 
     def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped."""

@@ -4,8 +4,8 @@ A family says which config keys it uses, which tensors it has by role, and how a
 one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
-post_norm come before attention and MLP, `<matrix>_norm` after that matrix. Outside the layers: embed, positions (learned ones), norm,
-head (absent where it is the embedding).
+post_norm come before attention and MLP, `<matrix>_norm` after that matrix. In a mixture router and `experts.<number>.<role>` take the
+place of gate, up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding).
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's.
 """
@@ -22,12 +22,13 @@ import numpy as np
 from ..config_reader import ConfigError, Keys, show
 
 if TYPE_CHECKING:
-    from ...quant.weight import Linear, Norm
+    from ...quant.weight import Expert, Linear, Norm
     from ..cache import LayerCache
     from ..config import ModelConfig
     from ..rope import RopeTable
 
-FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "smollm3")
+FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi3", "qwen2", "qwen3",
+            "qwen3_moe", "smollm3")
 COMPOSITE: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
 
@@ -48,7 +49,8 @@ class TensorRule:
 class LayerWeights:
     """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
 
-    A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none.
+    A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
+    has neither gate, up nor down.
     """
 
     input_norm: Norm
@@ -60,10 +62,27 @@ class LayerWeights:
     o: Linear
     post_norm: Norm
     gate: Linear | None
-    up: Linear
-    down: Linear
+    up: Linear | None
+    down: Linear | None
     o_norm: Norm | None = None
     down_norm: Norm | None = None
+    router: Linear | None = None
+    experts: tuple[Expert, ...] = ()
+
+
+def expert_role(expert: int, role: str) -> str:
+    """The role of an expert's gate, up or down."""
+    return f"experts.{expert}.{role}"
+
+
+def expert_of(role: str) -> int | None:
+    """The expert that a role belongs to, None for one of the layer."""
+    return int(role.split(".")[1]) if role.startswith("experts.") else None
+
+
+def kind_of(role: str) -> str:
+    """A role without its expert: gate for `experts.7.gate`."""
+    return role.rpartition(".")[2]
 
 
 class Family(Protocol):

@@ -21,7 +21,8 @@ __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "l
 
 KEYS_USED = frozenset({"attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation", "layer_types",
                        "query_pre_attn_scalar", "sliding_window"})
-KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act"})  # an old hidden_act is passed over for hidden_activation
+# An old hidden_act is passed over for hidden_activation, sliding_window_size for sliding_window.
+KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act", "sliding_window_size"})
 REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
 ACT = ("hidden_activation", "gelu_pytorch_tanh")
 SCHEMES = {"bfloat16": "bf16", "float16": "f16"}

@@ -62,11 +62,16 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the
-    rotation, attn_out and mlp_hidden before `o` and `down`."""
+    rotation, attn_out and mlp_hidden before `o` and `down`; of experts the visits (`Routed`) instead of mlp_hidden."""
     x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
     tap("mlp_in", layer, x)
-    see, factor = partial(tap, "mlp_hidden", layer), config.residual_multiplier
-    x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor)
+    if w.experts:
+        own = config.mixture
+        see = partial(tap, "visits", layer)
+        x = ops.moe(x, w.post_norm, w.router, w.experts, own.per_token, own.renormalise, config.hidden_act, see)
+    else:
+        see, factor = partial(tap, "mlp_hidden", layer), config.residual_multiplier
+        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor)
     tap("block_out", layer, x)
     return x
 

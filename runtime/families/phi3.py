@@ -26,8 +26,8 @@ LONGROPE = {"su": "longrope", "yarn": "longrope"}  # what it was called before i
 
 
 def config(keys: Keys) -> ModelConfig:
-    for name in (keys.section("auto_map") or {}).values():  # the published ones bring the code that became part of transformers
-        if not re.fullmatch(r"(configuration|modeling)_phi3\.Phi3\w+", str(name)):
+    for task, name in (keys.section("auto_map") or {}).items():  # the published ones bring the code that became part of transformers
+        if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_phi3\.Phi3\w+", str(name)):
             raise ConfigError(f"config.json: auto_map names {show(name)}, which is not Phi 3",
                               "the checkpoint brings its own code, which is never run")
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)

@@ -22,6 +22,7 @@ from ..aliases import CatalogEntry, catalog
 from ..catalog import find_entry
 from ..config import ModelConfig, parse_config
 from ..container import DTYPES, Container, StoredTensor
+from ..convert_plan import MATRICES
 from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
 from .disk import allocated, check_space, free_nbytes, source_folder
@@ -182,22 +183,29 @@ def _with_bits(plan: PullPlan, config: ModelConfig, env: Mapping[str, str]) -> P
 
 
 class ExpectedStore:
-    """The tensors that a config asks for, as the planner wants to see them: names, shapes and types, no bytes."""
+    """The tensors that a config asks for, as the planner wants to see them: names, shapes and types, no bytes. `bytes_per_pass` are those
+    that one token reads: all but a table of embeddings that is not the head too, and the experts that it does not visit."""
 
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
         family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
         groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
         recipe = None if spec is None else Recipe(spec)
         stored: dict[str, StoredTensor] = {}
+        experts = 0
         self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
-            low = recipe is not None and len(rule.shape) == 2
+            low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
             own = recipe.spec_for(rule.name, rule.shape, role) if low else raw
             shape, nbytes = tuple(rule.shape), own.nbytes(rule.shape)
             stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
             dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
             self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), 0, nbytes)
+            experts += nbytes if families.expert_of(role) is not None else 0
         self.nbytes, self.notices = sum(info.nbytes for info in self.tensors.values()), ()
+        embed, mixture = groups[0]["embed"].name, config.mixture
+        unread = self.tensors[embed].nbytes if "head" in groups[0] else 0
+        unvisited = experts * (mixture.experts - mixture.per_token) // mixture.experts if mixture else 0
+        self.bytes_per_pass = self.nbytes - unread - unvisited
         bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
         self.container = None if spec is None else Container(str(spec), bits, stored, {}, {}, {}, {})
 
@@ -219,9 +227,7 @@ def _with_memory(plan: PullPlan, config: ModelConfig) -> PullPlan:
     memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx)
     if warm.is_cold((warm.RAW,)) or "cuda" in placement.devices:
         return replace(plan, memory=memory)
-    outer = families.get(config.family).outer_tensors(config)
-    unread = store.tensors[outer["embed"].name].nbytes if "head" in outer else 0
-    return replace(plan, memory=memory, tokens_per_s=SHARE * memory_rate(options) / (store.nbytes - unread))
+    return replace(plan, memory=memory, tokens_per_s=SHARE * memory_rate(options) / store.bytes_per_pass)
 
 
 def memory_rate(options: object) -> float:
