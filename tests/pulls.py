@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -50,7 +51,8 @@ class Person:
         env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ} | self.env | variables
         env.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # compiled kernels
         command = [sys.executable, "-P", "-m", "effllm", *map(str, words)]
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
 
     def snapshot(self, repo: str, commit: str) -> Path:
         return self.home / "hf" / "hub" / f"models--{repo.replace('/', '--')}" / "snapshots" / commit

@@ -17,7 +17,7 @@ from ...offload.checkpoint import TensorInfo
 from ...offload.writer import held_nbytes
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
-from .. import families, storage
+from .. import families, hub, storage
 from ..aliases import CatalogEntry, catalog
 from ..catalog import find_entry
 from ..config import ModelConfig, parse_config
@@ -143,9 +143,10 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str]) -> PullPlan:
     return made
 
 
-def check_disk(plan: PullPlan) -> None:
-    """Raises DoesNotFit where the disk is too small."""
-    check_space([(plan.folder, plan.disk_bytes)])
+def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
+    """Raises DoesNotFit where a disk is too small; the cache and the folder of what is made may lie on two."""
+    cached = plan.to_load if plan.wish.bits is None or plan.wish.keep else 0
+    check_space([(hub.cache_folder(env), cached), (plan.folder, max(0, plan.disk_bytes - cached))])
 
 
 def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence: str | None, client: Client) -> tuple[ModelConfig, int]:

@@ -29,7 +29,7 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
     if plan.is_done:
         yield Pulled(plan.folder, 0, 0.0, was_here=True)
         return
-    check_disk(plan)
+    check_disk(plan, env)
     if plan.wish.bits is None:
         items = download(plan.repository, plan.files, client, env)
     else:

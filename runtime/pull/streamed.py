@@ -152,7 +152,9 @@ def _head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
         part.readinto(0, memoryview(out))
         return bytes(out)
 
-    first = need(min(file.size, HEAD_NBYTES))
+    here = part.covered_from(0)
+    # Of a shard that is done with, the head alone was kept.
+    first = need(min(file.size, HEAD_NBYTES, here if here >= 8 else HEAD_NBYTES))
     end = 8 + int.from_bytes(first[:8], "little")
     if not 8 < end <= min(file.size, MAX_HEADER):
         return first  # opening the folder says what is wrong with it
