@@ -42,7 +42,6 @@ Model = Annotated[str, model_argument()]
 AnyModel = Annotated[str | None, model_argument()]
 Json = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON object")]
 Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
-Stats = Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, say on stderr what it cost")]
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,14 @@ class SamplingFlags:
         from .loading import read_generation_config
 
         return SamplerSettings.from_generation_config(read_generation_config(folder), **given(self))
+
+
+@dataclass(frozen=True)
+class ShowFlags:
+    """What a person sees of an answer."""
+
+    stats: Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, say on stderr what it cost")] = False
+    markdown: Annotated[bool, flag(OUTPUT, "--markdown", "", "draw markdown on a terminal; into a pipe the text stays as it is")] = False
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ PLAIN_PATIENCE_S, PLAIN_EVERY_S = 2.0, 15.0  # for logs
 
 
 class Screen:
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, markdown: bool = False) -> None:
         self.environment = environment
         self._safe = environment.is_terminal(environment.stdout)
         self._answer_filter = TerminalFilter() if self._safe else None
@@ -37,6 +37,8 @@ class Screen:
         self._dim_open = False  # the same for thinking on stderr
         self._status = ""
         self._phase, self._phase_began, self._drawn = "", 0.0, -math.inf
+        if markdown:
+            self.markdown = True
 
     # stdout
 

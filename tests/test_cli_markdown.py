@@ -72,8 +72,8 @@ def test_blocks() -> None:
     assert plain(drawn("---", width=30)) == "─" * 29
 
 
-PIECES = st.lists(st.sampled_from(["word ", "*", "**", "_", "`", "```", "~~~", "\n", "\n\n", "# ", "- ", "> ", "| a | b |\n", "|---|---|\n", "[x",
-                                   "](u)", "\\", " ", "é", "狐", "🦊", "--", "1. ", "x" * 60]), max_size=14)
+PIECES = st.lists(st.sampled_from(["word ", "*", "**", "_", "`", "```", "~~~", "\n", "\n\n", "# ", "- ", "> ", "| a | b |\n", "|---|---|\n",
+                                   "[x", "](u)", "\\", " ", "é", "狐", "🦊", "--", "1. ", "x" * 60]), max_size=14)
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,7 +108,9 @@ def test_tables_stand_in_columns_where_they_fit() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.sampled_from(["word ", "**", "`", "\x1b", "[31m", "\x1b[2J", "\x1b]0;title\x07", "\x9b", "\r", "\n", "| a |\n", "|-|\n"]), max_size=12))
+@given(st.lists(st.sampled_from(["word ", "**", "`", "\x1b", "[31m", "\x1b[2J", "\x1b]0;title\x07", "\x9b", "\r", "\n",
+                                 "| a |\n", "|-|\n"]),
+                max_size=12))
 def test_escape_sequences_of_a_model_never_reach_the_terminal(pieces: list[str]) -> None:
     out = Terminal()
     screen = Screen(Environment(io.StringIO(), out, Terminal(), {}))
