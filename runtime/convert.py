@@ -35,7 +35,7 @@ from ..quant.spec import QuantSpec
 from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids
 from .container import FILE, Container, StoredTensor, read_container
 from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
-from .convert_tensors import Converter
+from .convert_tensors import EQUALISING, Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 
@@ -232,7 +232,10 @@ def container(plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]]
 
 
 def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
-    """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short, or that serves nobody."""
+    """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short, or that serves nobody,
+    and for a method that does not know the model's layers."""
+    if options.method == EQUALISING and plan.config.mixture is not None:
+        raise UsageError(f"{options.method} does not know mixtures of experts", "--method gptq")
     if not methods.get(options.method).NEEDS:
         if options.calibration_text is not None and options.target is None:
             raise UsageError(f"{options.method} needs no calibration text", "leave --calib away, or --method gptq")

@@ -43,7 +43,7 @@ class Converter:
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
             yield Notice(f"{formats} with {self.method}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
 
-    def run(self) -> Iterator[Progress]:
+    def run(self) -> Iterator[Progress | Notice]:
         """Convert what is left to do."""
         if self.ids and any(not job.spec.is_raw for job in self.todo):
             for item in calibrate(self.plan.folder, self.ids, self._pool.workers):
@@ -68,7 +68,8 @@ class Converter:
 
         config, jobs = self.plan.config, {job.role: job for job in self.plan.jobs if job.key == found.key}
         norms = [job.source.scheme for job in jobs.values() if job.group == OTHER]
-        layout = Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0])
+        layout = Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0],
+                        config.hidden_act)
         tensors = {role: whole(self.plan.store, job) for role, job in jobs.items()}
         specs = {role: job.spec for role, job in jobs.items() if job.group != OTHER}
         return {jobs[role].name: array for role, array in equalise(tensors, found.roles, specs, layout, self._pool).items()}

@@ -43,13 +43,16 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
     """`open_engine` for a plan made otherwise; it is made after kernels of these kinds are compiled, so that it sees the memory that
     is left."""
-    from ..kernels import warm
+    from ..kernels import trial, warm
     from . import lookup
 
     started = time.monotonic()
     if warm.is_cold(kinds):
         for done, total in warm.warm(kinds):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
+    if (target := trial.forced()) and not trial.runs(kinds):
+        raise UsageError(f"{target}: this processor lacks instructions of that target",
+                         "unset it, and kernels are compiled for this processor")
     if warm.cache_folder() is None:
         yield Notice("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
     prepared = prepare_late()

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from .. import EffllmError, UsageError
@@ -20,12 +21,14 @@ from .engine import Engine
 from .events import Done, Event, Notice, Stats, TextDelta
 from .sampler import Sampler, SamplerSettings
 from .stream_filters import StopStrings, ThinkFilter
+from .template import TemplateRefused
 from .text import Tokenizer
 from .whole_file import write_whole
 
 SESSION_FORMAT, SESSION_VERSION = "effllm-session", 1
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 NO_TEMPLATE = "this is a base model without a chat template: it continues the text as it stands"
+NO_SYSTEM_ROLE = "this model's chat template has no system role: the system prompt goes in front of the first message"
 Message = dict[str, str]
 
 
@@ -60,6 +63,7 @@ class Session:
         self._cancelled = False
         self.from_process_start = from_process_start
         self._said_raw = raw
+        self._folds = self._said_folds = False  # whether the system prompt goes in front of the first message
         self._held: tuple[str, list[int]] = ("", [])
         self._answered: Answered | None = None
         self._counted: tuple[list[Message], str | None, int] = ([], system, 0)
@@ -193,6 +197,9 @@ class Session:
         if self.raw and not self._said_raw:
             self._said_raw = True
             yield Notice(NO_TEMPLATE)
+        if self._folds and not self._said_folds:
+            self._said_folds = True
+            yield Notice(NO_SYSTEM_ROLE)
         ids = resumed.ids if resumed else self._encode(prompt)
         first = resumed.prompt if resumed else len(ids)
         think, self._answered = copy.copy(resumed.think) if resumed else self._reasoning(ids), None
@@ -218,12 +225,25 @@ class Session:
         return self.tokenizer.encode(prompt, add_special_tokens=self.raw)
 
     def _prompt(self, reply: bool = True) -> str:
-        """The history as the model reads it, up to where its `reply` begins."""
+        """The history as the model reads it, up to where its `reply` begins. A system prompt that the template refuses, or drops, goes in
+        front of the first message."""
         if self.raw:
             return "".join([self.system or "", *(message["content"] for message in self.messages)])
-        system = [{"role": "system", "content": self.system}] if self.system else []
         thinking = {} if self.think == "auto" else {"enable_thinking": self.think == "on"}
-        return self.tokenizer.render_chat([*system, *self.messages], add_generation_prompt=reply, **thinking)
+        render = partial(self.tokenizer.render_chat, add_generation_prompt=reply, **thinking)
+        if not self.system:
+            return render(self.messages)
+        if not self._folds:
+            try:
+                prompt = render([{"role": "system", "content": self.system}, *self.messages])
+            except TemplateRefused:
+                prompt = ""
+            if self.system.strip() in prompt:
+                return prompt
+        first, *rest = self.messages
+        prompt = render([{**first, "content": f"{self.system}\n\n{first['content']}"}, *rest])
+        self._folds = True
+        return prompt
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 
