@@ -60,6 +60,7 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
                 show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False) -> int:
     from .answer import say_cost, say_ending, show_answer
 
+    screen.environment.demand_stdout()
     with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos) as session:
         session.from_process_start = True
         cost = show_answer(session.complete(text) if raw else session.ask(text), session, screen, silent=json)

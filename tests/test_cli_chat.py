@@ -186,8 +186,8 @@ def test_a_full_context_is_told_and_the_chat_goes_on(chat: Chat) -> None:
 
 def test_commands_are_listed_completed_and_corrected(chat: Chat) -> None:
     listed = chat.say("/help")
-    for name in ("help", "exit", "bye", "clear", "regen", "undo", "compact", "system", "set", "show", "stats", "save", "load", "edit", "file",
-                 "export", "retry", "continue"):
+    for name in ("help", "exit", "bye", "clear", "regen", "undo", "compact", "system", "set", "show", "stats", "save", "load", "edit",
+                 "file", "export", "retry", "continue"):
         assert f"/{name}" in listed, name
     assert "did you mean /regen?" in chat.say("/regne")
     chat.type("/sho" + TAB)
