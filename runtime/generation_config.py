@@ -46,7 +46,7 @@ def usable(content: dict[str, object]) -> tuple[dict[str, object], list[str]]:
             kept.pop(name, None)
         elif not (name == "top_k" and value == -1 and not isinstance(value, bool)) and (trouble := refusal(name, value)):
             del kept[name]
-            remarks.append(f"{NAME}: {trouble}: the built-in default is used")
+            remarks.append(f"{NAME}: {trouble}: it is left out")
     if not isinstance(content.get("do_sample"), bool | None):
         del kept["do_sample"]
         remarks.append(f"{NAME}: do_sample must be true or false, not {shortened(content['do_sample'])}: it is left out")

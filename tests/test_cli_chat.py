@@ -173,7 +173,7 @@ def test_saved_chats_come_back(chat: Chat) -> None:
     assert "loaded 2 messages" in chat.say("/load tale")
     assert chat.saved()["messages"] == kept
     assert "needs a name" in chat.say("/save")
-    assert "effllm:" in chat.say("/save /nowhere/at/all.json")
+    assert "effllm:" in chat.say("/save /proc/nowhere/all.json")
 
 
 def test_a_full_context_is_told_and_the_chat_goes_on(chat: Chat) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 WAITS, HAS_LINE, WHERE, HERE = "\x1b[?2004h", "\x1b[?2004l", "\x1b[6n", "\x1b[39;1R"
 TIMEOUT_S = 90
-CTRL_D = "\x04"
+CTRL_C, CTRL_D = "\x03", "\x04"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 STORY = "Tell me a story about a fox."
 
@@ -151,10 +151,10 @@ def test_a_conversation_is_exported_and_nothing_is_overwritten_unasked(chat: Cha
     assert exported["messages"] == chat.messages() and exported["model"] == "fable"
     assert stat.S_ISREG(path.stat().st_mode) and sorted(each.name for each in path.parent.iterdir()) == ["talk.json", "talk.md"]
     path.write_text("mine")
-    for reply, kept in (("n", True), ("", True), ("y", False)):
+    for reply, kept in (("n\r", True), ("\r", True), (CTRL_C, True), ("y\r", False)):
         chat.terminal.send("/export out/talk.md\r")
         chat.terminal.expect_exact("Overwrite it? [y/N] ")
-        chat.terminal.send(reply + "\r")
+        chat.terminal.send(reply)
         answer = ESCAPES.sub("", chat.wait())
         assert ("stays as it is" in answer) == kept == (path.read_text() == "mine"), reply
 
