@@ -67,7 +67,7 @@ class FlagCommand(PlainCommand):
 
 def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.Context, value: Any) -> Any:
     """A switch as it was given, else as a file of settings has it, else None: the library's converter costs 70 ms to load."""
-    return from_file(parameter, context, None) if value is None else library(context, value)
+    return from_file(parameter, context, None) if value is None or value is False else library(context, value)
 
 
 def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
