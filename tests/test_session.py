@@ -177,7 +177,7 @@ def test_save_and_load(start, tmp_path):
     assert other.messages == session.messages and other.system == "You are a wolf." and other.settings == session.settings
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
     with pytest.raises(EffllmError, match="cannot write"):
-        session.save(tmp_path / "nowhere" / "talk.json")
+        session.save(tmp_path / "talk.json" / "nowhere.json")
     for content in ("{", "[]", '{"format": "effllm-session", "version": 2}',
                     '{"format": "effllm-session", "version": 1, "messages": [{"role": 1}]}',
                     '{"format": "effllm-session", "version": 1, "messages": [], "settings": {"heat": 1}}'):
