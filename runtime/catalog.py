@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,7 +10,6 @@ from pathlib import Path
 from .. import EffllmError, ModelNotFound, UsageError
 from . import hub, storage
 from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
-from .config import read_config
 from .config_reader import show
 from .reference import LOOK, Reference, exists, parse_reference
 
@@ -210,6 +208,8 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
 
 def _near(name: str, known: list[str]) -> list[str]:
     """At most three names that were probably meant."""
+    import difflib
+
     folded = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.75)
     if not close and len(name) >= 3 and "/" not in name:
@@ -265,6 +265,7 @@ def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping
 
 def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel | None:
     from ..offload.checkpoint import TensorStore
+    from .config import read_config
     from .container import read_container
 
     try:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import sys
@@ -136,5 +135,7 @@ def write_aside(path: Path, text: str) -> None:
 
 def stamp(folder: Path) -> str:
     """Eight digits that stand for a local folder and the state of its files: another model, or a changed one, is kept elsewhere."""
+    import hashlib
+
     files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in folder.iterdir() if entry.is_file())
     return hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:8]
