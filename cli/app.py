@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import alias, bench, chat, config, doctor, list_, plan, pull, quantize, rm, run, show, verify
+from . import alias, bench, chat, config, doctor, export, list_, plan, pull, quantize, rm, run, show, verify
 from . import eval as evaluation
 from .environment import Environment
 from .errors import guarded
@@ -57,7 +57,7 @@ def build() -> typer.Typer:
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(name="effllm", cls=PlainGroup, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
     app.callback(cls=PlainGroup, invoke_without_command=True, help=HELP, epilog=EXAMPLES)(root)
-    for module in (run, chat, pull, rm, alias, list_, show, plan, quantize, verify, bench, evaluation, doctor, config):
+    for module in (run, chat, pull, rm, alias, list_, show, plan, quantize, export, verify, bench, evaluation, doctor, config):
         module.register(app)
     return app
 

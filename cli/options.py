@@ -35,7 +35,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def model_argument() -> Any:
-    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo or folder; then @revision, then :4bit or :FILE",
+    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, :4bit or :FILE",
                           autocompletion=complete_model, show_default=False)
 
 

@@ -56,7 +56,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     screen.pairs([pair for pair in (
         ("model", f"{model}, {config.family}"),
         ("from", source),
-        ("folder", str(ref.folder)),
+        ("folder" if ref.folder.is_dir() else "file", str(ref.folder)),
         ("licence", ref.licence or "not stated"),
         ("parameters", f"{counted(parameters)}, stored as {', '.join(stored)}, {format_size(prepared.store.nbytes)}"),
         ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "

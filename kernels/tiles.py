@@ -5,6 +5,7 @@ A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
     codes    [N/16 blocks][K/32 tiles][tile]
     scales   (the other formats' codes of eight bits are what they multiply by)
              codebook: [N/16][K/32][16 bytes], the even group's code in the low nibble      else: [N/16][K/group][16 bytes]
+             block: [N/16][K/32][16 half-precision floats]
     zeros    affine only: [N/16][K/group][16 bytes]
     rows     bfloat16 [N], a scale per row
     tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by
@@ -25,8 +26,9 @@ from .layout import align
 
 ROWS, TILE = 16, 32  # rows of a block, inputs of a tile
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-CODEBOOK, AFFINE, SYMMETRIC, TERNARY = 0, 1, 2, 3
-SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY}
+CODEBOOK, AFFINE, SYMMETRIC, TERNARY, BLOCK = range(5)
+SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK}
+SCHEME_SHIFT, SCHEME_MASK = 3, 7  # a kernel gets bits << SCHEME_SHIFT | scheme
 CODEBOOK_GROUP, CODEBOOK_SCALES = 16, 16  # a group's inputs; scale codes, four bits each
 LEVELS_NBYTES = STEPS_NBYTES = 16
 MOST_STEP, MOST_LEVEL = 127, 64  # so that a group's sum times its step, over a tile, stays within 32 bits
@@ -41,6 +43,11 @@ def padded(shape: tuple[int, int], group: int) -> tuple[int, int]:
 def tile_nbytes(bits: int) -> int:
     """Bytes of one tile's codes."""
     return ROWS * TILE * bits // 8
+
+
+def scale_nbytes(scheme: str) -> int:
+    """Bytes of one stored scale (of a codebook, of two groups')."""
+    return 2 if scheme == "block" else 1
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outlier
     blocks = rows // ROWS
     at = align(blocks * (depth // TILE) * tile_nbytes(bits))
     scales, zeros, tables, sparse, count = at, -1, -1, -1, 0
-    at += align(blocks * (depth // TILE if scheme == "codebook" else depth // group) * ROWS)
+    at += align(blocks * (depth // TILE if scheme == "codebook" else depth // group) * ROWS * scale_nbytes(scheme))
     if scheme == "affine":
         zeros = at
         at += align(blocks * (depth // group) * ROWS)

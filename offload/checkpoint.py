@@ -8,7 +8,9 @@ descriptor per shard.
 
 import os
 import stat
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -17,25 +19,31 @@ import numpy as np
 from .. import ModelNotFound
 from .header import AGAIN, MAX_HEADER, CheckpointError, TensorInfo, damaged, parse_json, pread_exactly, pread_into, read_header, shown
 
-__all__ = ["CheckpointError", "TensorInfo", "TensorStore"]
+__all__ = ["CheckpointError", "OpenFile", "TensorInfo", "TensorStore", "open_regular"]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+READ_NBYTES = 4 << 20
 _LIST = "effllm list shows the models on this machine"
 
 
 @dataclass(frozen=True)
-class _OpenFile:
+class OpenFile:
     """A descriptor, and the (size, mtime) its file had when the header was read."""
 
     fd: int
     stamp: tuple[int, int]
 
+    def close(self) -> None:
+        os.close(self.fd)
+
 
 class TensorStore:
     """The tensors of one folder: headers in memory, bytes read on request from any thread. A context manager."""
 
-    def __init__(self, folder: Path, tensors: dict[str, TensorInfo], opened: dict[Path, _OpenFile]) -> None:
+    notices: tuple[str, ...] = ()  # what happens to weights on the way in, for a person who did not ask for it
+
+    def __init__(self, folder: Path, tensors: dict[str, TensorInfo], opened: dict[Path, OpenFile]) -> None:
         self.folder = folder
         self.tensors = tensors
         self.files = tuple(opened)
@@ -48,10 +56,10 @@ class TensorStore:
         folder = Path(folder)
         index, paths = _weight_files(folder)
         tensors: dict[str, TensorInfo] = {}
-        opened: dict[Path, _OpenFile] = {}
+        opened: dict[Path, OpenFile] = {}
         try:
             for path in paths:
-                opened[path] = _open_regular(path)
+                opened[path] = open_regular(path)
                 for info in read_header(path, opened[path].fd, opened[path].stamp[0]):
                     if info.name in tensors:
                         damaged(path, f"holds tensor {shown(info.name)}, which {tensors[info.name].file.name} holds too")
@@ -85,6 +93,12 @@ class TensorStore:
         if info.nbytes:
             self.read_at(info.file, info.offset, view.cast("B"))
 
+    def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
+        """Calls that together fill `out`, `info.nbytes` long, from any threads in any order; with each the bytes that it fills."""
+        for at in range(0, info.nbytes, READ_NBYTES):
+            piece = memoryview(out[at : at + READ_NBYTES])
+            yield partial(self.read_at, info.file, info.offset + at, piece), len(piece)
+
     def read_at(self, file: Path, offset: int, out: memoryview) -> None:
         """Fill `out` from `file`; CheckpointError where the file ends early or the disk fails."""
         pread_into(file, self.descriptor(file), out, offset)
@@ -100,6 +114,11 @@ class TensorStore:
         for path, file in self._opened.items():
             if _stamp(os.fstat(file.fd)) != file.stamp:
                 damaged(path, "changed while it was being read")
+
+    def take_files(self) -> dict[Path, OpenFile]:
+        """The open files, for a store that takes this one's place: this one is closed afterwards, they are not."""
+        opened, self._opened = self._opened, {}
+        return opened
 
     def close(self) -> None:
         # Emptied first: a read after close must fail, never reach a descriptor number that the system has handed out anew.
@@ -156,7 +175,7 @@ def _lone_file(folder: Path, names: list[str]) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The index's map from tensor name to shard file name, every shard a plain name inside the folder."""
-    file = _open_regular(path)
+    file = open_regular(path)
     try:
         size = file.stamp[0]
         if size > MAX_HEADER:
@@ -176,7 +195,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_regular(path: Path) -> _OpenFile:
+def open_regular(path: Path) -> OpenFile:
     """Open a regular file for reading; a pipe or device under a weight file's name must neither block nor be read for ever."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -188,13 +207,13 @@ def _open_regular(path: Path) -> _OpenFile:
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         damaged(path, "is not a regular file")
-    return _OpenFile(fd, _stamp(status))
+    return OpenFile(fd, _stamp(status))
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _close(opened: dict[Path, _OpenFile]) -> None:
+def _close(opened: dict[Path, OpenFile]) -> None:
     for file in opened.values():
         os.close(file.fd)

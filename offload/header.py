@@ -106,6 +106,11 @@ def _tensor(path: Path, name: str, entry: Any, data_begin: int, size: int) -> Te
     return TensorInfo(name, dtype, tuple(shape), path, data_begin + begin, end - begin)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether this is the name of a GGUF file, the one format in which a model is no folder. Here, apart from what reads it and NumPy."""
+    return path.suffix.lower() == ".gguf"
+
+
 def _is_count(value: Any) -> bool:
     # bool is an int to Python; the bound keeps products of hostile numbers cheap.
     return type(value) is int and 0 <= value < 2**63

@@ -8,7 +8,7 @@ an instant start and pages shared between processes, but small pages, and a file
 """
 
 import mmap as maps
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,7 +19,6 @@ from .checkpoint import TensorInfo, TensorStore
 from .memory import anonymous
 
 ALIGNMENT = 64
-READ_NBYTES = 4 << 20
 READ_THREADS = 4
 
 
@@ -63,21 +62,20 @@ class ResidentPager:
         self._leases, self._loaded = {}, False
 
     def _read(self) -> Iterator[tuple[int, int]]:
-        chunks: list[tuple[Path, int, memoryview]] = []
+        chunks: list[tuple[Callable[[], None], int]] = []
         for key, infos in self._groups.items():
             buffer, begin = anonymous(_group_nbytes(infos)), 0
             self._leases[key] = {}
             for info in infos:
                 view = buffer[begin : begin + info.nbytes]
                 self._leases[key][info.name] = view
-                for at in range(0, info.nbytes, READ_NBYTES):
-                    chunks.append((info.file, info.offset + at, memoryview(view[at : at + READ_NBYTES])))
+                chunks += self._store.reads(info, view)
                 begin += _round_up(info.nbytes, ALIGNMENT)
-        done, total = 0, sum(len(out) for _, _, out in chunks)
+        done, total = 0, sum(nbytes for _, nbytes in chunks)
         yield done, total
         with ThreadPoolExecutor(READ_THREADS, "effllm-read") as pool:
             try:
-                reads = {pool.submit(self._store.read_at, *chunk): len(chunk[2]) for chunk in chunks}
+                reads = {pool.submit(read): nbytes for read, nbytes in chunks}
                 for read in as_completed(reads):
                     read.result()
                     done += reads[read]

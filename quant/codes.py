@@ -21,8 +21,9 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Codes:
-    """codes uint8 [N, K]; scales uint8 [N, G] and zeros uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16
-    holds exactly; levels int8 [2**bits] and steps uint8 [16], both None but for a codebook."""
+    """codes uint8 [N, K]; scales uint8 (of a block format the bits of halves, uint16) [N, G] and zeros uint8 [N, G] or None, with
+    G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] and steps uint8 [16], both None but for a
+    codebook."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -36,6 +37,11 @@ class Codes:
 def scale_values(steps: np.ndarray | None = None) -> np.ndarray:
     """What each scale code means, float32: the steps of a codebook (16), else the code itself (256)."""
     return (np.arange(256) if steps is None else steps).astype(np.float32)
+
+
+def factors(codes: Codes) -> np.ndarray:
+    """What the groups are multiplied by beside the row scale, float32 [N, G]."""
+    return to_f32(codes.scales, "f16") if codes.scales.dtype == np.uint16 else scale_values(codes.steps)[codes.scales]
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
@@ -59,8 +65,7 @@ def spread(per_group: np.ndarray, spec: QuantSpec, depth: int) -> np.ndarray:
 
 def dequantize(codes: Codes, spec: QuantSpec) -> np.ndarray:
     """float32 [N, K]. Products are rounded once: row * (f * v), with f * v exact in float32."""
-    factors = spread(scale_values(codes.steps)[codes.scales], spec, codes.codes.shape[1])
-    w = codes.rows[:, None] * (factors * values(codes, spec))
+    w = codes.rows[:, None] * (spread(factors(codes), spec, codes.codes.shape[1]) * values(codes, spec))
     if codes.sparse is not None:
         w[codes.sparse.row, codes.sparse.col] += codes.sparse.value
     return w

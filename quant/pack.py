@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..kernels.layout import align
 from ..kernels.tiles import CODEBOOK_SCALES, LEVELS_NBYTES, PLANES, ROWS, STEPS_NBYTES, TILE, tile_nbytes
 from .codes import Codes, Sparse
 from .spec import QuantSpec
@@ -25,7 +26,7 @@ def pack(codes: Codes, spec: QuantSpec) -> np.ndarray:
     blob[: tiles.size] = tiles
     groups = depth // spec.group
     scales = _pad(codes.scales, rows, groups)
-    _put(blob, at.scales, _pack_small_scales(scales) if spec.scheme == "codebook" else _by_block(scales))
+    _put(blob, at.scales, _pack_small_scales(scales) if spec.scheme == "codebook" else _by_block(scales).view(np.uint8))
     if spec.scheme == "affine":
         _put(blob, at.zeros, _by_block(_pad(codes.zeros, rows, groups)))
     _put(blob, at.row_scales, from_f32(np.concatenate([codes.rows, np.zeros(rows - shape[0], np.float32)]), "bf16").view(np.uint8))
@@ -37,6 +38,22 @@ def pack(codes: Codes, spec: QuantSpec) -> np.ndarray:
     return blob
 
 
+def put_rows(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, values: np.ndarray, scales: np.ndarray) -> None:
+    """Some rows of a block format into the blob of a weight of `shape`, so that it can be filled piece by piece, from several threads.
+
+    values int8 [n, K] are v, not codes; scales float32 [n, K / 32] that half precision holds. `begin` is a multiple of 16.
+    """
+    at, groups = spec.sections(shape), shape[1] // spec.group
+    rows = align(len(values), ROWS)
+    codes = (values.view(np.uint8) + np.uint8(1 << (spec.bits - 1))) & np.uint8((1 << spec.bits) - 1)
+    for start, step, part in (
+        (at.codes, at.depth // TILE * tile_nbytes(spec.bits), pack_tiles(_pad(codes, rows, at.depth), spec.bits)),
+        (at.scales, 2 * groups * ROWS, _by_block(_pad(from_f32(scales, "f16"), rows, groups)).view(np.uint8)),
+        (at.row_scales, 2 * ROWS, from_f32(np.repeat(np.float32([1, 0]), [len(values), rows - len(values)]), "bf16").view(np.uint8)),
+    ):
+        _put(blob, start + begin // ROWS * step, part)
+
+
 def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
     """The arrays of a blob, padding dropped. Raises ValueError when the blob's size is not the shape's."""
     at = spec.sections(shape)
@@ -46,14 +63,14 @@ def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
     blocks, groups, used = at.rows // ROWS, at.depth // spec.group, -(-k // spec.group)
     codes = unpack_tiles(blob[: blocks * (at.depth // TILE) * tile_nbytes(spec.bits)], spec.bits, at.rows, at.depth)
 
-    def by_group(start: int) -> np.ndarray:
-        part = blob[start : start + blocks * groups * ROWS].reshape(blocks, groups, ROWS)
+    def by_group(start: int, dtype: type = np.uint8) -> np.ndarray:
+        part = blob[start : start + blocks * groups * ROWS * np.dtype(dtype).itemsize].view(dtype).reshape(blocks, groups, ROWS)
         return np.ascontiguousarray(part.transpose(0, 2, 1).reshape(at.rows, groups)[:n, :used])
 
     if spec.scheme == "codebook":
         scales = _unpack_small_scales(blob[at.scales :], blocks, at.depth // TILE)[:n, :used]
     else:
-        scales = by_group(at.scales)
+        scales = by_group(at.scales, np.uint16 if spec.scheme == "block" else np.uint8)
     rows = to_f32(blob[at.row_scales : at.row_scales + 2 * n].view(np.uint16), "bf16")
     tables = blob[at.tables : at.tables + LEVELS_NBYTES + STEPS_NBYTES] if at.tables >= 0 else None
     levels = None if tables is None else tables[: 1 << spec.bits].view(np.int8).copy()
@@ -102,6 +119,8 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
     groups = -(-k // spec.group)
     if codes.scales.shape != (n, groups) or codes.rows.shape != (n,):
         raise ValueError(f"scales {codes.scales.shape} and rows {codes.rows.shape} for {spec} of shape {(n, k)}")
+    if (codes.scales.dtype == np.uint16) != (spec.scheme == "block"):
+        raise ValueError(f"scales of {codes.scales.dtype} for {spec}")
     if (codes.zeros is None) != (spec.scheme != "affine") or (codes.levels is None) != (spec.scheme != "codebook") or (
             codes.steps is None) != (codes.levels is None):
         raise ValueError(f"zeros belong to affine, levels and steps to codebook weights, not to {spec}")
@@ -124,7 +143,7 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
 def _pad(array: np.ndarray, rows: int, columns: int) -> np.ndarray:
     if array.shape == (rows, columns):
         return array
-    out = np.zeros((rows, columns), np.uint8)
+    out = np.zeros((rows, columns), array.dtype)
     out[: array.shape[0], : array.shape[1]] = array
     return out
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from ..kernels.layout import STORED_TYPES
-from ..kernels.tiles import SCHEMES, TILE
+from ..kernels.tiles import SCHEME_SHIFT, SCHEMES, TILE
 from .spec import QuantSpec
 
 RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np.dtype(np.uint16)}
@@ -60,7 +60,7 @@ class Weight:
         spec, base, at = self.spec, self.address, self.spec.sections(self.shape)
         place = lambda offset: base + offset if offset >= 0 else 0  # noqa: E731
         shift = (spec.group // TILE).bit_length() - 1  # -1: half a tile
-        return ((base, spec.bits * 4 + SCHEMES[spec.scheme], self.shape[0]),
+        return ((base, spec.bits << SCHEME_SHIFT | SCHEMES[spec.scheme], self.shape[0]),
                 (at.depth // TILE, shift, place(at.scales), place(at.zeros), place(at.row_scales), place(at.tables), place(at.sparse),
                  at.sparse_count))
 

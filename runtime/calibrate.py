@@ -16,7 +16,6 @@ import numpy as np
 from .. import UsageError
 from ..kernels.reference import normalise
 from ..kernels.reference_moe import Routed
-from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.pages import PagePool
 from ..quant.kv import codec
@@ -29,6 +28,7 @@ from .families import LayerWeights, expert_of, expert_role, kind_of
 from .model import Model, attention_specs, dims
 from .policy.keep import Keep
 from .prepare import LOGIT_ROWS, EngineOptions, worker_count
+from .source import open_store
 from .text import Tokenizer
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
@@ -78,7 +78,7 @@ def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> I
     width = len(cut[0])
     ops = CpuOps(ThreadPool(worker_count(EngineOptions(threads=threads))), dims(config, width, width, LOGIT_ROWS))
     try:
-        with TensorStore.open(folder) as store:
+        with open_store(folder) as store:
             model = Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, width)
             yield from Calibration(model, ops, cut).run()
     finally:

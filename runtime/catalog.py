@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError
+from ..offload.header import is_gguf
 from . import hub, storage
 from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
@@ -105,16 +106,15 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
     except OSError as error:
         raise ModelNotFound(f"{show(text)} cannot be read: {error.strerror}", f"check its permissions: ls -ld {path.parent}") from error
     if not present:
-        raise ModelNotFound(f"there is no {'file' if reference.file else 'folder'} {show(text)}", LOOK)
-    if path.suffix.lower() == ".gguf":
+        raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}", LOOK)
+    if is_gguf(path):
         return _from_gguf(reference, path)
-    raise UsageError(f"{show(text)} is a file, a model is a folder", f"try {path.parent}")
+    raise UsageError(f"{show(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}")
 
 
 def _from_gguf(reference: Reference, path: Path) -> ModelRef:
     """The one place where a name becomes a GGUF file that is there, from the disk or from the cache."""
-    raise UsageError(f"{show(reference.text)} is a GGUF file, which this version does not read",
-                     "give a folder with config.json and *.safetensors")
+    return ModelRef(reference.text, path, variant=reference.variant)
 
 
 def _of_folder(ref: ModelRef) -> ModelRef:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import UsageError
+from ..offload.header import is_gguf
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 
@@ -152,7 +153,14 @@ class Defaults:
 
 
 def read_config(folder: Path, strict: bool = False) -> ModelConfig:
-    """The config of a model folder. Raises ModelNotFound, ConfigError, and with `strict` UsageError for keys that nobody knows."""
+    """The config of a model folder or GGUF file.
+
+    Raises ModelNotFound, ConfigError or CheckpointError, and with `strict` UsageError for keys that nobody knows.
+    """
+    if is_gguf(folder):
+        from .gguf.store import read_gguf_config
+
+        return read_gguf_config(folder, strict)
     return parse_config(read_json(folder / "config.json"), strict)
 
 
@@ -171,6 +179,11 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     family = families.get(keys.text("model_type"))
     own = family.KEYS_USED | family.KEYS_HARMLESS
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
+    if isinstance(section := raw.get("quantization_config"), dict):
+        from .imported import check_method
+
+        check_method(section)
+        refused["quantization_config"] = section
     for key, default in refused.items():
         if raw.get(key) is not None and raw[key] != default:
             why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")

@@ -39,6 +39,7 @@ from .convert_tensors import EQUALISING, Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .hub import COMPANIONS
+from .source import folder_files
 
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX, FILE)
 OTHER_FOLDER = "give another folder with -o"
@@ -72,6 +73,8 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         methods.get(self.method)
+        if given := [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if spec.scheme == "block"]:
+            raise UsageError(f"{given[0]} is how blocks of GGUF files run, nothing is quantized to it", "effllm export writes such files")
         if self.target is not None and any(spec.outliers for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules))):
             raise UsageError("--target chooses among formats without outliers", "leave one of the two away, or another --method")
         if self.calibration_tokens < LEAST:
@@ -139,7 +142,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 yield from converter.announce(options.spec_text)
                 yield from converter.run()
                 plan.store.check_unchanged()
-                texts = {FILE: container(plan, writer.finished, options, ids).to_json()}
+                texts = {**folder_files(plan.folder), FILE: container(plan, writer.finished, options, ids).to_json()}
                 if len(plan.files) > 1:
                     texts[INDEX] = index_json(plan.files)
                 writer.commit(copies, texts, options.replace)
@@ -254,6 +257,8 @@ def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
 
 def copied(folder: Path) -> dict[str, Path]:
     """Name -> file of what goes along unchanged."""
+    if not folder.is_dir():
+        return {}
     return {entry.name: entry for entry in sorted(folder.iterdir())
             if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COMPANIONS)}
 

@@ -22,6 +22,7 @@ from .config import ModelConfig, read_config
 from .container import DTYPES, FORMAT, VERSION, read_container
 from .families import expert_of, kind_of
 from .model import ModelTensor, check_tensors
+from .source import open_store
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")  # roles, in the order in which they are written
 OTHER = "other"  # the class of norms and biases
@@ -141,7 +142,7 @@ def plan_conversion(folder: Path, recipe: Recipe) -> ConversionPlan:
     if (made := read_container(folder)) is not None:
         raise UsageError(f"{folder} is quantized already ({made.spec_text})", ORIGINAL)
     config = read_config(folder)
-    store = TensorStore.open(folder)
+    store = open_store(folder, wide="f32")
     try:
         jobs = tuple(_jobs(check_tensors(config, store), recipe))
     except BaseException:

@@ -19,7 +19,14 @@ SAMPLING = tuple(field.name for field in fields(SamplerSettings) if field.name !
 
 
 def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
-    """(its usable entries, one remark for each that is not). Nothing where there is no file. Raises EffllmError for a damaged file."""
+    """(usable entries, one remark for each that is not), of the file or of what a GGUF file says in its place. Nothing where neither is.
+
+    Raises EffllmError for a damaged file.
+    """
+    from .source import settings_of
+
+    if (stated := settings_of(folder)) is not None:
+        return usable(stated)
     path = folder / NAME
     try:
         with path.open("rb") as file:

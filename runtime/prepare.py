@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from ..offload.size import parse_size
 from ..quant.kv import codec
 from .cache import CacheShape, cache_nbytes
 from .config import ModelConfig, read_config
-from .container import FILE, Container, read_container
+from .container import Container
 from .model import check_tensors, dims
+from .source import check_mapping, is_low_bit, open_weights
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
 COLD_ALLOWANCE = 64 << 20
@@ -82,8 +82,11 @@ class Prepared:
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
     """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists."""
-    config, container = read_config(folder, strict=options.strict), read_container(folder)
-    return prepare_with(folder, config, TensorStore.open(folder), options, container)
+    config = read_config(folder, strict=options.strict)
+    if options.load == "mmap":
+        check_mapping(folder)
+    store, container = open_weights(folder, may_be_low_bit(options))
+    return prepare_with(folder, config, store, options, container)
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
@@ -92,7 +95,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     from ..kernels.cpu.ops import plan_workspace
 
     tensors = check_tensors(config, store, container)
-    notices = list(config.warnings)
+    notices = [*config.warnings, *store.notices]
     device = _device(options, notices) if container is None else _device_of_low_bit(options, notices)
     sinks = CacheShape(1, options.kv_sink).sinks
     if options.kv_sink > PAGE:
@@ -131,6 +134,11 @@ def worker_count(options: EngineOptions) -> int:
     return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
 
 
+def may_be_low_bit(options: EngineOptions) -> bool:
+    """Whether blocks of a GGUF file may stay codes: the kernels for those are the CPU's."""
+    return options.device != "cuda" and not options.gpu_layers
+
+
 def kernel_kinds(low_bit: bool, options: EngineOptions) -> tuple[str, ...]:
     """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement."""
     from ..kernels import warm
@@ -142,7 +150,7 @@ def kernel_kinds(low_bit: bool, options: EngineOptions) -> tuple[str, ...]:
 
 def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
     """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
-    return kernel_kinds(os.path.exists(folder / FILE), options)
+    return kernel_kinds(is_low_bit(folder, may_be_low_bit(options)), options)
 
 
 def _baseline(kinds: Sequence[str]) -> int:

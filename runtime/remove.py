@@ -57,6 +57,8 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     entry = find_entry(catalog(env), reference.name) if reference.path is None else None
     if entry is not None and not entry.own:
         raise UsageError(f"{entry.alias} comes with effllm", "it goes with the program: pip uninstall effllm")
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file that effllm does not keep track of", f"rm {folder}")
     return _made_folder(text, folder)
 
 

@@ -134,8 +134,9 @@ def write_aside(path: Path, text: str) -> None:
 
 
 def stamp(folder: Path) -> str:
-    """Eight digits that stand for a local folder and the state of its files: another model, or a changed one, is kept elsewhere."""
+    """Eight digits for a local folder or GGUF file and the state of its files: another model, or a changed one, is kept elsewhere."""
     import hashlib
 
-    files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in folder.iterdir() if entry.is_file())
+    entries = folder.iterdir() if folder.is_dir() else [folder]
+    files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in entries if entry.is_file())
     return hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:8]

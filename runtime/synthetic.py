@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import UsageError
 from ..kernels.tiles import LEVELS_NBYTES, MOST_LEVEL, STEPS_NBYTES
-from ..offload.checkpoint import TensorInfo
+from ..offload.checkpoint import TensorInfo, TensorStore
 from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32
@@ -107,6 +107,9 @@ class SyntheticStore:
         out = np.empty(info.nbytes, np.uint8)
         self.read_at(info.file, info.offset, memoryview(out))
         return out
+
+    notices: tuple[str, ...] = ()
+    reads = TensorStore.reads
 
     def check_unchanged(self) -> None:
         """Nothing on disk can change."""

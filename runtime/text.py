@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from .. import EffllmError, ModelNotFound
+from ..offload.header import is_gguf
 from .template import ChatTemplate, TemplateError, load_template
 
 if TYPE_CHECKING:
@@ -99,7 +100,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: "ModelConfig") -> "Tokenizer":
-        """Read the tokenizer of a model folder. Raises ModelNotFound (no tokenizer.json), TokenizerError, TemplateError."""
+        """Read the tokenizer of a model folder or GGUF file. Raises ModelNotFound (no tokenizer.json), TokenizerError, TemplateError."""
+        if is_gguf(folder):
+            from .gguf.tokenizer import load_tokenizer
+
+            return load_tokenizer(folder, config.vocab_size)
         path = folder / "tokenizer.json"
         backend = _open_backend(path)
         settings = _read_json(folder / "tokenizer_config.json")

@@ -43,6 +43,8 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
     """
     container = read_container(folder)
     if container is None:
+        if folder.is_file():
+            raise UsageError(f"{folder} has no checksums: GGUF files come without", "give a folder that effllm quantize made")
         if not folder.is_dir():
             raise ModelNotFound(f"there is no folder {folder}", "effllm list shows the models on this machine")
         if blobs := downloaded(folder):

@@ -12,7 +12,7 @@ import numpy as np
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.workspace import Dims
-from effllm.quant.codes import Codes, Sparse, bf16, scale_values, values
+from effllm.quant.codes import Codes, Sparse, bf16, factors, values
 from effllm.quant.pack import pack
 from effllm.quant.spec import BITS, GROUPS, QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
@@ -28,6 +28,9 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     groups = -(-depth // spec.group)
     book = spec.scheme == "codebook"
     scales = rng.integers(0 if book or every_scale else 32, 16 if book else 256, (rows, groups), np.uint8)
+    if spec.scheme == "block":  # either sign, over the sizes that weights have, subnormal ones and zero with `every_scale`
+        powers = rng.integers(-24 if every_scale else -4, 4, scales.shape)
+        scales = (np.ldexp(rng.standard_normal(scales.shape, np.float32), powers)).astype(np.float16).view(np.uint16)
     zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if spec.scheme == "affine" else None
     count = round(rows * depth * spec.outliers)
     places = np.sort(rng.choice(rows * depth, count, replace=False))
@@ -49,7 +52,7 @@ def low_bit(codes: Codes, spec: QuantSpec) -> Weight:
 
 
 def factors_of(codes: Codes) -> np.ndarray:
-    return scale_values(codes.steps)[codes.scales]
+    return factors(codes)
 
 
 def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
@@ -80,7 +83,7 @@ def _range(codes: Codes, spec: QuantSpec) -> tuple[np.ndarray, int]:
         return factors_of(codes).max(1), 7
     zeros = np.full(codes.scales.shape, 1 << (spec.bits - 1)) if codes.zeros is None else codes.zeros.astype(int)
     bounds = np.maximum(zeros, (1 << spec.bits) - 1 - zeros)
-    return (factors_of(codes) * bounds.astype(np.float32)).max(1), 8 - spec.bits
+    return (np.abs(factors_of(codes)) * bounds.astype(np.float32)).max(1), 8 - spec.bits
 
 
 def dims_for(depth: int, rows: int, chunk: int = 32) -> Dims:

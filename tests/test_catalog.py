@@ -139,8 +139,10 @@ def test_folders(env: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monkey
     assert "'./absent'" in failed("./absent", env).message
     (tmp_path / "m.gguf").touch()
     (tmp_path / "m.safetensors").touch()
-    assert "GGUF" in failed("./m.gguf", env, UsageError).message
-    assert "GGUF" in failed("m.gguf", env, UsageError).message
+    for text in ("./m.gguf", "m.gguf"):
+        assert resolve(text, env).folder == Path(text)
+    assert resolve("m.gguf:4bit", env).variant == "4bit"
+    assert "no file './absent.gguf'" in failed("./absent.gguf", env).message
     assert "a model is a folder" in failed("m.safetensors", env, UsageError).message
 
 

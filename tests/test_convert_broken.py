@@ -153,7 +153,7 @@ def test_a_quantized_input_is_refused(tmp_path: Path, four_bit: Path) -> None:
     with pytest.raises(UsageError, match="quantized already"):
         run(four_bit, tmp_path / "out")
     source = odd_model(tmp_path / "odd")
-    (source / "config.json").write_text(json.dumps(ODD | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    (source / "config.json").write_text(json.dumps(ODD | {"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}}))
     with pytest.raises(ConfigError, match="quantization_config"):
         run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not partial_folder(tmp_path / "out").exists()

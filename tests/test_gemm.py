@@ -28,8 +28,8 @@ from low_bit_samples import _outliers, _range, factors_of, low_bit, random_codes
 
 WAYS = (gemm.SCALED, gemm.GROUPED)
 # Every width, every kind of scale, outliers.
-FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16+0.02", "ternary:64", "symmetric8:16", "symmetric6:32", "symmetric5:128",
-           "symmetric4:16", "affine8:32", "affine4:128+0.01", "affine3:32", "affine2:64")
+FORMATS = ("block4:32", "block8:32", "codebook4:16", "codebook3:16", "codebook2:16+0.02", "ternary:64", "symmetric8:16",
+           "symmetric6:32", "symmetric5:128", "symmetric4:16", "affine8:32", "affine4:128+0.01", "affine3:32", "affine2:64")
 GUARD = 0x5A
 
 

@@ -30,7 +30,7 @@ IMPORT_NAMES = {"pyyaml": "yaml", "prompt-toolkit": "prompt_toolkit", "huggingfa
 SAME_PROJECT = {"llvmlite": "numba"}
 # Used by name (a command, a build backend), never imported.
 USED_AS_COMMANDS = {"setuptools"}
-PEERS = {"gguf", "llama_cpp"}  # what benchmarks compare with, and only those who run them install
+PEERS = {"llama_cpp"}  # what benchmarks compare with, and only those who run them install
 
 
 def declared(extra: str | None = None) -> dict[str, Requirement]:

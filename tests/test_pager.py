@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from effllm.offload.checkpoint import CheckpointError, TensorInfo, TensorStore
+from effllm.offload.checkpoint import READ_NBYTES, CheckpointError, TensorInfo, TensorStore
 from effllm.offload.memory import HUGE_PAGE, anonymous
-from effllm.offload.pager import ALIGNMENT, READ_NBYTES, ResidentPager
+from effllm.offload.pager import ALIGNMENT, ResidentPager
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 

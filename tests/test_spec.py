@@ -92,7 +92,7 @@ def test_nbytes_is_the_size_of_what_is_packed(text):
 def test_bits_per_weight_are_the_codes_and_a_share_of_the_group(text):
     """Counted from the description of the format, not from the layout: a shape that nothing pads, so large that alignment is nothing."""
     spec, shape = QuantSpec.parse(text), (4096, 8192)
-    per_group = {"codebook": 4, "affine": 16, "symmetric": 8, "ternary": 8}[spec.scheme]
+    per_group = {"codebook": 4, "affine": 16, "symmetric": 8, "ternary": 8, "block": 16}[spec.scheme]
     tables = 64 if spec.scheme == "codebook" else 0
     assert spec.nbytes(shape) == 4096 * 8192 * spec.bits // 8 + 4096 * 8192 // spec.group * per_group // 8 + 2 * 4096 + tables
 

@@ -35,14 +35,14 @@ from .int8_ir import (
     offset,
     splat,
     store,
-    to_floats,
     unpack_tile,
     widen_bytes,
 )
 from .intrinsics import F32, I16, I32, I64
+from .packed_loops import byte_scales, half_scales
 
 LEVEL_SHIFT, SCALED_SHIFT = 64, 128  # what stripes of levels and of scaled weights are above their values, with VNNI
-CODEBOOK, LINEAR = "codebook", "linear"
+CODEBOOK, LINEAR, BLOCKS = "codebook", "linear", "blocks"
 QUADS = 8  # of a tile
 
 
@@ -62,12 +62,9 @@ def codes_of(bits: int):
     return run
 
 
-def _byte_factors(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    """The factors of 16 rows, per piece, from scale codes of eight bits."""
-    found = []
-    for piece in range(PIECES):
-        found.append(to_floats(builder, widen_bytes(builder, offset(builder, address, LANES * piece))))
-    return found
+def _row_factors(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
+    """The factors of 16 rows, per piece, from scale codes of eight bits or half-precision scales."""
+    return [half_scales(builder, address, piece) if way == BLOCKS else byte_scales(builder, address, piece) for piece in range(PIECES)]
 
 
 def _table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
@@ -164,7 +161,7 @@ class _Reader:
 
     def piece(self, piece: int) -> None:
         """Turn to a piece's rows."""
-        if self.way == LINEAR:
+        if self.way != CODEBOOK:
             self.zeros = _four_times(self.builder, widen_bytes(self.builder, offset(self.builder, self.extra, LANES * piece)))
 
     def values(self, quad: int, piece: int) -> _Pair:
@@ -192,7 +189,7 @@ def _scaled(way: str):
             if way == CODEBOOK:
                 factors = _step_factors(builder, _steps_table(builder, extra), scales)
             else:
-                factors = _byte_factors(builder, scales), _byte_factors(builder, second)
+                factors = _row_factors(builder, way, scales), _row_factors(builder, way, second)
             for piece in range(PIECES):
                 reader.piece(piece)
                 limit = load(builder, offset(builder, limits, 4 * LANES * piece), FLOATS, 4)
@@ -242,7 +239,7 @@ def _factors(way: str):
             if way == CODEBOOK:
                 groups = _step_factors(builder, _steps_table(builder, tables), scales)
             else:
-                groups = (_byte_factors(builder, scales),)
+                groups = (_row_factors(builder, way, scales),)
             for pieces, address in zip(groups, (out, second)):
                 for piece, value in enumerate(pieces):
                     store(builder, value, offset(builder, address, 4 * LANES * piece), 4)
@@ -273,12 +270,14 @@ def _largest(way: str):
                 first, second = _step_factors(builder, table, scales)
                 most = [larger(larger(old, a), b) for old, a, b in zip(most, first, second)]
             else:
-                for piece, factor in enumerate(_byte_factors(builder, scales)):
+                for piece, factor in enumerate(_row_factors(builder, way, scales)):
+                    if way == BLOCKS:  # these have a sign
+                        factor = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [factor])
                     zero = widen_bytes(builder, offset(builder, zeros, LANES * piece))
                     rest = builder.sub(top, zero)
                     bound = builder.select(builder.icmp_signed(">", zero, rest), zero, rest)
                     most[piece] = larger(most[piece], builder.fmul(factor, builder.sitofp(bound, FLOATS)))
-            _, _, *most = loop.end([builder.add(scales, I64(ROWS)), builder.add(zeros, stride), *most])
+            _, _, *most = loop.end([builder.add(scales, I64(2 * ROWS if way == BLOCKS else ROWS)), builder.add(zeros, stride), *most])
             for piece, value in enumerate(most):
                 store(builder, value, offset(builder, out, 4 * LANES * piece), 4)
             return context.get_dummy_value()
@@ -328,7 +327,7 @@ def floats_of(typingctx, codes, zeros, factors, rows, out, stride):
     return types.void(*[types.int64] * 6), codegen
 
 
-scaled_codebook, scaled_linear = _scaled(CODEBOOK), _scaled(LINEAR)
+scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)
 plain_codebook, plain_linear = _plain(CODEBOOK), _plain(LINEAR)
-codebook_factors, linear_factors = _factors(CODEBOOK), _factors(LINEAR)
-largest_step, largest_linear = _largest(CODEBOOK), _largest(LINEAR)
+codebook_factors, linear_factors, block_factors = _factors(CODEBOOK), _factors(LINEAR), _factors(BLOCKS)
+largest_step, largest_linear, largest_block = _largest(CODEBOOK), _largest(LINEAR), _largest(BLOCKS)

@@ -8,19 +8,22 @@ from __future__ import annotations
 from numba import float32, int32, int64, uint32
 
 from ..compile import inlined
-from ..tiles import AFFINE, CODEBOOK, TERNARY, TILE
+from ..tiles import AFFINE, BLOCK, CODEBOOK, TERNARY, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .gemm_expand import (
     LEVEL_SHIFT,
+    block_factors,
     codebook_factors,
     codes_of,
     floats_of,
+    largest_block,
     largest_linear,
     largest_step,
     levels_of,
     linear_factors,
     plain_codebook,
     plain_linear,
+    scaled_blocks,
     scaled_codebook,
     scaled_linear,
 )
@@ -134,7 +137,10 @@ def _largest(a, matrix, depth, row, scratch, out):
     else:
         _fill(zeros, _constant_zero(a, matrix))
     most = 2 if scheme == TERNARY else (1 << a[matrix + BITS]) - 1
-    largest_linear(a[matrix + SCALES] + block * groups * TILE_ROWS, zeros, stride, most, groups, out)
+    if scheme == BLOCK:
+        largest_block(a[matrix + SCALES] + block * groups * 2 * TILE_ROWS, zeros, stride, most, groups, out)
+    else:
+        largest_linear(a[matrix + SCALES] + block * groups * TILE_ROWS, zeros, stride, most, groups, out)
 
 
 @inlined()
@@ -188,16 +194,22 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                 if left == 0:
                     last = tile * TILE // group
                     left = max(1, group // TILE)
-                    scales = a[matrix + SCALES] + (block * groups + last) * TILE_ROWS
+                    scales = a[matrix + SCALES] + (block * groups + last) * TILE_ROWS * (2 if scheme == BLOCK else 1)
                     second = scales + (TILE_ROWS if parts == 2 else 0)
                     if scheme == AFFINE:
                         zeros = a[matrix + ZEROS] + (block * groups + last) * TILE_ROWS
                 left -= 1
                 if way == SCALED:
-                    scaled_linear(codes, scales, second, zeros, limits, up, out)
+                    if scheme == BLOCK:
+                        scaled_blocks(codes, scales, second, zeros, limits, up, out)
+                    else:
+                        scaled_linear(codes, scales, second, zeros, limits, up, out)
                 else:
                     plain_linear(codes, zeros, out)
-                    linear_factors(scales, 0, factors, 0)
+                    if scheme == BLOCK:
+                        block_factors(scales, 0, factors, 0)
+                    else:
+                        linear_factors(scales, 0, factors, 0)
                     if parts == 2:
                         linear_factors(second, 0, factors + 4 * STRIPE, 0)
                     if scheme == AFFINE and not PAIRS:
@@ -227,6 +239,11 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
             codebook_factors(a[matrix + SCALES] + at * TILE_ROWS, a[matrix + TABLES], factors, factors + 64)
         else:
             first = block * groups + tile * TILE // group
+            if scheme == BLOCK:
+                block_factors(a[matrix + SCALES] + first * 2 * TILE_ROWS, 0, factors, 0)
+                block_factors(a[matrix + SCALES] + first * 2 * TILE_ROWS, 0, factors + 64, 0)
+                floats_of(codes, zeros, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
+                continue
             linear_factors(a[matrix + SCALES] + first * TILE_ROWS, 0, factors, 0)
             linear_factors(a[matrix + SCALES] + (first + (1 if group == 16 else 0)) * TILE_ROWS, 0, factors + 64, 0)
             if scheme == AFFINE:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..layout import ACTIVATIONS, NORMS
 from ..registry import Call
-from ..tiles import SCHEMES, TILE
+from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES, TILE
 from ..workspace import Dims, address
 from . import gemm, linear, lut, lut_order, packed, packed_rows
 from .inner_loops import TILE_COLUMNS
@@ -136,8 +136,8 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
 def _gemm_fields(each: Linear) -> list[int]:
     (base, kind, rows), (_, _, scales, zeros, row_scales, tables, sparse, _) = each.weight.low_bit_fields
     weight = each.weight
-    return [base, scales, zeros, row_scales, tables, sparse, kind >> 2, kind & 3, weight.spec.group, weight.looked_up, rows,
-            address(each.bias)]
+    return [base, scales, zeros, row_scales, tables, sparse, kind >> SCHEME_SHIFT, kind & SCHEME_MASK, weight.spec.group, weight.looked_up,
+            rows, address(each.bias)]
 
 
 def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.ndarray) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from numba import float32, int64
 
 from ..compile import inlined, kernel
-from ..tiles import ROWS, TILE
+from ..tiles import ROWS, SCHEME_SHIFT, TILE
 from . import lut_loops as loops
 from . import packed
 from .arithmetic import normalise
@@ -63,7 +63,7 @@ def _look_up(bits, table, x, groups, in_group, zero_stride, out):
 @inlined()
 def _pair_sums(a, m, pair, run, pairs, scratch, sums):
     """ABREAST pairs of matrix m, `run` apart, times one column -> float32 [ABREAST][32] at `sums`. Past the end the last is repeated."""
-    table, bits, tiles, shift = i64_at(scratch + TABLE_AT), a[m + KIND] >> 2, a[m + TILES], a[m + SHIFT]
+    table, bits, tiles, shift = i64_at(scratch + TABLE_AT), a[m + KIND] >> SCHEME_SHIFT, a[m + TILES], a[m + SHIFT]
     small, zero_shift = packed._scale_nbytes(a, m), int64(0)
     for i in range(ABREAST):
         at = min(pair + i * run, pairs - 1)
@@ -87,7 +87,8 @@ def _block_sums(a, m, block, tokens, scratch, x_nbytes, sums):
         clean[i] = float32(0.0)
     for begin in range(0, tiles, STRETCH):
         end = min(begin + STRETCH, tiles)
-        expand_tiles(kind >> 2, a[m + WEIGHT] + pair_at(kind >> 2, tiles, block, begin), end - begin, scratch + QUADS_AT)
+        bits = kind >> SCHEME_SHIFT
+        expand_tiles(bits, a[m + WEIGHT] + pair_at(bits, tiles, block, begin), end - begin, scratch + QUADS_AT)
         t = 0
         while t < tokens:
             four = t + 4 <= tokens
@@ -119,7 +120,7 @@ def looked_up_columns(args, worker, counter):
         m = FIRST
         for _ in range(groups):
             pairs = (a[m + ROW_COUNT] + PAIR - 1) // PAIR
-            run = max(1, RUN_NBYTES // (a[m + TILES] * (a[m + KIND] >> 2) * 4 * PAIR))
+            run = max(1, RUN_NBYTES // (a[m + TILES] * (a[m + KIND] >> SCHEME_SHIFT) * 4 * PAIR))
             here = (pairs + ABREAST * run - 1) // (ABREAST * run)
             if work < here:
                 break
@@ -148,8 +149,8 @@ def looked_up_columns(args, worker, counter):
                     if tokens > 1:
                         _block_sums(a, own, 2 * begin + step, tokens, scratch, x_nbytes, to)
                         continue
-                    if seeded != a[own + KIND] >> 2:
-                        seeded = a[own + KIND] >> 2
+                    if seeded != a[own + KIND] >> SCHEME_SHIFT:
+                        seeded = a[own + KIND] >> SCHEME_SHIFT
                         loops.make_seeds(seeded, totals, x[2], padded // TILE)
                     _pair_sums(a, own, begin + step, run, pairs, scratch, to)
             for i in range(tokens if tokens > 1 else SUMS // ROWS):

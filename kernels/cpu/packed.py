@@ -12,7 +12,7 @@ from numba import float32, int64
 
 from ..compile import inlined, kernel
 from ..layout import SILU
-from ..tiles import AFFINE, CODEBOOK, ROWS, SYMMETRIC, TILE
+from ..tiles import AFFINE, BLOCK, CODEBOOK, ROWS, SCHEME_MASK, SCHEME_SHIFT, TERNARY, TILE
 from . import packed_loops as loops
 from .arithmetic import activate, normalise
 from .int8_ir import seed_of
@@ -34,8 +34,8 @@ COLUMNS_AT = QUADS_AT + STRETCH * 512
 
 
 def kind_of(bits: int, scheme: int) -> int:
-    """A format's number: bits * 4 + scheme."""
-    return bits * 4 + scheme
+    """A format's number."""
+    return bits << SCHEME_SHIFT | scheme
 
 
 def column_nbytes(depth: int) -> int:
@@ -74,17 +74,26 @@ def make_seeds(way, totals, seeds, tiles):
 
 _book4, _book3, _book2 = (loops.single(bits, loops.CODEBOOK) for bits in (4, 3, 2))
 _plain8, _plain6, _plain5, _plain4, _plain3, _plain2 = (loops.single(bits, loops.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
+_block8, _block5, _block4 = (loops.single(bits, loops.BLOCKS) for bits in (8, 5, 4))
 _expand_book4, _expand_book3, _expand_book2 = (loops.expand(bits, loops.CODEBOOK) for bits in (4, 3, 2))
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (loops.expand(bits, loops.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
 _four_book, _one_book = (loops.columns(loops.CODEBOOK, count, False) for count in (4, 1))
 _four_plain, _one_plain = (loops.columns(loops.PLAIN, count, True) for count in (4, 1))
+_four_blocks, _one_block = (loops.columns(loops.BLOCKS, count, True) for count in (4, 1))
 _four_halves, _one_halves = (loops.columns(loops.HALVES, count, True) for count in (4, 1))
 
 
 @inlined()
 def _single(kind, table, tables, x, tiles, shift, zero_shift, out):
-    bits = kind >> 2
-    if kind & 3 == CODEBOOK:
+    bits = kind >> SCHEME_SHIFT
+    if kind & SCHEME_MASK == BLOCK:
+        if bits == 4:
+            _block4(table, tables, x, tiles, shift, zero_shift, out)
+        elif bits == 5:
+            _block5(table, tables, x, tiles, shift, zero_shift, out)
+        else:
+            _block8(table, tables, x, tiles, shift, zero_shift, out)
+    elif kind & SCHEME_MASK == CODEBOOK:
         if bits == 4:
             _book4(table, tables, x, tiles, shift, zero_shift, out)
         elif bits == 3:
@@ -107,8 +116,8 @@ def _single(kind, table, tables, x, tiles, shift, zero_shift, out):
 
 @inlined()
 def _expand(kind, codes, tables, tiles, out):
-    bits = kind >> 2
-    if kind & 3 == CODEBOOK:
+    bits = kind >> SCHEME_SHIFT
+    if kind & SCHEME_MASK == CODEBOOK:
         if bits == 4:
             _expand_book4(codes, tables, tiles, out)
         elif bits == 3:
@@ -131,7 +140,12 @@ def _expand(kind, codes, tables, tiles, out):
 
 @inlined()
 def _columns(kind, four, quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums):
-    if kind & 3 == CODEBOOK:
+    if kind & SCHEME_MASK == BLOCK:
+        if four:
+            _four_blocks(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+        else:
+            _one_block(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+    elif kind & SCHEME_MASK == CODEBOOK:
         if four:
             _four_book(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
         else:
@@ -150,31 +164,33 @@ def _columns(kind, four, quads, tables, scales, zeros, x, stride, begin, end, sh
 @inlined()
 def _zeros(a, m, block, constant_at):
     """Where a row block's zeros begin, and by how much its tiles are shifted to find them; for formats that store none they are made."""
-    scheme = a[m + KIND] & 3
+    scheme = a[m + KIND] & SCHEME_MASK
     if scheme == AFFINE:
         return a[m + ZEROS] + block * _scale_nbytes(a, m), a[m + SHIFT]
     zero = u8_at(constant_at)
     for row in range(ROWS):
-        zero[row] = 1 << ((a[m + KIND] >> 2) - 1) if scheme == SYMMETRIC else 1
+        zero[row] = 1 if scheme == TERNARY else 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
     return constant_at, int64(62)
 
 
 @inlined()
 def _way(a, m):
-    if a[m + KIND] & 3 == CODEBOOK:
+    if a[m + KIND] & SCHEME_MASK == CODEBOOK:
         return BOOK
     return HALF if a[m + SHIFT] < 0 else WHOLE
 
 
 @inlined()
 def _tile_nbytes(a, m):
-    return a[m + KIND] >> 2 << 6
+    return a[m + KIND] >> SCHEME_SHIFT << 6
 
 
 @inlined()
 def _scale_nbytes(a, m):
     """Bytes of a row block's scales."""
     way = _way(a, m)
+    if a[m + KIND] & SCHEME_MASK == BLOCK:
+        return a[m + TILES] * 2 * ROWS
     if way == WHOLE:
         return (a[m + TILES] >> a[m + SHIFT]) * ROWS
     return a[m + TILES] * (ROWS if way == BOOK else 2 * ROWS)

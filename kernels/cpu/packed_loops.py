@@ -52,7 +52,7 @@ from .int8_ir import (
     unpack_tile,
     widen_bytes,
 )
-from .intrinsics import F32, I16, I32, I64
+from .intrinsics import F16, F32, HAS_HALF, I16, I32, I64
 
 STREAMS = 4 if WIDTH == 64 else 2  # row blocks that `single` takes side by side: what the registers hold
 # Software prefetch: with 32-byte vectors a row block's arithmetic hides too little of its way from memory (67% of the read roof without
@@ -61,13 +61,24 @@ AHEAD = 0 if WIDTH == 64 else 1024
 MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added to a small float, it leaves the nearest whole number in the low bits
 SMALLEST = 2.0**-126  # scale of activations; below it, its inverse could be infinite
 # Ways of scaling: a codebook has two groups in a tile; the others at most one, and a zero that is stored or the same everywhere, but for
-# symmetric groups of 16, which are halves of a tile.
-CODEBOOK, PLAIN, HALVES = "codebook", "plain", "halves"
+# symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every tile.
+CODEBOOK, PLAIN, HALVES, BLOCKS = "codebook", "plain", "halves", "blocks"
 
 
 def byte_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
     """The scales of a group in eight bits, for the rows of a piece."""
     return to_floats(builder, widen_bytes(builder, offset(builder, address, LANES * piece)))
+
+
+def half_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
+    """Half-precision scales of the rows of a piece. Without the conversion instruction by a multiplication, exact for finite halves."""
+    address = offset(builder, address, 2 * LANES * piece)
+    if HAS_HALF:
+        return builder.fpext(load(builder, address, ir.VectorType(F16, LANES), 2), FLOATS)
+    bits = builder.zext(load(builder, address, ir.VectorType(I16, LANES), 2), WORDS)
+    magnitude = builder.bitcast(builder.shl(builder.and_(bits, constant(WORDS, 0x7FFF)), constant(WORDS, 13)), FLOATS)
+    scaled = builder.bitcast(builder.fmul(magnitude, constant(FLOATS, 2.0**112)), WORDS)
+    return builder.bitcast(builder.or_(scaled, builder.shl(builder.and_(bits, constant(WORDS, 0x8000)), constant(WORDS, 16))), FLOATS)
 
 
 class _Tile:
@@ -79,7 +90,10 @@ class _Tile:
         if way == CODEBOOK:
             self.factors = look_up_steps(builder, steps, scales, piece)
             return
-        self.factors = [byte_scales(builder, offset(builder, scales, ROWS * half), piece) for half in range(2 if way == HALVES else 1)]
+        if way == BLOCKS:
+            self.factors = [half_scales(builder, scales, piece)]
+        else:
+            self.factors = [byte_scales(builder, offset(builder, scales, ROWS * half), piece) for half in range(2 if way == HALVES else 1)]
         self.zeros = widen_bytes(builder, offset(builder, zeros, LANES * piece))
         if wide and OFFSET_WHEN_WIDE:
             self.zeros = builder.sub(self.zeros, constant(WORDS, 128))
@@ -100,7 +114,8 @@ class _Tile:
 
 
 def _seeds(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(1 if way == PLAIN else 2)]
+    count = 1 if way in (PLAIN, BLOCKS) else 2
+    return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
 
 
 def _quads_of_x(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:

@@ -7,7 +7,7 @@ import numpy as np
 from numba import float32, int32, int64
 
 from ..compile import inlined, kernel
-from ..tiles import AFFINE, CODEBOOK, LEVELS_NBYTES, ROWS, SYMMETRIC, TILE
+from ..tiles import AFFINE, BLOCK, CODEBOOK, LEVELS_NBYTES, ROWS, SCHEME_MASK, SCHEME_SHIFT, TERNARY, TILE
 from .intrinsics import bits_to_f32, f32_at, fetch_add, i8_at, i64_at, u8_at, u16_at, u32_at
 from .packed import (
     FIELDS,
@@ -32,6 +32,14 @@ BLOCK_SIZE = MATRIX + FIELDS
 
 
 @inlined()
+def half_at(address):
+    """A finite half-precision float."""
+    bits = np.uint32(u16_at(address)[0])
+    value = bits_to_f32((bits & np.uint32(0x7FFF)) << np.uint32(13)) * float32(2.0**112)
+    return -value if bits >= np.uint32(0x8000) else value
+
+
+@inlined()
 def _code(tile, bits, row, column):
     """The code of one weight of a tile."""
     quad, within = column >> 2, 4 * row + (column & 3)
@@ -52,7 +60,7 @@ def embed_rows(args, worker, counter):
     a = i64_at(args)
     ids, depth, m = i64_at(a[IDS]), a[DEPTH], MATRIX
     factor = bits_to_f32(np.uint32(a[FACTOR]))
-    bits, scheme, tiles = a[m + KIND] >> 2, a[m + KIND] & 3, a[m + TILES]
+    bits, scheme, tiles = a[m + KIND] >> SCHEME_SHIFT, a[m + KIND] & SCHEME_MASK, a[m + TILES]
     while True:
         index = fetch_add(counter, 1)
         if index >= a[COUNT]:
@@ -73,9 +81,9 @@ def embed_rows(args, worker, counter):
                 zero = int64(1)
                 if scheme == AFFINE:
                     zero = int64(u8_at(a[m + ZEROS])[group])
-                elif scheme == SYMMETRIC:
+                elif scheme != TERNARY:
                     zero = int64(1) << (bits - 1)
-                scale = float32(u8_at(a[m + SCALES])[group])
+                scale = half_at(a[m + SCALES] + 2 * group) if scheme == BLOCK else float32(u8_at(a[m + SCALES])[group])
                 value = scale * float32(code - zero)
             out[k] = row_scale * value
         if a[m + SPARSE] != 0:

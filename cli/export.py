@@ -1,0 +1,61 @@
+"""`effllm export MODEL -o OUT`: the model for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from .. import UsageError
+from .flags import add_command, flag
+from .loading import find, follow, last
+from .options import OUTPUT, Json, Model
+from .screen import Screen
+
+FORMAT = "format"
+EXAMPLES = """examples
+
+  effllm export fable -o fable.gguf
+  effllm export ./my-model -o my-model.gguf --type Q4_0
+  effllm export ./my-model -o my-model-int4 --format compressed-tensors --type INT4
+"""
+
+Out = Annotated[str, flag(OUTPUT, "-o --out", "OUT", "the file to make, for compressed-tensors the folder")]
+Format = Annotated[Literal["gguf", "compressed-tensors"] | None,
+                   flag(FORMAT, "--format", "gguf|compressed-tensors", "for llama.cpp and its kin, or for transformers and vLLM (gguf)")]
+Type = Annotated[str | None, flag(FORMAT, "--type", "F16|Q8_0|Q4_0|INT8|INT4",
+                                  "precision of the matrices (F16); the integers are those of compressed-tensors (INT4)")]
+Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "export", "make models", export, EXAMPLES)
+
+
+def export(context: typer.Context, model: Model, out: Out, format: Format = None, type: Type = None, force: Force = False,
+           json: Json = False) -> None:
+    """Write a model for other programs, with its tokenizer and chat template."""
+    from ..offload.size import format_size
+    from ..runtime.compressed import CompressedFolder, export_compressed
+    from ..runtime.gguf.export import Exported, export_gguf
+
+    screen = Screen(context.obj)
+    if format == "compressed-tensors" and force:
+        raise UsageError("--force replaces a GGUF file, not a folder", "give another folder with -o")
+    ref = find(model, screen)
+    if format == "compressed-tensors":
+        folder = last(follow(export_compressed(ref.folder, Path(out), (type or "INT4").upper()), screen, CompressedFolder))
+        if json:
+            screen.json(folder.to_json())
+        else:
+            counts = f"{folder.quantized} tensors as integers, {folder.kept} as they were"
+            screen.note(f"{folder.folder}: {format_size(folder.nbytes)}, {counts}")
+        return
+    name = ref.alias or (ref.repo or "").rpartition("/")[2] or ref.folder.resolve().stem
+    made = last(follow(export_gguf(ref.folder, Path(out), (type or "F16").upper(), name, force), screen, Exported))
+    if json:
+        screen.json(made.to_json())
+    else:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in made.types.items())
+        screen.note(f"{made.path}: {format_size(made.nbytes)}, {made.tensors} tensors ({kinds})")

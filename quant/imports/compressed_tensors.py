@@ -1,0 +1,64 @@
+"""Integers of the compressed-tensors layout `pack-quantized`: values of 4 or 8 bits in 32-bit words along the inputs, lowest bits first,
+stored above their middle, with a scale per group of inputs (https://github.com/vllm-project/compressed-tensors).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+WORD = 32
+SHRINK = np.float32([1.0, 0.95, 0.9, 0.85, 0.8, 0.75])  # shares of a group's range that are tried
+
+
+def pack_words(values: np.ndarray, bits: int) -> np.ndarray:
+    """int8 [N, K] in -2**(bits-1) .. 2**(bits-1)-1 -> int32 [N, ceil(K * bits / 32)]."""
+    per = WORD // bits
+    codes = values.astype(np.int64) + (1 << (bits - 1))
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % per))).reshape(len(codes), -1, per)
+    return (codes << (bits * np.arange(per))).sum(-1).astype(np.uint32).view(np.int32)
+
+
+def unpack_words(words: np.ndarray, bits: int, width: int) -> np.ndarray:
+    """The way back: int8 [N, width]."""
+    shifts = np.arange(0, WORD, bits, dtype=np.uint32)
+    codes = (words.view(np.uint32)[:, :, None] >> shifts) & np.uint32((1 << bits) - 1)
+    return (codes.reshape(len(words), -1)[:, :width].astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
+
+
+def quantize_groups(values: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [N, K], K a multiple of `group` -> int8 [N, K] and scales float32 [N, K / group] that bfloat16 holds, of least error."""
+    from ..codes import bf16
+
+    top, n = (1 << (bits - 1)) - 1, len(values)
+    grouped = np.ascontiguousarray(values, np.float32).reshape(n, -1, group)
+    best = np.full(grouped.shape[:2], np.inf, np.float32)
+    kept, scales = np.zeros(grouped.shape, np.int8), np.zeros(grouped.shape[:2], np.float32)
+    most = np.abs(grouped).max(-1)
+    for share in SHRINK:
+        scale = bf16(most * share / np.float32(top))
+        inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+        codes = np.clip(np.rint(grouped * inverse[..., None]), -top - 1, top)
+        error = np.square(codes * scale[..., None] - grouped).sum(-1)
+        better = error < best
+        best = np.where(better, error, best)
+        kept, scales = np.where(better[..., None], codes.astype(np.int8), kept), np.where(better, scale, scales)
+    return kept.reshape(n, -1), scales
+
+
+def dequantize(packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None, bits: int,
+               shape: tuple[int, int]) -> np.ndarray:
+    """int32 words, float32 scales [N, G], packed zero points int32 [N * bits / 32, G] or None, the group of every input [K] or None ->
+    float32 [N, K]. Raises ValueError where they do not fit one another."""
+    n, k = shape
+    codes = unpack_words(packed, bits, k)
+    if codes.shape != shape or len(scales) != n or not scales.shape[1] or (groups is None and k % scales.shape[1]) or (
+            groups is not None and (groups.shape != (k,) or not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1])):
+        raise ValueError(f"words {packed.shape} and scales {scales.shape} for a weight of shape {shape}")
+    place = np.arange(k) // (k // scales.shape[1]) if groups is None else groups
+    off = codes.astype(np.int16)
+    if zeros is not None:
+        points = unpack_words(np.ascontiguousarray(zeros.T), bits, n).T
+        if points.shape != scales.shape:
+            raise ValueError(f"zero points {points.shape} for scales {scales.shape}")
+        off = off - points.astype(np.int16)[:, place]
+    return scales[:, place] * off

@@ -1,0 +1,42 @@
+"""Weights of eight bits in floating point (E4M3: no infinities, one NaN), scaled per block, row or tensor. Pure functions of arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def _table() -> np.ndarray:
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    values[(codes & 127) == 127] = np.nan
+    return np.where(codes >= 128, -values, values).astype(np.float32)
+
+
+VALUES = _table()
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """uint8 [N, K] and float32 scales: one, [N, 1], or [n, k] for blocks that cover the weight (128 x 128 as published) -> float32 [N, K].
+
+    Raises ValueError for scales that cover it in no way.
+    """
+    rows, depth = codes.shape
+    scales = scales.reshape(-1, 1) if scales.size in (1, rows) else scales
+    if scales.ndim != 2 or not 0 < scales.shape[0] <= rows or not 0 < scales.shape[1] <= depth:
+        raise ValueError(f"scales of shape {scales.shape} for a weight of shape {codes.shape}")
+    if scales.shape in ((1, 1), (rows, 1)):
+        return VALUES[codes] * scales
+    high, wide = (_border(size, count) for size, count in zip(codes.shape, scales.shape))
+    spread = np.repeat(np.repeat(scales, high, axis=0)[:rows], wide, axis=1)[:, :depth]
+    return VALUES[codes] * spread
+
+
+def _border(size: int, count: int) -> int:
+    """Values of a block, of which `count` cover `size`, the last one perhaps in part: a power of two, as all published ones are."""
+    block = 1
+    while -(-size // block) > count:
+        block *= 2
+    if -(-size // block) != count:
+        raise ValueError(f"{count} scales for {size} values")
+    return block

@@ -1,0 +1,190 @@
+"""Blocks of GGUF files as integers and the numbers that they are multiplied by, and two types the other way: pure functions of bytes.
+
+Every type is w = scale * code - minimum, with small integer codes, a float32 scale per group of 16 or 32 and for some a float32 minimum:
+products of the stored 16-bit floats with integers of at most 8 bits, all exact in float32. Layouts are those of ggml's block structures
+(https://github.com/ggml-org/ggml, ggml-common.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+U8 = np.uint8
+NON_LINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)  # IQ4_NL's levels
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """codes int8 [n, values of a block]; scales and minima (or None) float32 [n, groups of a block]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    minima: np.ndarray | None = None
+
+    def values(self) -> np.ndarray:
+        """float32 [n, values]."""
+        n, groups = self.scales.shape
+        grouped = self.codes.reshape(n, groups, -1)
+        with np.errstate(invalid="ignore"):  # a damaged file's infinite scale times zero; whoever runs the model finds the NaN
+            out = self.scales[:, :, None] * grouped
+            if self.minima is not None:
+                out -= self.minima[:, :, None]
+        return out.reshape(n, -1)
+
+
+def dequantize(raw: np.ndarray, kind: str, width: int) -> np.ndarray:
+    """Bytes of whole rows of `width` values -> float32 [rows, width]. Raises KeyError for a type that is not in DECODERS."""
+    return decode(raw, kind).values().reshape(-1, width)
+
+
+def decode(raw: np.ndarray, kind: str) -> Blocks:
+    """Bytes of whole blocks as integers and scales."""
+    nbytes, decoder = DECODERS[kind]
+    with np.errstate(invalid="ignore"):
+        return decoder(raw.reshape(-1, nbytes))
+
+
+def _half(raw: np.ndarray) -> np.ndarray:
+    """[n, 2k] bytes -> float32 [n, k]."""
+    return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
+
+
+def _nibbles(raw: np.ndarray) -> np.ndarray:
+    """[n, k] -> [n, 2k]: all low ones, then all high ones."""
+    return np.concatenate([raw & U8(15), raw >> U8(4)], axis=1)
+
+
+def _fifth_bits(raw: np.ndarray) -> np.ndarray:
+    """[n, 4] -> [n, 32], the bit's weight in place."""
+    return np.unpackbits(raw, axis=1, bitorder="little") << U8(4)
+
+
+def _centred(codes: np.ndarray, zero: int) -> np.ndarray:
+    return codes.view(np.int8) - np.int8(zero)
+
+
+def _q8_0(b: np.ndarray) -> Blocks:
+    return Blocks(np.ascontiguousarray(b[:, 2:]).view(np.int8), _half(b[:, :2]))
+
+
+def _q4_0(b: np.ndarray) -> Blocks:
+    return Blocks(_centred(_nibbles(b[:, 2:]), 8), _half(b[:, :2]))
+
+
+def _q4_1(b: np.ndarray) -> Blocks:
+    return Blocks(_nibbles(b[:, 4:]).view(np.int8), _half(b[:, :2]), -_half(b[:, 2:4]))
+
+
+def _q5_0(b: np.ndarray) -> Blocks:
+    return Blocks(_centred(_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6]), 16), _half(b[:, :2]))
+
+
+def _q5_1(b: np.ndarray) -> Blocks:
+    return Blocks((_nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8])).view(np.int8), _half(b[:, :2]), -_half(b[:, 2:4]))
+
+
+def _iq4_nl(b: np.ndarray) -> Blocks:
+    return Blocks(NON_LINEAR[_nibbles(b[:, 2:])], _half(b[:, :2]))
+
+
+def _crumbs(raw: np.ndarray, runs: int) -> np.ndarray:
+    """[n, runs * 32] -> [n, runs * 128]: in each run of 32 bytes first all lowest two bits, then the next, up to the highest."""
+    parts = raw.reshape(len(raw), runs, 1, 32) >> np.array([0, 2, 4, 6], U8)[None, None, :, None]
+    return (parts & U8(3)).reshape(len(raw), -1)
+
+
+def _q2_k(b: np.ndarray) -> Blocks:
+    small = b[:, :16]
+    d, dmin = _half(b[:, 80:82]), _half(b[:, 82:84])
+    return Blocks(_crumbs(b[:, 16:80], 2).view(np.int8), d * (small & U8(15)), dmin * (small >> U8(4)))
+
+
+def _q3_k(b: np.ndarray) -> Blocks:
+    n = len(b)
+    low, high = b[:, 96:104], b[:, 104:108]
+    nibbles = _nibbles(low)  # 16 scales' low four bits
+    pairs = ((high[:, None, :] >> np.array([0, 2, 4, 6], U8)[None, :, None]) & U8(3)).reshape(n, 16)
+    scales = (nibbles | pairs << U8(4)).astype(np.float32) - np.float32(32)
+    third = (b[:, None, :32] >> np.arange(8, dtype=U8)[None, :, None]) & U8(1)  # a bit plane per run of 32 values
+    codes = _crumbs(b[:, 32:96], 2) | third.reshape(n, 256) << U8(2)
+    return Blocks(_centred(codes, 4), _half(b[:, 108:110]) * scales)
+
+
+def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight minima of six bits each from 12 bytes, uint8 [n, 8] twice."""
+    low, mid, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([low & U8(63), (high & U8(15)) | (low >> U8(6)) << U8(4)], axis=1)
+    return scales, np.concatenate([mid & U8(63), (high >> U8(4)) | (mid >> U8(6)) << U8(4)], axis=1)
+
+
+def _k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scales, minima = six_bits(b[:, 4:16])
+    return _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima
+
+
+def _k_nibbles(raw: np.ndarray) -> np.ndarray:
+    """[n, 128] -> [n, 256]: each run of 32 bytes holds 32 values in its low nibbles, the next 32 in its high ones."""
+    return _nibbles(raw.reshape(-1, 32)).reshape(len(raw), 256)
+
+
+def _q4_k(b: np.ndarray) -> Blocks:
+    return Blocks(_k_nibbles(b[:, 16:]).view(np.int8), *_k_scales(b))
+
+
+def _q5_k(b: np.ndarray) -> Blocks:
+    fifth = ((b[:, None, 16:48] >> np.arange(8, dtype=U8)[None, :, None]) & U8(1)).reshape(len(b), 256)
+    return Blocks((_k_nibbles(b[:, 48:]) | fifth << U8(4)).view(np.int8), *_k_scales(b))
+
+
+def _q6_k(b: np.ndarray) -> Blocks:
+    n = len(b)
+    low = _nibbles(b[:, :128].reshape(n * 2, 64)).reshape(n, 256)
+    codes = low | _crumbs(b[:, 128:192], 2) << U8(4)
+    scales = np.ascontiguousarray(b[:, 192:208]).view(np.int8).astype(np.float32)
+    return Blocks(_centred(codes, 32), _half(b[:, 208:210]) * scales)
+
+
+# Type -> bytes of a block and its decoder.
+DECODERS: dict[str, tuple[int, Callable[[np.ndarray], Blocks]]] = {
+    "Q8_0": (34, _q8_0), "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "IQ4_NL": (18, _iq4_nl),
+    "Q2_K": (84, _q2_k), "Q3_K": (110, _q3_k), "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
+}
+
+
+def quantize(values: np.ndarray, kind: str) -> np.ndarray:
+    """float32 [n, K], K a multiple of 32 -> the bytes of its rows, uint8 [n, row bytes], as llama.cpp's own reference rounds them.
+
+    Raises KeyError for another type than those of ENCODERS.
+    """
+    blocks = np.ascontiguousarray(values, np.float32).reshape(-1, 32)
+    return ENCODERS[kind](blocks).reshape(len(values), -1)
+
+
+def _inverse(scales: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
+
+
+def _to_half(scales: np.ndarray) -> np.ndarray:
+    return scales.astype("<f2").view(U8)
+
+
+def _to_q8_0(blocks: np.ndarray) -> np.ndarray:
+    scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = blocks * _inverse(scales)
+    codes = np.trunc(scaled + np.copysign(np.float32(0.5), scaled))  # halves away from zero
+    return np.concatenate([_to_half(scales), codes.astype(np.int8).view(U8)], axis=1)
+
+
+def _to_q4_0(blocks: np.ndarray) -> np.ndarray:
+    """The value of the largest magnitude becomes -8 of the scale, whatever its sign."""
+    top = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+    scales = top / np.float32(-8)
+    codes = np.minimum(np.trunc(blocks * _inverse(scales) + np.float32(8.5)), np.float32(15)).astype(U8)
+    return np.concatenate([_to_half(scales), codes[:, :16] | codes[:, 16:] << U8(4)], axis=1)
+
+
+ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Q8_0": _to_q8_0, "Q4_0": _to_q4_0}

@@ -1,0 +1,37 @@
+"""GPTQ checkpoints: what their integers mean (the layout of AutoGPTQ and its successors). Pure functions of arrays.
+
+`qweight` packs values along the inputs, lowest bits first, without regard to word borders (so that 3 bits fit); `qzeros` packs zero points
+along the outputs. The first version of the format stores a zero point minus one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+WORD = 32
+PARTS = {"qweight": "I32", "qzeros": "I32", "scales": "", "g_idx": "I32"}  # what stands for a weight, with its type ("": floats)
+
+
+def unpack_bits(words: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [W, M] -> uint8 [W * 32 / bits, M]: a stream of bits down every column."""
+    raw = np.ascontiguousarray(words.astype("<u4", copy=False).T).view(np.uint8)
+    stream = np.unpackbits(raw, axis=1, bitorder="little")
+    values = stream[:, : stream.shape[1] // bits * bits].reshape(len(stream), -1, bits)
+    return np.packbits(values, axis=2, bitorder="little")[:, :, 0].T
+
+
+def dequantize(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, bits: int, plus_one: bool) -> np.ndarray:
+    """int32 [K * bits / 32, N], int32 [G, N * bits / 32], float32 [G, N], int [K] -> float32 [N, K]. `plus_one`: the first version.
+
+    Raises ValueError where the arrays do not fit one another.
+    """
+    codes = unpack_bits(qweight, bits)
+    depth, n = codes.shape
+    zeros = unpack_bits(qzeros.T, bits).T
+    if zeros.shape != scales.shape or scales.shape[1] != n or g_idx.shape != (depth,) or (
+            depth and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < len(scales)):
+        raise ValueError(f"qweight for {depth} inputs and {n} outputs, zeros {zeros.shape}, scales {scales.shape}, g_idx {g_idx.shape}")
+    if plus_one:
+        zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
+    off = codes.astype(np.int16) - zeros.astype(np.int16)[g_idx]
+    return np.ascontiguousarray((scales[g_idx] * off).T)

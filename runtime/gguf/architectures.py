@@ -1,0 +1,98 @@
+"""What GGUF architectures call things: the family that runs one, its tensors' names, its keys, and how its rows and norms were changed.
+
+A writer of llama files interleaves the rows of q and k of every head, because that architecture turns neighbours where the checkpoints
+turn halves; one of gemma files adds one to the norms. Both are undone on the way in. A new family is an entry in ARCHITECTURES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...offload.header import CheckpointError, shown
+from ..families import FAMILIES
+
+# The parts of a tensor's name: in the file -> in a checkpoint of the Hugging Face kind.
+OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+LAYER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}
+# Divisors of the rotary frequencies: part of the config, not weights. One for all lengths, or one for short texts and one for long ones.
+FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+DIVISORS = (FACTORS, LONG, SHORT)
+# Key below the architecture's name -> the one value that changes nothing.
+NEUTRAL: Mapping[str, object] = {
+    "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
+    "embedding_scale": 1.0, "expert_count": 0, "expert_used_count": 0, "final_logit_softcapping": 0.0, "logit_scale": 1.0,
+    "pooling_type": 0, "residual_scale": 1.0, "use_parallel_residual": False,
+}
+HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`family` runs it; `config` is what its config.json says beside the translated keys, `keys` are translated beside the usual ones.
+
+    `interleaved`: q and k rows are; `norm_offset` was added to every norm; `layer_names` go before LAYER; `fused`: part of a tensor's name
+    -> the parts that lie in it one after the other, of q, k, v or of equal height. `partial`: not all of a head need turn.
+    """
+
+    family: str
+    config: Mapping[str, object] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    interleaved: bool = False
+    norm_offset: float = 0.0
+    layer_names: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    partial: bool = False
+
+
+_GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+                "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA = {"config": {"hidden_activation": "gelu_pytorch_tanh"}, "norm_offset": 1.0, "layer_names": _GEMMA_NAMES}
+ARCHITECTURES = {
+    "llama": Architecture("llama", interleaved=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
+                                           "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
+    "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq"}, **_GEMMA),
+    "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
+}
+BY_FAMILY = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # a model's family -> what its files are called
+
+
+def architecture(path: object, name: object) -> Architecture:
+    """The entry of `general.architecture`. Raises CheckpointError naming it and those that are known."""
+    if not isinstance(name, str):
+        raise CheckpointError(f"{path} states general.architecture {shown(name)}, expected a name", "convert the original checkpoint again")
+    known = sorted(each for each, entry in ARCHITECTURES.items() if entry.family in FAMILIES)
+    if name not in known:
+        raise CheckpointError(f"{path} is of architecture {shown(name)}, which is not supported", f"known: {', '.join(known)}")
+    return ARCHITECTURES[name]
+
+
+def own_names(name: str, found: Architecture) -> tuple[str, ...] | None:
+    """The names in a checkpoint folder of what lies in a tensor; None for one that no family has."""
+    if name in OUTER:
+        return (OUTER[name],)
+    first, _, rest = name.partition(".")
+    index, _, rest = rest.partition(".")
+    part, _, kind = rest.rpartition(".")
+    own = [found.layer_names.get(each) or LAYER.get(each) for each in found.fused.get(part, (part,))]
+    if first != "blk" or not index.isdecimal() or None in own or kind not in ("weight", "bias"):
+        return None
+    return tuple(f"model.layers.{int(index)}.{each}.{kind}" for each in own)
+
+
+def file_name(name: str, found: Architecture) -> str:
+    """The way back. Raises KeyError for a tensor that the architecture has no name for."""
+    for theirs, ours in OUTER.items():
+        if ours == name:
+            return theirs
+    _, _, index, rest = name.split(".", 3)
+    part, _, kind = rest.rpartition(".")
+    names = {ours: theirs for theirs, ours in (LAYER | dict(found.layer_names)).items()}
+    return f"blk.{index}.{names[part]}.{kind}"

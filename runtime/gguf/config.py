@@ -1,0 +1,211 @@
+"""The metadata of a GGUF file as the `config.json` that its checkpoint had, judged by the same rules as any other.
+
+Every key is named in the errors as the file spells it. What a family cannot run is refused by name; keys of the architecture that are on no
+list are warned about, as those of a config.json are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ... import EffllmError, UsageError
+from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
+from ...offload.header import CheckpointError, damaged, shown
+from ...quant.weight import to_f32
+from ..config import ModelConfig, parse_config
+from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, SHORT, Architecture, architecture
+
+# Below the architecture's name -> config.json.
+KEYS = {
+    "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta", "context_length": "max_position_embeddings",
+    "attention.key_length": "head_dim", "attention.sliding_window": "sliding_window",
+}
+REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count", "attention.layer_norm_rms_epsilon",
+            "context_length")
+READ = frozenset({"attention.value_length", "rope.dimension_count", "rope.scale_linear"})
+SCALING = "rope.scaling."
+SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast",
+                                                     "yarn_beta_slow", "yarn_log_multiplier"))
+
+
+Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
+OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
+
+
+def model_config(header: GgufHeader, factors: Factors, strict: bool = False) -> ModelConfig:
+    """The config of a file. `factors`: its rotary divisors. Raises CheckpointError naming the key, with `strict`
+    UsageError for keys that nobody knows."""
+    return parsed(header, config_json(header, factors), strict)
+
+
+def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) -> ModelConfig:
+    """`parse_config` with the file's own names in its errors."""
+    name = header.metadata["general.architecture"]
+    try:
+        config = parse_config(raw, strict)
+    except EffllmError as error:
+        message = error.message.replace("config.json", str(header.path))
+        for theirs, ours in KEYS.items():
+            message = message.replace(ours, f"{name}.{theirs}")
+        raise CheckpointError(message, error.hint) from error
+    unknown = sorted(unknown_keys(header, name, architecture(header.path, name)))
+    if not unknown:
+        return config
+    named = ", ".join(shown(key) for key in unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
+    if strict:
+        raise UsageError(f"{header.path} has keys that effllm does not know: {named}", "without --strict they are ignored with a warning")
+    return replace(config, warnings=(*config.warnings, f"{header.path.name} has keys that effllm does not know and ignores: {named}"))
+
+
+def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
+    """What `config.json` would say."""
+    data, path = header.metadata, header.path
+    name = data.get("general.architecture")
+    found = architecture(path, name)
+    _refuse(header, name, found)
+    raw: dict[str, object] = {"model_type": found.family, "hidden_act": "silu", **found.config}
+    for key in REQUIRED:
+        if f"{name}.{key}" not in data:
+            damaged(path, f"lacks key {name}.{key}")
+    for theirs, ours in {**KEYS, **found.keys}.items():
+        if (value := data.get(f"{name}.{theirs}")) is not None:
+            raw[ours] = _single(path, f"{name}.{theirs}", value)
+    embedding = _tensor(header, "token_embd.weight")
+    if len(embedding.shape) != 2:
+        damaged(path, f"has tensor token_embd.weight of shape {list(embedding.shape)}, expected rows and columns")
+    raw["vocab_size"] = embedding.shape[0]
+    raw["tie_word_embeddings"] = "output.weight" not in header.tensors
+    _heads(header, name, raw, found)
+    _family(header, raw)
+    raw |= _rope(header, name, raw, factors)
+    for role in ("bos", "eos"):
+        value = data.get(f"tokenizer.ggml.{role}_token_id")
+        raw[f"{role}_token_id"] = value if type(value) is int else None
+    return raw
+
+
+def _single(path: Path, key: str, value: Value) -> object:
+    """A value for all layers; some writers repeat it for each."""
+    if isinstance(value, np.ndarray) and value.size:
+        if (value != value[0]).any():
+            raise CheckpointError(f"{path} states another {key} for every layer, which is not supported", "models with equal layers run")
+        return value[0].item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        damaged(path, f"states {key} {shown_value(value)}, expected a number")
+    return value
+
+
+def _tensor(header: GgufHeader, name: str) -> GgufTensor:
+    if name not in header.tensors:
+        raise CheckpointError(f"{header.path} holds no tensor {name}", "it is a vocabulary or a part of a split model: give a whole one")
+    return header.tensors[name]
+
+
+def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Architecture) -> None:
+    """Widths of heads that must agree, because families have one for all."""
+    data = header.metadata
+    width = raw.get("head_dim")
+    if width is None and isinstance(raw["num_attention_heads"], int) and raw["num_attention_heads"] > 0:
+        width = raw["hidden_size"] // raw["num_attention_heads"]
+    for key in ("attention.value_length", "rope.dimension_count"):
+        value = data.get(f"{name}.{key}")
+        if found.partial and key == "rope.dimension_count" and type(value) is int and type(width) is int and 0 < value < width:
+            raw["partial_rotary_factor"] = value / width
+        elif value is not None and value != width:
+            raise CheckpointError(f"{header.path} states {name}.{key} {shown_value(value)} for heads of {width}, which is not supported",
+                                  "families here have heads of one width and turn all of it")
+
+
+def _family(header: GgufHeader, raw: dict[str, object]) -> None:
+    """What tensors, not keys, say about the family."""
+    window = raw.pop("sliding_window", None)
+    if raw["model_type"] == "llama":
+        biased = "blk.0.attn_q.bias" in header.tensors
+        if window:
+            raw |= {"model_type": "mistral", "sliding_window": window}
+        else:
+            raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
+        raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    elif window and raw["model_type"].startswith("qwen"):
+        raw |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    elif raw["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+        raw["sliding_window"] = window
+    if (layers := OTHER_SCALE.get(header.metadata["general.architecture"])) is not None and isinstance(raw["num_attention_heads"], int):
+        whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
+        raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
+
+
+def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
+    data, path = header.metadata, header.path
+    parts = data.get("split.count", 0)
+    if isinstance(parts, int) and parts > 1:
+        raise CheckpointError(f"{path} is one of {parts} parts of a split model", "join them first: llama-gguf-split --merge FIRST OUT")
+    for key, neutral in NEUTRAL.items():
+        value = None if key in found.keys else data.get(f"{name}.{key}")
+        if value is not None and (isinstance(value, np.ndarray | list) or value != neutral):
+            raise CheckpointError(f"{path}: {name}.{key} = {shown_value(value)} is not supported for this architecture",
+                                  "give the folder of the original checkpoint, if its family is supported")
+
+
+def unknown_keys(header: GgufHeader, name: str, found: Architecture) -> Iterator[str]:
+    """Keys of the architecture that nothing here reads."""
+    known = {*KEYS, *found.keys, *READ, *SCALING_KEYS, *NEUTRAL, *HARMLESS}
+    for key in header.metadata:
+        if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known:
+            yield key
+
+
+def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Factors) -> dict[str, object]:
+    """The rope_scaling section."""
+    data, positions = header.metadata, raw["max_position_embeddings"]
+
+    def stated(key: str, default: object = None) -> object:
+        return data.get(f"{name}.{SCALING}{key}", default)
+
+    kind = stated("type", "none")
+    old = data.get(f"{name}.rope.scale_linear")
+    original = stated("original_context_length", positions)
+    if LONG in factors and SHORT in factors:
+        section = {"rope_type": "longrope", "short_factor": _list(factors[SHORT]), "long_factor": _list(factors[LONG]),
+                   "original_max_position_embeddings": original}
+        scale = stated("attn_factor")
+        return {"rope_scaling": section | ({} if scale is None else {"attention_factor": scale})}
+    if FACTORS in factors:
+        if kind not in ("none", "linear") or stated("factor", 1.0) not in (0.0, 1.0):
+            raise CheckpointError(f"{header.path} holds {FACTORS} and states {name}.rope.scaling.type {shown_value(kind)}",
+                                  "one of the two can be")
+        divisors = _list(factors[FACTORS])
+        return {"rope_scaling": {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "factor": 1.0,
+                                 "attention_factor": 1.0, "original_max_position_embeddings": positions}}
+    if kind == "none":
+        return {"rope_scaling": {"rope_type": "linear", "factor": old}} if old not in (None, 0.0, 1.0) else {}
+    if kind == "linear":
+        return {"rope_scaling": {"rope_type": "linear", "factor": stated("factor")}}
+    if kind == "yarn" and stated("yarn_log_multiplier") in (None, 0.0):
+        section = {"rope_type": "yarn", "factor": stated("factor"), "original_max_position_embeddings": original}
+        section |= {ours: value for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow"))
+                    if (value := stated(theirs)) is not None}
+        scale, factor = stated("attn_factor", 1.0), stated("factor")
+        if scale != 1.0 and isinstance(scale, float) and isinstance(factor, float) and factor > 1:
+            section["attention_factor"] = scale * (0.1 * float(np.log(factor)) + 1.0)
+        return {"rope_scaling": section}
+    raise CheckpointError(f"{header.path} states {name}.rope.scaling.type {shown_value(kind)}, which is not supported",
+                          "known: none, linear, yarn")
+
+
+def _list(values: np.ndarray) -> list[float]:
+    return [float(each) for each in values]
+
+
+def rotary_divisors(tensor: GgufTensor, raw: np.ndarray, path: Path) -> np.ndarray:
+    """The values of one of DIVISORS, float32. Raises CheckpointError for another type than F32, or more of them than a head has."""
+    if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 1 << 16:
+        damaged(path, f"has tensor {tensor.name} of type {tensor.type} and shape {list(tensor.shape)}, expected a few F32")
+    return to_f32(raw.view(np.float32), "f32")
+

@@ -1,0 +1,38 @@
+"""The small files of a model folder, as a GGUF file states them: sampling settings, and all that a folder made of it needs to run alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ...offload.gguf import GgufHeader
+from .config import config_json
+from .store import open_file, read_header
+from .tokenizer import ENDS, tokenizer_files
+
+SAMPLING = "general.sampling."
+# What a file recommends -> generation_config.json.
+SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
+
+
+def generation_config(path: Path) -> dict[str, object]:
+    """Sampling settings, empty where the file recommends none. A value that is no number is left out."""
+    return _sampling(read_header(path))
+
+
+def _sampling(header: GgufHeader) -> dict[str, object]:
+    stated = {ours: header.metadata.get(SAMPLING + theirs) for theirs, ours in SETTINGS.items()}
+    return {name: value for name, value in stated.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def folder_texts(path: Path) -> dict[str, str]:
+    """Name -> text of config.json, generation_config.json, tokenizer.json and tokenizer_config.json."""
+    with_factors = open_file(path)
+    header = with_factors.header
+    with_factors.opened.close()
+    config = config_json(header, with_factors.factors)
+    ends = [header.metadata[key] for name in ENDS if type(header.metadata.get(key := f"tokenizer.ggml.{name}_token_id")) is int]
+    config["eos_token_id"] = ends or None
+    generation = {"eos_token_id": ends or None, "bos_token_id": config["bos_token_id"], **_sampling(header)}
+    return {"config.json": json.dumps(config, indent=1) + "\n", "generation_config.json": json.dumps(generation, indent=1) + "\n",
+            **tokenizer_files(path)}

@@ -1,0 +1,291 @@
+"""The weights of a GGUF file under the names, shapes and row order of a checkpoint folder: a TensorStore that converts as it reads.
+
+Values of 16 and 32 bits are handed over as they lie. Blocks of a kind that kernels multiply are put into their order, code by code and
+scale by scale, nothing rounded; others become 16-bit floats, or 32-bit ones where the exact value counts. Some rows at a time, so that a
+load needs a few megabytes beside what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ... import EffllmError
+from ...kernels.tiles import ROWS
+from ...offload.checkpoint import OpenFile, TensorStore, open_regular
+from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
+from ...offload.header import CheckpointError, TensorInfo, damaged, shown
+from ...offload.size import format_size
+from ...quant.imports.gguf import DECODERS, decode, dequantize
+from ...quant.pack import put_rows
+from ...quant.spec import QuantSpec
+from ...quant.weight import RAW_NUMPY, from_f32, to_f32
+from ..config import ModelConfig
+from ..container import Container, StoredTensor
+from .architectures import DIVISORS, Architecture, architecture, own_names
+from .config import Factors, model_config, rotary_divisors
+
+RAW = ("F32", "F16", "BF16")
+MULTIPLIED = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block")}
+BLOCK_NBYTES = 4 << 20  # of what one step of a conversion makes
+_LAST: dict[tuple[Path, tuple[int, int]], GgufHeader] = {}  # one header at most
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor's rows come from: from row `first` of the file's tensor on, in its shape. `heads`: they are interleaved within so
+    many heads (0: they are not); `offset` is to be taken off."""
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    first: int = 0
+    heads: int = 0
+    offset: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return self.tensor.nbytes // self.tensor.shape[0] * self.shape[0]
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """An open file: header, descriptor, config."""
+
+    header: GgufHeader
+    opened: OpenFile
+    found: Architecture
+    factors: Factors
+
+
+class GgufStore(TensorStore):
+    """`wide`: the raw type that blocks become, `low_bit`: but for those that kernels multiply, whose formats `container` then lists.
+
+    Rows are those of the checkpoint: a row of the file may lie elsewhere in its head.
+    """
+
+    def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
+        self._path, self._wide = file.header.path, wide
+        self._sources: dict[str, Source] = {}
+        tensors: dict[str, TensorInfo] = {}
+        stored: dict[str, StoredTensor] = {}
+        for tensor in file.header.tensors.values():
+            if tensor.name in DIVISORS:
+                continue
+            names = own_names(tensor.name, file.found)
+            if names is None:
+                raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
+                                      "the file is of another kind of model than it says")
+            if tensor.type not in DECODERS and tensor.type not in RAW:
+                raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported",
+                                      f"known: {', '.join((*RAW, *DECODERS))}")
+            for name, source in self._parts(tensor, names, config, file.found):
+                self._sources[name] = source
+                if low_bit and tensor.type in MULTIPLIED and len(tensor.shape) == 2:
+                    stored[name] = StoredTensor(name, MULTIPLIED[tensor.type], source.shape, 0)
+                    tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), self._path, tensor.offset, stored[name].nbytes)
+                    continue
+                dtype = tensor.type if tensor.type in RAW and not source.offset else "F32" if len(tensor.shape) == 1 else wide.upper()
+                nbytes = prod(source.shape) * (4 if dtype == "F32" else 2)
+                tensors[name] = TensorInfo(name, dtype, source.shape, self._path, tensor.offset, nbytes)
+        super().__init__(self._path, tensors, {self._path: file.opened})
+
+        self.container = _container(file, stored, self._sources) if stored else None
+        self.notices = tuple(self._said(wide, stored))
+
+    def _parts(self, tensor: GgufTensor, names: tuple[str, ...], config: ModelConfig, found: Architecture) -> Iterator[tuple[str, Source]]:
+        """What lies in a tensor of the file, by name: all of it, or one part after the other."""
+        heights = [tensor.shape[0] // len(names)] * len(names)
+        if len(names) == 3:  # q, k and v
+            heights = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        if sum(heights) != tensor.shape[0]:
+            damaged(self._path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
+        first = 0
+        for name, rows in zip(names, heights, strict=True):
+            heads = _heads(name, config) if found.interleaved else 0
+            if heads and rows % (2 * heads):
+                damaged(self._path, f"has tensor {shown(tensor.name)} of {rows} rows for {heads} heads")
+            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.norm_offset if "norm" in name else 0.0)
+            first += rows
+
+    def _said(self, wide: str, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+        for ours, what in ((True, "are put in the order of the kernels"), (False, f"are widened to {wide}")):
+            names = [name for name, source in self._sources.items() if source.tensor.type not in RAW and (name in stored) == ours]
+            if names:
+                kinds = Counter(self._sources[name].tensor.type for name in names)
+                listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+                sizes = (sum(self.tensors[name].nbytes for name in names), sum(self._sources[name].nbytes for name in names))
+                yield (f"weights in blocks ({listed}) {what} as they are read: {format_size(sizes[0])} of memory for "
+                       f"{format_size(sizes[1])} of file")
+
+    def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
+        """As of any store: bytes of rows of the tensor as `tensors` describes it."""
+        if info.dtype == "U8":
+            blob = np.zeros(info.nbytes, np.uint8)
+            self.read_into(info, blob)
+            return blob[row_begin:row_end]
+        rows = info.shape[0]
+        row_end = rows if row_end is None else row_end
+        if not 0 <= row_begin <= row_end <= rows:
+            raise ValueError(f"rows {row_begin}:{row_end} of {info.name}, which has {rows}")
+        out = np.empty((row_end - row_begin) * (info.nbytes // rows), np.uint8)
+        if out.size:
+            self._fill(info, row_begin, row_end, out)
+        return out
+
+    def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
+        for step, _ in self.reads(info, np.frombuffer(out, np.uint8)):
+            step()
+
+    def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
+        if out.nbytes != info.nbytes:
+            raise ValueError(f"{info.name} has {info.nbytes} bytes, the buffer {out.nbytes}")
+        if info.dtype == "U8":
+            yield from self._low_bit_reads(info, out)
+            return
+        rows, row = info.shape[0], info.nbytes // info.shape[0]
+        step = max(1, BLOCK_NBYTES // row)
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            yield partial(self._fill, info, begin, end, out[begin * row : end * row]), (end - begin) * row
+
+    def _low_bit_reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
+        """Parts of a blob: some row blocks each."""
+        n, width = self._sources[info.name].shape
+        step = max(ROWS, BLOCK_NBYTES // width // ROWS * ROWS)
+        share = 0
+        for begin in range(0, n, step):
+            end = min(begin + step, n)
+            nbytes = info.nbytes * end // n - share
+            share += nbytes
+            yield partial(self._put_blocks, info.name, begin, end, out), nbytes
+
+    def _put_blocks(self, name: str, begin: int, end: int, blob: np.ndarray) -> None:
+        """Rows [begin, end), `begin` on a row block, into their places in a blob."""
+        source = self._sources[name]
+        tensor = source.tensor
+        decoded = decode(self._rows(source, begin, end, tensor.row_nbytes), tensor.type)
+        if not np.isfinite(decoded.scales).all():
+            raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with a scale of NaN or infinity",
+                                  "the file is damaged: download it again")
+        put_rows(blob, MULTIPLIED[tensor.type], source.shape, begin, decoded.codes.reshape(end - begin, -1),
+                 decoded.scales.reshape(end - begin, -1))
+
+    def _fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
+        source = self._sources[info.name]
+        tensor = source.tensor
+        width, nbytes = tensor.shape[-1] if len(tensor.shape) > 1 else 1, tensor.nbytes // tensor.shape[0]
+        if len(tensor.shape) == 1 and tensor.type not in RAW:  # a vector of blocks has no rows to speak of
+            raw = np.empty(tensor.nbytes, np.uint8)
+            self.read_at(self._path, tensor.offset, memoryview(raw))
+            out[:] = dequantize(raw, tensor.type, tensor.shape[0]).reshape(-1)[begin:end].view(np.uint8)
+            return
+        raw = self._rows(source, begin, end, nbytes)
+        if tensor.type not in RAW:
+            values = dequantize(raw, tensor.type, width)
+        elif source.offset:
+            scheme = tensor.type.lower()
+            values = to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme) - np.float32(source.offset)
+        else:
+            out[:] = raw.reshape(-1)
+            return
+        made = from_f32(values, info.dtype.lower())
+        if info.dtype == "F16" and np.isinf(made.view(np.float16)).any() and np.isfinite(values).all():
+            raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with weights beyond what 16 bits hold",
+                                  "the file is damaged: download it again")
+        out[:] = made.reshape(-1).view(np.uint8)
+
+    def _rows(self, source: Source, begin: int, end: int, nbytes: int) -> np.ndarray:
+        """Bytes [rows, nbytes] of the rows [begin, end) in a checkpoint's order."""
+        first, last, order = begin, end, None
+        if source.heads:
+            order = separated(np.arange(begin, end), source.shape[0] // source.heads)
+            first, last = int(order.min()), int(order.max()) + 1
+        raw = np.empty(((last - first), nbytes), np.uint8)
+        self.read_at(self._path, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
+        return raw if order is None else raw[order - first]
+
+
+
+def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Row of a checkpoint (halves of a head one after the other) -> row of a file that keeps them as neighbours."""
+    head, place = rows // head_dim, rows % head_dim
+    half = head_dim // 2
+    return head * head_dim + 2 * (place % half) + place // half
+
+
+def _heads(name: str, config: ModelConfig) -> int:
+    if ".q_proj." in name:
+        return config.num_attention_heads
+    return config.num_key_value_heads if ".k_proj." in name else 0
+
+
+def open_file(path: Path) -> GgufFile:
+    """An open file; whoever makes a store of it closes it. Raises CheckpointError, ModelNotFound."""
+    opened = open_regular(path)
+    try:
+        header = _header(path, opened)
+        found = architecture(path, header.metadata.get("general.architecture"))
+        factors = {}
+        for name in DIVISORS:
+            if (tensor := header.tensors.get(name)) is not None:
+                raw = np.empty(min(tensor.nbytes, 1 << 17), np.uint8)
+                TensorStore(path, {}, {path: opened}).read_at(path, tensor.offset, memoryview(raw))
+                factors[name] = rotary_divisors(tensor, raw, path)
+        return GgufFile(header, opened, found, factors)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _header(path: Path, opened: OpenFile) -> GgufHeader:
+    """The header, parsed once for a file that does not change: config, tokenizer and weights each ask for it."""
+    key = (path, opened.stamp)
+    if key not in _LAST:
+        _LAST.clear()
+        _LAST[key] = read_gguf_header(path, opened.fd)
+    return _LAST[key]
+
+
+def read_header(path: Path) -> GgufHeader:
+    """The header alone, of whatever architecture."""
+    opened = open_regular(path)
+    try:
+        return _header(path, opened)
+    finally:
+        opened.close()
+
+
+def read_gguf_config(path: Path, strict: bool = False) -> ModelConfig:
+    """The ModelConfig of a file. Raises CheckpointError, ModelNotFound, with `strict` UsageError."""
+    file = open_file(path)
+    file.opened.close()
+    return model_config(file.header, file.factors, strict)
+
+
+def _container(file: GgufFile, stored: dict[str, StoredTensor], sources: Mapping[str, Source]) -> Container:
+    """What a folder's effllm.json would say of the tensors that run from their codes. There are no checksums in a GGUF file."""
+    kinds = Counter(source.tensor.type for source in sources.values() if len(source.tensor.shape) == 2)
+    nbytes = sum(source.nbytes for source in sources.values())
+    weights = sum(prod(source.shape) for source in sources.values())
+    origin = str(file.header.metadata.get("general.name", file.header.path.name))
+    return Container(", ".join(kinds), 8 * nbytes / weights, stored, {"model": origin}, {"name": "GGUF"}, {"name": "GGUF blocks"}, {})
+
+
+def open_gguf_store(path: Path, wide: str = "f16", low_bit: bool = False) -> GgufStore:
+    """The weights of a file; blocks as `wide` (f16 or f32), with `low_bit` as codes where kernels can multiply them.
+
+    Raises CheckpointError, ModelNotFound.
+    """
+    file = open_file(path)
+    try:
+        return GgufStore(file, model_config(file.header, file.factors), wide, low_bit)
+    except EffllmError:
+        file.opened.close()
+        raise

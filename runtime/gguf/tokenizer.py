@@ -1,0 +1,176 @@
+"""The tokenizer that lies in a GGUF file's metadata, built for the `tokenizers` library: byte-level merges, or SentencePiece with scores.
+
+The vocabulary's kind is `tokenizer.ggml.model`: "gpt2" has merges in order of rank, "llama" only scores, from which the merges that they
+imply are made (every way to cut a token in two known ones, best score first). Every list is held against the others' lengths first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from ...offload.gguf import GgufHeader, shown_value
+from ...offload.header import shown
+from ..template import ChatTemplate
+from ..text import Tokenizer as ModelTokenizer
+from ..text import TokenizerError
+from .splits import CUTTERS, pre_tokenizer
+from .store import read_header
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
+SPACE = "▁"
+MODELS = ("gpt2", "llama")
+ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # ours -> tokenizer.ggml.<>_token_id
+ENDS = ("eos", "eot", "eom")
+OTHER_FILE = "give a file that holds the model's tokenizer, or the folder of the original checkpoint"
+MOST_PIECE = 256  # characters of a token that could be merged: a cut at every place is looked up
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`tokens` by id with their `kinds`; `scores` of a SentencePiece one, `merges` of a byte-level one. `ids` of special roles."""
+
+    path: Path
+    model: str
+    pre: str
+    tokens: list[str]
+    kinds: np.ndarray
+    scores: np.ndarray | None
+    merges: list[str]
+    ids: Mapping[str, int]
+    add_bos: bool
+    space_prefix: bool
+    template: str | None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        return {role: self.tokens[self.ids[name]] for role, name in ROLES.items() if name in self.ids}
+
+
+def read_vocabulary(header: GgufHeader) -> Vocabulary:
+    """The lists, checked against one another. Raises TokenizerError naming the key."""
+    data, path = header.metadata, header.path
+
+    def fail(key: str, expected: str) -> TokenizerError:
+        return TokenizerError(f"{path} states {key} {shown_value(data.get(key))}, expected {expected}", OTHER_FILE)
+
+    model = data.get("tokenizer.ggml.model")
+    if model is None or model in ("none", "no_vocab"):
+        raise TokenizerError(f"{path} holds no tokenizer", OTHER_FILE)
+    if model not in MODELS:
+        raise TokenizerError(f"{path} has a tokenizer of kind {shown_value(model)}, which is not supported", f"known: {', '.join(MODELS)}")
+    tokens = data.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise fail("tokenizer.ggml.tokens", "a list of texts")
+    kinds, scores = data.get("tokenizer.ggml.token_type"), data.get("tokenizer.ggml.scores")
+    kinds = np.full(len(tokens), NORMAL) if kinds is None else kinds
+    for key, value in (("token_type", kinds), ("scores", scores)):
+        if value is not None and not (isinstance(value, np.ndarray) and len(value) == len(tokens)):
+            raise fail(f"tokenizer.ggml.{key}", f"{len(tokens)} numbers")
+    if model == "llama" and scores is None:
+        raise fail("tokenizer.ggml.scores", f"{len(tokens)} numbers")
+    merges = data.get("tokenizer.ggml.merges", [])
+    if not isinstance(merges, list) or (model == "gpt2" and not merges):
+        raise fail("tokenizer.ggml.merges", "a list of texts")
+    pre = data.get("tokenizer.ggml.pre", "default")
+    if model == "gpt2" and pre not in CUTTERS:
+        raise TokenizerError(f"{path} cuts words by the rules of {shown_value(pre)}, which are not known here", OTHER_FILE)
+    ids = {}
+    for name in (*ROLES.values(), *ENDS):
+        value = data.get(f"tokenizer.ggml.{name}_token_id")
+        if value is not None and (type(value) is not int or not 0 <= value < 1 << 32):
+            raise fail(f"tokenizer.ggml.{name}_token_id", "a token")
+        if value is not None and value < len(tokens):
+            ids[name] = value
+    default = model == "llama" or CUTTERS[pre].bos
+    template = data.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise fail("tokenizer.chat_template", "a text")
+    return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
+                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template)
+
+
+def backend(vocabulary: Vocabulary) -> Tokenizer:
+    """The library's tokenizer. Raises TokenizerError where the lists do not make one."""
+    try:
+        made = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentence_piece(vocabulary)
+        tokens, kinds = vocabulary.tokens, vocabulary.kinds
+        for special, kind in ((True, CONTROL), (False, USER)):
+            found = [AddedToken(tokens[i], special=special, normalized=False) for i in np.flatnonzero(kinds == kind) if tokens[i]]
+            (made.add_special_tokens if special else made.add_tokens)(found)
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{vocabulary.path} holds a tokenizer that cannot be built: {shown(str(error))}", OTHER_FILE) from None
+    return made
+
+
+def _ids(tokens: Iterable[str]) -> dict[str, int]:
+    """Text -> id, the first of equal ones."""
+    ids: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        ids.setdefault(token, number)
+    return ids
+
+
+def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    ids, cutter = _ids(vocabulary.tokens), CUTTERS[vocabulary.pre]
+    pairs = []
+    for merge in vocabulary.merges:
+        at = merge.find(" ", 1)
+        left, right = merge[:at], merge[at + 1 :]
+        if at > 0 and left in ids and right in ids and left + right in ids:
+            pairs.append((left, right))
+    made = Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False, byte_fallback=False, ignore_merges=cutter.whole))
+    made.pre_tokenizer = pre_tokenizer(cutter.patterns)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
+    ids = _ids(vocabulary.tokens)
+    unknown = vocabulary.special_tokens.get("unk_token")
+    made = Tokenizer(models.BPE(vocab=ids, merges=implied_merges(vocabulary, ids), unk_token=unknown, fuse_unk=True,
+                                byte_fallback=bool((vocabulary.kinds == BYTE).any())))
+    spaces = normalizers.Replace(" ", SPACE)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if vocabulary.space_prefix else spaces
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if vocabulary.space_prefix else steps)
+    return made
+
+
+def implied_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every cut of a token into two tokens, the best score first; of one token the cuts whose parts come first."""
+    scores, kinds = vocabulary.scores, vocabulary.kinds
+    found = []
+    for number, token in enumerate(vocabulary.tokens):
+        if kinds[number] not in (NORMAL, USER, UNUSED) or not 1 < len(token) <= MOST_PIECE:
+            continue
+        for at in range(1, len(token)):
+            left, right = ids.get(token[:at]), ids.get(token[at:])
+            if left is not None and right is not None:
+                found.append((-float(scores[number]), number, left, right, token[:at], token[at:]))
+    found.sort(key=lambda each: each[:4])
+    return [each[4:] for each in found]
+
+
+def load_tokenizer(path: Path, model_rows: int) -> ModelTokenizer:
+    """The tokenizer of a file. Raises TokenizerError, TemplateError, CheckpointError."""
+    vocabulary = read_vocabulary(read_header(path))
+    special = vocabulary.special_tokens
+    template = None if vocabulary.template is None else ChatTemplate(vocabulary.template, special)
+    ends = [vocabulary.ids[name] for name in ENDS if name in vocabulary.ids]
+    return ModelTokenizer(backend(vocabulary), special, vocabulary.add_bos, vocabulary.ids.get("bos"), model_rows, ends, template, path)
+
+
+def tokenizer_files(path: Path) -> dict[str, str]:
+    """The texts of tokenizer.json and tokenizer_config.json that say the same."""
+    vocabulary = read_vocabulary(read_header(path))
+    settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", **vocabulary.special_tokens,
+                                   "add_bos_token": vocabulary.add_bos, "clean_up_tokenization_spaces": False}
+    if vocabulary.template is not None:
+        settings["chat_template"] = vocabulary.template
+    return {"tokenizer.json": backend(vocabulary).to_str(), "tokenizer_config.json": json.dumps(settings, indent=1) + "\n"}

@@ -1,0 +1,110 @@
+"""GGUF files for tests, written by the `gguf` package: fable's weights in any type that it quantizes, or tensors made up on the spot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+from tokenizers import Tokenizer
+
+from effllm.offload.checkpoint import TensorStore
+from effllm.quant.weight import RAW_NUMPY, to_f32
+
+FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
+NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
+LAYER = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+         "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+         "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+         "post_feedforward_layernorm": "post_ffw_norm"}
+FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+TYPES = gguf.GGMLQuantizationType
+
+
+def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows as llama files keep those of q and k."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    """float32 values of a folder's tensors."""
+    with TensorStore.open(folder) as store:
+        return {name: to_f32(store.read(info).view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
+                for name, info in store.tensors.items()}
+
+
+def peer_name(name: str, arch: str) -> str:
+    if name in NAMES:
+        return NAMES[name]
+    _, _, index, rest = name.split(".", 3)
+    part, _, kind = rest.rpartition(".")
+    return f"blk.{index}.{(LAYER | FUSED | (GEMMA if arch.startswith('gemma') else {}))[part]}.{kind}"
+
+
+def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama",
+                change: Callable[[gguf.GGUFWriter], None] | None = None) -> dict[str, np.ndarray]:
+    """The model of `folder` as a file with matrices of `kind`; returns what its weights mean, under their names in the folder.
+
+    `change` may add keys.
+    """
+    raw = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(raw["num_attention_heads"])
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(float(raw.get("rope_theta", 10000.0)))
+    if "head_dim" in raw:
+        writer.add_key_length(raw["head_dim"])
+        writer.add_value_length(raw["head_dim"])
+    if change is not None:
+        change(writer)
+    meant = {}
+    for name, values in weights(folder).items():
+        heads = raw["num_attention_heads"] if ".q_proj." in name else raw["num_key_value_heads"] if ".k_proj." in name else 0
+        stored = interleaved(values, heads) if arch == "llama" and heads else values
+        stored = stored + np.float32(1) if arch.startswith("gemma") and "norm" in name else stored
+        own = TYPES[kind] if values.ndim > 1 else TYPES.F32
+        data = gguf.quants.quantize(stored, own)
+        writer.add_tensor(peer_name(name, arch), data, raw_dtype=own)
+        back = gguf.quants.dequantize(data, own).reshape(values.shape)
+        meant[name] = separated(back, heads) if arch == "llama" and heads else back
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+def separated(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The way back from `interleaved`."""
+    return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def add_fable_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """fable's vocabulary, merges, special tokens and template."""
+    own = json.loads((FABLE / "tokenizer.json").read_text(encoding="utf-8"))
+    settings = json.loads((FABLE / "tokenizer_config.json").read_text())
+    made = Tokenizer.from_file(str(FABLE / "tokenizer.json"))
+    size = made.get_vocab_size()
+    special = {each["id"] for each in own["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([made.id_to_token(i) for i in range(size)])
+    writer.add_token_types([3 if i in special else 1 for i in range(size)])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in own["model"]["merges"]])
+    writer.add_bos_token_id(made.token_to_id(settings["bos_token"]))
+    writer.add_eos_token_id(made.token_to_id(settings["eos_token"]))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(settings["chat_template"])
+
+
+def fable_gguf(path: Path, kind: str = "F16") -> dict[str, np.ndarray]:
+    """fable with its tokenizer."""
+    return write_model(FABLE, path, kind, change=add_fable_tokenizer)

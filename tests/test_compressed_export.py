@@ -1,0 +1,101 @@
+"""Export in the compressed-tensors layout, unpacked again by the layout's own rules: words, groups, scales, and the description."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import UsageError
+from effllm.cli.app import main
+from effllm.offload.checkpoint import TensorStore
+from effllm.quant.imports.compressed_tensors import pack_words, quantize_groups, unpack_words
+from effllm.quant.weight import to_f32
+from effllm.runtime.compressed import CompressedFolder, export_compressed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import FABLE, weights
+
+
+def exported(out: Path, kind: str) -> CompressedFolder:
+    *_, made = export_compressed(FABLE, out, kind)
+    return made
+
+
+@given(st.sampled_from([4, 8]), st.integers(1, 9), st.integers(1, 50), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_words_there_and_back(bits: int, rows: int, width: int, seed: int) -> None:
+    low = 1 << (bits - 1)
+    values = np.random.default_rng(seed).integers(-low, low, (rows, width)).astype(np.int8)
+    words = pack_words(values, bits)
+    assert words.dtype == np.int32 and words.shape == (rows, -(-width * bits // 32))
+    np.testing.assert_array_equal(unpack_words(words, bits, width), values)
+
+
+def test_words_by_hand() -> None:
+    """The first value in the lowest bits, eight above zero."""
+    assert pack_words(np.array([[-8, -7, 0, 7]], np.int8), 4).view(np.uint32)[0, 0] == 0xF810
+    assert pack_words(np.array([[-128, 0, 127, 1]], np.int8), 8).view(np.uint32)[0, 0] == 0x81FF8000
+
+
+def test_scales_of_groups() -> None:
+    values = np.random.default_rng(0).standard_normal((6, 256)).astype(np.float32)
+    values[2, :128] = 0
+    codes, scales = quantize_groups(values, 4, 128)
+    assert codes.min() >= -8 and codes.max() <= 7 and scales.shape == (6, 2) and scales[2, 0] == 0
+    assert np.array_equal(to_f32((scales.view(np.uint32) >> 16).astype(np.uint16), "bf16"), scales)
+    error = np.abs(codes.reshape(6, 2, 128) * scales[..., None] - values.reshape(6, 2, 128))
+    plain = np.abs(values.reshape(6, 2, 128)).max(-1) / 7
+    assert (np.square(error).sum(-1) <= np.square(plain / 2 * np.sqrt(128)) + 1e-9).all()
+
+
+@pytest.mark.parametrize(("kind", "bits", "bound"), [("INT4", 4, 0.15), ("INT8", 8, 0.012)])
+def test_fable_unpacked_by_the_layout(tmp_path: Path, kind: str, bits: int, bound: float) -> None:
+    made = exported(tmp_path / "out", kind)
+    source = weights(FABLE)
+    described = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert described["quant_method"] == "compressed-tensors" and described["format"] == "pack-quantized"
+    assert described["config_groups"]["group_0"]["weights"]["num_bits"] == bits
+    with TensorStore.open(tmp_path / "out") as store:
+        assert made.nbytes == (tmp_path / "out" / "model.safetensors").stat().st_size and made.quantized == 6 * 7
+        for name, values in source.items():
+            if "proj" not in name:
+                assert store.tensors[name].shape == values.shape
+                continue
+            base = name.removesuffix("weight")
+            words, scale, shape = (store.tensors[f"{base}weight_{part}"] for part in ("packed", "scale", "shape"))
+            assert (words.dtype, scale.dtype, shape.dtype) == ("I32", "BF16", "I64")
+            assert store.read(shape).view(np.int64).tolist() == list(values.shape)
+            codes = unpack_words(store.read(words).view(np.int32).reshape(words.shape), bits, values.shape[1])
+            scales = to_f32(store.read(scale).view(np.uint16), "bf16").reshape(scale.shape)
+            back = codes * np.repeat(scales, 128, axis=1)
+            assert np.sqrt(np.square(back - values).mean() / np.square(values).mean()) < bound
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= names and not list(tmp_path.glob(".*"))
+
+
+def test_the_command_and_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["export", "fable", "--format", "compressed-tensors", "-o", str(tmp_path / "out")]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["quantized_tensors"] == 42
+    assert main(words) == 2 and "exists" in capfd.readouterr().err
+    with pytest.raises(UsageError, match="INT3"):
+        exported(tmp_path / "other", "INT3")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="the compressed-tensors package is not installed")
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    """In a process of its own, because the package changes torch modules when it is imported."""
+    exported(tmp_path / "out", "INT8")
+    code = ("import sys, torch\nfrom transformers import AutoModelForCausalLM\n"
+            "a, b = (AutoModelForCausalLM.from_pretrained(path).eval() for path in sys.argv[1:])\n"
+            "ids = torch.tensor([[0, 1, 17, 300, 2, 400]])\n"
+            "x, y = a(ids).logits.float(), b(ids).logits.float()\nprint(float((x - y).abs().max() / y.abs().max()))")
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out"), str(FABLE)], capture_output=True, text=True, check=True)
+    assert float(ran.stdout.split()[-1]) < 0.1

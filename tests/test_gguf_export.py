@@ -1,0 +1,241 @@
+"""Export as GGUF: bytes as the format's own package writes them, files that answer as their source does, nothing half written."""
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from effllm import EffllmError, UsageError
+from effllm.cli.app import main
+from effllm.quant.imports.gguf import ENCODERS, quantize
+from effllm.runtime.config import read_config
+from effllm.runtime.convert import ConvertOptions, convert, recipe_of
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.gguf.export import Exported, export_gguf
+from effllm.runtime.gguf.tokenizer import tokenizer_files
+from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import FABLE, separated, weights
+
+VOCABULARIES = sorted(path for parent in Path(__file__).resolve().parents for path in (parent / "shared" / "vocabs").glob("*.gguf"))
+PROMPTS = ("Once upon a time", "The king said to his daughter:", "There was a fox who", "In a dark forest", "The old woman",
+           "Tell me a story about the sea.", "A poor miller had three sons", "The wolf came to the door", "When the sun rose", "Far away")
+IDS = [0, 1, 17, 300, 2, 4000, 91, 1234, 5, 77, 901, 3]
+
+
+def exported(source: Path, out: Path, kind: str = "F16", **more: object) -> tuple[Exported, list[str]]:
+    items = list(export_gguf(source, out, kind, "a name", **more))
+    return items[-1], [item.text for item in items if isinstance(item, Notice)]
+
+
+def opened(path: Path, kv: str = "32bit") -> Engine:
+    *_, engine = open_engine(path, EngineOptions(device="cpu", kv=kv, ctx=256, threads=1))
+    return engine
+
+
+def logits(path: Path, ids: list[int] = IDS) -> np.ndarray:
+    engine = opened(path)
+    try:
+        return engine.forward_logits(ids).copy()
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", [*ENCODERS])
+def test_blocks_are_those_of_the_gguf_package(kind: str) -> None:
+    """Byte for byte, with ties, zeros, and groups of one sign."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((200, 96)).astype(np.float32) * 10.0 ** rng.integers(-6, 4, (200, 1))
+    values[3] = 0
+    values[4] = np.abs(values[4])
+    values[5, :32] = np.arange(32) - 16
+    values[6, 32:64] = np.float32(0.5) * np.arange(32)
+    values = values.astype(np.float32)
+    np.testing.assert_array_equal(quantize(values, kind), gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_fable_as_a_file(tmp_path: Path, kind: str) -> None:
+    made, notices = exported(FABLE, tmp_path / "fable.gguf", kind)
+    assert made.nbytes == (tmp_path / "fable.gguf").stat().st_size
+    reader = gguf.GGUFReader(tmp_path / "fable.gguf")
+    assert reader.fields["general.architecture"].contents() == "llama"
+    assert reader.fields["general.file_type"].contents() == {"F16": 1, "Q8_0": 7, "Q4_0": 2}[kind]
+    assert reader.fields["tokenizer.ggml.pre"].contents() == "smollm"
+    source = weights(FABLE)
+    for tensor in reader.tensors:
+        if tensor.name in ("blk.2.attn_k.weight", "blk.0.ffn_down.weight"):
+            own = source["model.layers.2.self_attn.k_proj.weight" if "attn_k" in tensor.name else "model.layers.0.mlp.down_proj.weight"]
+            back = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            back = separated(back, 2) if "attn_k" in tensor.name else back
+            bound = {"F16": 1e-3, "Q8_0": 1 / 127, "Q4_0": 1 / 7.9}[kind] * np.abs(own).max()
+            assert back.shape == own.shape and np.abs(back - own).max() <= bound
+    assert ("Q8_0" in " ".join(notices)) == (kind == "Q4_0")
+    worst = np.abs(logits(tmp_path / "fable.gguf") - logits(FABLE)).max() / np.abs(logits(FABLE)).max()
+    assert worst < {"F16": 1e-3, "Q8_0": 0.05, "Q4_0": 0.5}[kind]
+
+
+def test_the_tokenizer_travels(tmp_path: Path) -> None:
+    exported(FABLE, tmp_path / "fable.gguf")
+    config = read_config(tmp_path / "fable.gguf")
+    own, other = (Tokenizer.load(path, config) for path in (FABLE, tmp_path / "fable.gguf"))
+    text = "The 3 kings' 12,345 horses — ünïcode 中文 🙂\n\n  indented <|end|><|user|>"
+    assert own.encode(text) == other.encode(text) and own.stop_ids == other.stop_ids and own.special_tokens.items() >= {
+        "eos_token": other.special_tokens["eos_token"]}.items()
+    messages = [{"role": "user", "content": "Hello"}]
+    assert own.encode_chat(messages) == other.encode_chat(messages)
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}}),
+    ("qwen2", {}), ("qwen3", {"head_dim": 32}), ("mistral", {"sliding_window": 9, "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 5_000.0, "factor": 2.0}})])
+def test_families(tmp_path: Path, family: str, changes: dict[str, object]) -> None:
+    """What is written is read back as the same model."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(sizes | changes)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0)
+    model.half().float().save_pretrained(tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "source" / name).write_bytes((FABLE / name).read_bytes())
+    _, notices = exported(tmp_path / "source", tmp_path / "m.gguf")
+    assert any("sliding window" in text for text in notices) == (family == "mistral")
+    np.testing.assert_allclose(logits(tmp_path / "m.gguf"), logits(tmp_path / "source"), atol=3e-4)
+
+
+@pytest.mark.skipif(not VOCABULARIES, reason="no vocabularies beside this checkout")
+@pytest.mark.parametrize("path", VOCABULARIES, ids=lambda path: path.stem)
+def test_published_vocabularies_there_and_back(tmp_path: Path, path: Path) -> None:
+    """GGUF -> tokenizer.json -> GGUF keys: the same tokens, and the same ids on texts (which the export checks itself)."""
+    for name, text in tokenizer_files(path).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    config = type("Config", (), {"vocab_size": 40_000 if path.stem != "gpt-2" else 50_257, "bos_token_id": None, "eos_token_ids": ()})
+    keys = tokenizer_metadata(tmp_path, Tokenizer.load(tmp_path, config), config.vocab_size)
+    own = gguf.GGUFReader(path).fields
+    tokens = own["tokenizer.ggml.tokens"].contents()
+    assert keys["tokenizer.ggml.tokens"][: len(tokens)] == tokens and keys["tokenizer.ggml.model"] == own["tokenizer.ggml.model"].contents()
+    assert keys["tokenizer.ggml.eos_token_id"] == own["tokenizer.ggml.eos_token_id"].contents()
+    if "merges" in " ".join(keys):
+        assert keys["tokenizer.ggml.merges"] == own["tokenizer.ggml.merges"].contents()
+        assert keys["tokenizer.ggml.pre"] == own["tokenizer.ggml.pre"].contents()
+
+
+def test_quantized_sources(tmp_path: Path) -> None:
+    """Our own low-bit folder, and a GGUF file."""
+    *_, _ = convert(FABLE, tmp_path / "low", ConvertOptions(recipe_of("8bit", (), "rtn"), "8bit", threads=1))
+    _, notices = exported(tmp_path / "low", tmp_path / "a.gguf")
+    assert any("errors" in text for text in notices)
+    source = logits(tmp_path / "low")
+    assert np.abs(logits(tmp_path / "a.gguf") - source).max() < 0.05 * np.abs(source).max()  # activations are exact here
+    exported(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    np.testing.assert_array_equal(logits(tmp_path / "b.gguf"), logits(tmp_path / "a.gguf"))
+
+
+def test_nothing_is_overwritten_or_left_half(tmp_path: Path) -> None:
+    out = tmp_path / "m.gguf"
+    running = export_gguf(FABLE, out, "F16", "x")
+    for _ in range(4):
+        next(running)
+    running.close()
+    assert list(tmp_path.iterdir()) == []
+    exported(FABLE, out)
+    with pytest.raises(UsageError, match="exists"):
+        exported(FABLE, out)
+    exported(FABLE, out, replace=True)
+    for wrong, named in ((tmp_path / "m.bin", ".gguf"), (tmp_path / "absent" / "m.gguf", "no folder")):
+        with pytest.raises(UsageError, match=named):
+            exported(FABLE, wrong)
+    with pytest.raises(UsageError, match="Q3_K"):
+        exported(FABLE, tmp_path / "n.gguf", "Q3_K")
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in FABLE.iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    raw = bytearray((damaged / "model.safetensors").read_bytes())
+    raw[-4096:] = b"\xff\x7f" * 2048  # NaN as bfloat16
+    (damaged / "model.safetensors").write_bytes(raw)
+    with pytest.raises(EffllmError, match="NaN"):
+        exported(damaged, tmp_path / "n.gguf")
+    assert not (tmp_path / "n.gguf").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_what_gguf_cannot_say_is_refused(tmp_path: Path) -> None:
+    for file in FABLE.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for change, named in (({"hidden_act": "gelu"}, "gelu"), ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic")):
+        (tmp_path / "config.json").write_text(json.dumps(raw | change))
+        with pytest.raises(EffllmError, match=named):
+            exported(tmp_path, tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "\\w+"}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(EffllmError, match="cuts words"):
+        exported(tmp_path, tmp_path / "m.gguf")
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "fable", "-o", str(tmp_path / "m.gguf"), "--type", "q8_0", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["types"] == {"Q8_0": 43, "F32": 13}
+    assert main(["export", "fable", "-o", str(tmp_path / "m.gguf")]) == 2
+    assert "exists" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def peer() -> object:
+    return pytest.importorskip("llama_cpp")
+
+
+def greedy(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    engine, answers = opened(path, "16bit"), []
+    try:
+        for ids in prompts:
+            engine.reset()
+            for _ in engine.prefill(ids):
+                continue
+            sampler = Sampler(SamplerSettings(temperature=0.0), engine.config.vocab_size)
+            answers.append([step.token for step in engine.generate(sampler, count, frozenset())])
+    finally:
+        engine.close()
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "least"), [("F16", 10), ("Q8_0", 9), ("Q4_0", 9)])
+def test_llama_cpp_answers_the_same(tmp_path: Path, peer: object, kind: str, least: int) -> None:
+    """Its tokenizer cuts the prompts as ours does, and its greedy answers are ours."""
+    path = tmp_path / "fable.gguf"
+    exported(FABLE, path, kind)
+    tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    model = peer.Llama(str(path), n_ctx=256, n_threads=2, verbose=False)
+    theirs = []
+    for text, ids in zip(PROMPTS, prompts):
+        assert model.tokenize(text.encode(), add_bos=False, special=True) == ids
+        model.reset()
+        answer = []
+        for token in model.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0):
+            answer.append(token)
+            if len(answer) == 64:
+                break
+        theirs.append(answer)
+    ours = greedy(path, prompts, 64)
+    same = sum(one == two for one, two in zip(ours, theirs))
+    assert same >= least, f"{same} of {len(PROMPTS)} answers are equal"

@@ -1,0 +1,96 @@
+"""Tokenizers built from GGUF metadata: on published vocabularies the ids that their test set expects, and every broken list named."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.offload.gguf import GgufHeader
+from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer
+from effllm.runtime.gguf.store import read_header
+from effllm.runtime.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER, backend, read_vocabulary
+from effllm.runtime.text import TokenizerError
+
+# Real vocabularies with texts and ids, where a checkout has them beside it.
+FOLDERS = [parent / "shared" / "vocabs" for parent in Path(__file__).resolve().parents]
+VOCABULARIES = sorted(path for folder in FOLDERS if folder.is_dir() for path in folder.glob("*.gguf"))
+SEPARATOR = "\n__ggml_vocab_test__\n"
+
+
+def cases(path: Path) -> list[tuple[str, list[int]]]:
+    with open(f"{path}.inp", encoding="utf-8", newline="") as file:
+        texts = file.read().split(SEPARATOR)
+    lines = Path(f"{path}.out").read_text().split("\n")[: len(texts)]
+    assert len(lines) == len(texts) > 40
+    return [(text, [int(token) for token in line.split()]) for text, line in zip(texts, lines)]
+
+
+@pytest.mark.skipif(not VOCABULARIES, reason="no vocabularies beside this checkout")
+@pytest.mark.parametrize("path", VOCABULARIES, ids=lambda path: path.stem)
+def test_published_vocabularies_give_the_expected_ids(path: Path) -> None:
+    made = backend(read_vocabulary(read_header(path)))
+    wrong = [(text, ids, found) for text, ids in cases(path) if (found := made.encode(text, add_special_tokens=False).ids) != ids]
+    assert not wrong
+
+
+@pytest.mark.skipif(not VOCABULARIES, reason="no vocabularies beside this checkout")
+@pytest.mark.parametrize("path", VOCABULARIES, ids=lambda path: path.stem)
+def test_what_was_encoded_decodes(path: Path) -> None:
+    made = backend(read_vocabulary(read_header(path)))
+    for text, ids in cases(path):
+        assert made.decode(ids, skip_special_tokens=False) == text
+
+
+def header(**keys: object) -> GgufHeader:
+    return GgufHeader(Path("m.gguf"), {f"tokenizer.ggml.{key}": value for key, value in keys.items()}, {})
+
+
+LLAMA = {"model": "llama", "tokens": ["<unk>", "<s>", "</s>", "<0x41>", "▁", "a", "b", "ab", "▁ab", "<go>"],
+         "scores": np.array([0, 0, 0, 0, -1, -2, -3, -4, -5, 0], np.float32),
+         "token_type": np.array([UNKNOWN, CONTROL, CONTROL, BYTE, *[NORMAL] * 5, USER]), "bos_token_id": 1, "eos_token_id": 2,
+         "unknown_token_id": 0}
+
+
+def test_scores_bytes_and_added_tokens() -> None:
+    made = backend(read_vocabulary(header(**LLAMA)))
+    assert made.encode("ab").ids == [8] and made.encode("A").ids == [4, 3]
+    assert made.encode("ab<go>ab</s>").ids == [8, 9, 8, 2]
+    assert made.decode([8, 9, 2]) == "ab<go>"  # a control token is not shown
+    plain = backend(read_vocabulary(header(**LLAMA, add_space_prefix=False)))
+    assert plain.encode("ab").ids == [7]
+
+
+def test_the_best_score_is_merged_first() -> None:
+    tokens, scores = ["a", "b", "c", "ab", "bc"], np.array([0, 0, 0, -2, -1], np.float32)
+    made = backend(read_vocabulary(header(model="llama", tokens=tokens, scores=scores, add_space_prefix=False)))
+    assert made.encode("abc").ids == [0, 4]
+
+
+def test_the_begin_token() -> None:
+    def adds(**keys: object) -> bool:
+        return read_vocabulary(header(**keys)).add_bos
+
+    merged = {"model": "gpt2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    assert adds(**LLAMA) and not adds(**LLAMA, add_bos_token=False)
+    assert adds(**merged, pre="llama-bpe") and not adds(**merged, pre="qwen2") and adds(**merged, pre="qwen2", add_bos_token=True)
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"model": None}, "holds no tokenizer"), ({"model": "rwkv"}, "'rwkv'"), ({"model": 3}, "of kind 3"), ({"tokens": 5}, "tokens 5"),
+    ({"tokens": []}, "tokens [0 values]"), ({"scores": None}, "tokenizer.ggml.scores"), ({"scores": np.zeros(3)}, "scores [3 values]"),
+    ({"token_type": np.zeros(4, int)}, "token_type [4 values]"), ({"eos_token_id": "x"}, "eos_token_id 'x'"),
+    ({"eos_token_id": -1}, "eos_token_id -1"), ({"model": "gpt2"}, "merges"), ({"model": "gpt2", "merges": ["a b"], "pre": "new"}, "'new'"),
+])
+def test_broken_lists_are_named(changes: dict[str, object], named: str) -> None:
+    keys = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+    with pytest.raises(TokenizerError) as caught:
+        read_vocabulary(header(**keys))
+    assert named in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("name", sorted(CUTTERS))
+def test_every_cutter_keeps_the_text(name: str) -> None:
+    """Patterns compile, and pieces put together are the text again."""
+    text = "Hello  World's 12345 naïve 中文かな\n\n\tdef f(x): return x/2 \r\n !?... ÄÖ"
+    cut = pre_tokenizer(CUTTERS[name].patterns).pre_tokenize_str(text)
+    assert "".join(text[begin:end] for _, (begin, end) in cut) == text and len(cut) > 10

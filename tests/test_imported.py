@@ -1,0 +1,225 @@
+"""Quantized checkpoints of other tools: packed here by each format's description, one number at a time, and read as what they mean."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from effllm import EffllmError
+from effllm.offload.checkpoint import CheckpointError
+from effllm.quant.imports import awq, compressed_tensors, fp8, gptq
+from effllm.quant.weight import from_f32, to_f32
+from effllm.runtime.config import read_config
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.convert import ConvertOptions, convert, recipe_of
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.source import open_store
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import FABLE, weights
+
+IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
+GROUP = 64
+
+
+def halves(values: np.ndarray) -> np.ndarray:
+    return to_f32(from_f32(values, "f16"), "f16")
+
+
+def parted(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [N, K], zero points [N, G] and half-precision scales [N, G] of some weight near `values`; the test needs no good one."""
+    n, k = values.shape
+    grouped = values.reshape(n, k // GROUP, GROUP)
+    low, top = grouped.min(-1), (1 << bits) - 1
+    scales = halves(np.maximum((grouped.max(-1) - low) / top, 1e-4).astype(np.float32))
+    zeros = np.clip(np.rint(-low / scales), 1, top).astype(int)
+    codes = np.clip(np.rint(grouped / scales[..., None]) + zeros[..., None], 0, top).astype(int)
+    return codes.reshape(n, k), zeros, scales
+
+
+def meaning(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    return (scales[:, groups] * (codes - zeros[:, groups]).astype(np.float32)).astype(np.float32)
+
+
+def stream(values: np.ndarray, bits: int) -> np.ndarray:
+    """[M, L] -> int32 [M, L * bits / 32]: numbers one after the other, the lowest bit first."""
+    out = []
+    for row in values.tolist():
+        number = sum(value << (bits * i) for i, value in enumerate(row))
+        out.append([(number >> (32 * i)) & 0xFFFFFFFF for i in range(len(row) * bits // 32)])
+    return np.array(out, np.uint32).view(np.int32)
+
+
+def as_gptq(values: np.ndarray, bits: int, ordered: bool = False, plus_one: bool = True):
+    codes, zeros, scales = parted(values, bits)
+    groups = np.arange(values.shape[1]) // GROUP
+    if ordered:
+        groups = np.random.default_rng(0).permutation(groups)
+    parts = {"qweight": stream(codes, bits).T, "qzeros": stream((zeros - plus_one).T, bits), "scales": scales.T.astype(np.float16),
+             "g_idx": groups.astype(np.int32)}
+    return parts, meaning(codes, zeros, scales, groups)
+
+
+def as_awq(values: np.ndarray):
+    codes, zeros, scales = parted(values, 4)
+
+    def words(numbers: np.ndarray) -> np.ndarray:
+        """[R, N] -> [R, N / 8]."""
+        out = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
+        for place, source in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            out |= numbers[:, source::8].astype(np.uint32) << np.uint32(4 * place)
+        return out.view(np.int32)
+
+    parts = {"qweight": words(codes.T), "qzeros": words(zeros.T), "scales": scales.T.astype(np.float16)}
+    return parts, meaning(codes, zeros, scales, np.arange(values.shape[1]) // GROUP)
+
+
+def as_compressed(values: np.ndarray, bits: int, asymmetric: bool):
+    codes, zeros, scales = parted(values, bits)
+    if not asymmetric:
+        zeros = np.full_like(zeros, 1 << (bits - 1))
+    parts = {"weight_packed": stream(codes, bits), "weight_scale": scales.astype(np.float16), "weight_shape": np.array(values.shape)}
+    if asymmetric:
+        parts["weight_zero_point"] = np.ascontiguousarray(stream(zeros.T, bits).T)
+    return parts, meaning(codes, zeros, scales, np.arange(values.shape[1]) // GROUP)
+
+
+def as_fp8(values: np.ndarray, kind: str):
+    n, k = values.shape
+    shape = {"blocks": (-(-n // 128), -(-k // 128)), "rows": (n, 1), "one": (1, 1)}[kind]
+    scales = (np.random.default_rng(1).random(shape, np.float32) + 0.5) / 512
+    high, wide = (128, 128) if kind == "blocks" else (-(-n // shape[0]), k)
+    spread = np.repeat(np.repeat(scales, high, 0)[:n], wide, 1)[:, :k]
+    codes = torch.from_numpy(np.clip(values / spread, -448, 448)).to(torch.float8_e4m3fn)
+    name = "weight_scale_inv" if kind == "blocks" else "weight_scale"
+    return {"weight": codes, name: scales if kind != "one" else scales.reshape(())}, codes.float().numpy() * spread
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+CASES = {
+    "gptq 4": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, lambda v: as_gptq(v, 4)),
+    "gptq 4, act order": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, lambda v: as_gptq(v, 4, True)),
+    "gptq 8": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP}, lambda v: as_gptq(v, 8)),
+    "gptq 3": ({"quant_method": "gptq", "bits": 3, "group_size": GROUP}, lambda v: as_gptq(v, 3)),
+    "gptq 2, second version": ({"quant_method": "gptq", "bits": 2, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+                               lambda v: as_gptq(v, 2, plus_one=False)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, as_awq),
+    "int4": (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, lambda v: as_compressed(v, 4, False)),
+    "int4, zero points": (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, lambda v: as_compressed(v, 4, True)),
+    "int8": (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, lambda v: as_compressed(v, 8, False)),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda v: as_fp8(v, "blocks")),
+    "fp8 rows": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "rows")),
+    "fp8, one scale": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "one")),
+}
+
+
+def written(folder: Path, name: str) -> dict[str, np.ndarray]:
+    """fable as such a checkpoint; returns what its weights mean."""
+    section, quantize = CASES[name]
+    folder.mkdir()
+    tensors, meant = {}, {}
+    for tensor, values in weights(FABLE).items():
+        meant[tensor] = values
+        if "_proj" not in tensor:
+            tensors[tensor] = torch.from_numpy(values)
+            continue
+        parts, meant[tensor] = quantize(values)
+        base = tensor.removesuffix("weight")
+        tensors |= {base + part: value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value)).contiguous()
+                    for part, value in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((FABLE / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((FABLE / file).read_bytes())
+    return meant
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_mean_what_their_format_says(tmp_path: Path, name: str) -> None:
+    """To the last bit, whole and by rows."""
+    meant = written(tmp_path / "m", name)
+    with open_store(tmp_path / "m", wide="f32") as store:
+        assert set(store.tensors) == set(meant)
+        for tensor, values in meant.items():
+            info = store.tensors[tensor]
+            if info.dtype == "F32":
+                np.testing.assert_array_equal(store.read(info).view(np.float32).reshape(values.shape), values, err_msg=tensor)
+                np.testing.assert_array_equal(store.read(info, 3, 40).view(np.float32), values[3:40].reshape(-1))
+
+
+@pytest.mark.parametrize("name", ["gptq 4", "awq", "int4", "fp8 blocks"])
+def test_they_run_and_are_announced(tmp_path: Path, name: str) -> None:
+    meant = written(tmp_path / "m", name)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file({tensor: torch.from_numpy(values).to(torch.float16 if "_proj" in tensor else torch.float32)
+               for tensor, values in meant.items()}, plain / "model.safetensors")
+    (plain / "config.json").write_bytes((FABLE / "config.json").read_bytes())
+    logits = []
+    for folder in (tmp_path / "m", plain):
+        items = list(open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1)))
+        engine, said = items[-1], [item.text for item in items if isinstance(item, Notice)]
+        assert isinstance(engine, Engine) and any("42 " in text and "widened to f16" in text for text in said) == (folder != plain)
+        logits.append(engine.forward_logits(IDS).copy())
+        engine.close()
+    np.testing.assert_array_equal(*logits)
+
+
+def test_they_are_quantized_again(tmp_path: Path) -> None:
+    written(tmp_path / "m", "awq")
+    *_, made = convert(tmp_path / "m", tmp_path / "out", ConvertOptions(recipe_of("8bit", (), "rtn"), "8bit", threads=1))
+    *_, engine = open_engine(made.folder, EngineOptions(device="cpu", ctx=64, threads=1))
+    assert np.isfinite(engine.forward_logits(IDS)).all()
+    engine.close()
+
+
+@pytest.mark.parametrize(("section", "named"), [
+    ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"), ({}, "quant_method"), ({"quant_method": "gptq", "bits": 5}, "bits 5"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"), ({"quant_method": "awq", "bits": 8}, "bits 8"),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'"),
+    (COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}, "pack-quantized"),
+])
+def test_other_methods_are_refused_by_name(tmp_path: Path, section: dict[str, object], named: str) -> None:
+    raw = json.loads((FABLE / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
+    with pytest.raises(ConfigError) as caught:
+        read_config(tmp_path)
+    assert named in caught.value.message + caught.value.hint and "quantization_config" in caught.value.message
+
+
+def test_parts_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    written(tmp_path / "m", "gptq 4")
+    whole = load_file(tmp_path / "m" / "model.safetensors")
+    base = "model.layers.1.mlp.up_proj."
+    for change, named in (({"qzeros": None}, "qzeros"), ({"scales": torch.zeros(3, 5)}, "do not fit"), ({"g_idx": torch.full(
+            (256,), 99, dtype=torch.int32)}, "do not fit"), ({"qweight": torch.zeros(32, 768)}, "qweight")):
+        tensors = whole | {base + key: value for key, value in change.items()}
+        save_file({name: value for name, value in tensors.items() if value is not None}, tmp_path / "m" / "model.safetensors")
+        with pytest.raises((CheckpointError, EffllmError)) as caught, open_store(tmp_path / "m") as store:
+            for info in store.tensors.values():
+                store.read(info)
+        assert named in caught.value.message and "up_proj" in caught.value.message
+
+
+def test_codes_of_eight_bit_floats() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    np.testing.assert_array_equal(fp8.VALUES, codes.view(torch.float8_e4m3fn).float().numpy())
+
+
+def test_shapes_that_cannot_be_are_refused() -> None:
+    one = np.zeros((8, 8), np.int32)
+    scale = np.ones((3, 5), np.float32)
+    for attempt in (lambda: gptq.dequantize(one, one, scale, np.zeros(64, int), 4, True), lambda: awq.dequantize(one, one, scale, 7),
+                    lambda: compressed_tensors.dequantize(one, scale, None, None, 4, (8, 64)),
+                    lambda: fp8.dequantize(np.zeros((8, 8), np.uint8), np.ones((3, 3), np.float32))):
+        with pytest.raises(ValueError):
+            attempt()
