@@ -8,8 +8,8 @@ import typer
 
 from .. import UsageError
 from .flags import add_command
-from .loading import at_bits, find_any, open_session
-from .options import AnswerFlags, EngineFlags, Model, SamplingFlags, ShowFlags, WeightFlags
+from .loading import at_bits, find_or_pull, open_session
+from .options import AnswerFlags, EngineFlags, Model, SamplingFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
 from .screen import Screen
 
@@ -30,10 +30,10 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, weights: WeightFlags,
-         show: ShowFlags) -> int:
+         show: ShowFlags, yes: Yes = False) -> int:
     """Chat in the terminal; piped text is answered once, as by `run`."""
     screen = Screen(context.obj, show.markdown)
-    with at_bits(find_any(model, screen), weights, screen, engine.threads) as ref:
+    with at_bits(find_or_pull(model, weights.bits, screen, yes), weights, screen, engine.threads) as ref:
         if not screen.environment.is_terminal(screen.environment.stdin):
             from .run import answer_once
 

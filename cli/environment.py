@@ -113,6 +113,6 @@ class Environment:
     @property
     def models_folder(self) -> Path:
         """Models that this program made and keeps. Not created here."""
-        from platformdirs import user_data_path
+        from ..runtime.storage import models_folder
 
-        return user_data_path("effllm", appauthor=False) / "models"
+        return models_folder(self.variables)

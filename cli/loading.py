@@ -46,7 +46,22 @@ def find_any(model: str, screen: Screen) -> ModelRef:
     if " " in model.strip() and not Path(model).exists():
         raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
                             f'effllm run fable "{shortened(model)}"')
-    return resolve(model, screen.environment.variables)
+    ref = resolve(model, screen.environment.variables)
+    if ref.notice:
+        screen.note(ref.notice)
+    return ref
+
+
+def find_or_pull(model: str, bits: int | None, screen: Screen, yes: bool) -> ModelRef:
+    """`find_any` for a command that offers to load what is absent; `bits` as --bits gave them."""
+    from ..runtime.catalog import Absent
+
+    try:
+        return find_any(model, screen)
+    except Absent as absent:
+        from .pull import offer
+
+        return offer(absent, None if bits is None else f"{bits}bit", screen, yes)
 
 
 @contextmanager

@@ -29,13 +29,13 @@ def complete_model(incomplete: str) -> list[str]:
     """Names on this machine, for the shell. No network."""
     import os
 
-    from ..runtime.catalog import local_models
+    from ..runtime.catalog import model_names
 
-    return [model.name for model in local_models(os.environ) if model.name.startswith(incomplete)]
+    return [name for name in model_names(os.environ) if name.startswith(incomplete)]
 
 
 def model_argument() -> Any:
-    return typer.Argument(metavar="MODEL", help="an alias (`effllm list`), a folder, or org/repo from the local hub cache",
+    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo or folder; then @revision, then :4bit or :FILE",
                           autocompletion=complete_model, show_default=False)
 
 

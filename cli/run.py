@@ -9,7 +9,7 @@ import typer
 from .. import UsageError
 from .errors import INTERRUPTED
 from .flags import add_command, flag
-from .loading import at_bits, find_any, open_session
+from .loading import at_bits, find_or_pull, open_session
 from .options import ANSWER, AnswerFlags, AnyModel, EngineFlags, Json, SamplingFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
 from .screen import Screen
@@ -44,7 +44,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     model = model or offer_default(screen, yes)
     if raw and answer.system is not None:
         raise UsageError("--system has no place in --raw text", "drop one of them, or write the system prompt into the text")
-    found = find_any(model, screen)
+    found = find_or_pull(model, weights.bits, screen, yes)
     text = read_prompt(prompt, file, screen)
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {model} "your prompt"')

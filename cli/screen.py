@@ -179,8 +179,21 @@ def describe(event: Progress, elapsed: float) -> str:
 
     share = f"{100 * event.done // event.total}%" if event.total else ""
     if event.unit == "bytes":
-        amount, rate = f"{format_size(event.done)} of {format_size(event.total)}", f"{format_size(int(event.done / elapsed))}/s"
+        per_s = event.done / elapsed if event.rate is None else event.rate
+        amount, rate = f"{format_size(event.done)} of {format_size(event.total)}", f"{format_size(int(per_s))}/s"
+        if event.rate is not None:
+            rate = f"{rate}  {duration((event.total - event.done) / per_s)} left" if per_s and event.done < event.total else ""
     else:
         amount = f"{event.done}/{event.total}" + (f" {event.unit}" if event.unit not in event.phase else "")
         rate = f"{event.done / elapsed:.0f} {event.unit}/s" if event.unit == "tokens" else ""
     return "  ".join(part for part in (event.phase, amount.strip(), share, rate, event.detail) if part)
+
+
+def duration(seconds: float) -> str:
+    """8 s, 4:05 min, 3:20 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"

@@ -37,7 +37,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     experts = config.mixture
     if json:
         screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": ref.licence,
-                     "family": config.family, "parameters": parameters, "size_bytes": prepared.store.nbytes, "stored": stored,
+                     "family": config.family, "parameters": parameters, "bits_per_weight": round(8 * prepared.store.nbytes / parameters, 4),
+                     "size_bytes": prepared.store.nbytes, "stored": stored,
                      "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
                      "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,

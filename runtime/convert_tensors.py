@@ -53,6 +53,10 @@ class Converter:
                     yield item
         yield from self._stream([job for job in self.todo if job.name not in self.writer.finished], {}, {})
 
+    def convert(self, jobs: Sequence[Job]) -> Iterator[Progress]:
+        """Some of what is left to do, for a method that needs no text."""
+        yield from self._stream(jobs, {}, {})
+
     def _layer(self, found: LayerStats) -> Iterator[Progress]:
         """The tensors of which the text has shown something, and what `smooth` changes with them."""
         todo = [job for job in self.todo if job.key == found.key]

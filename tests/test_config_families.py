@@ -179,6 +179,16 @@ PUBLISHED = {
                 "mlp_bias": False, "residual_multiplier": 0.22, "rope_scaling": None, "rope_theta": 10000000.0},
     "opt": {"_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "relu", "do_layer_norm_before": True,
             "dropout": 0.1, "ffn_dim": 88, "init_std": 0.02, "layerdrop": 0.0, "prefix": "</s>", "word_embed_proj_dim": 96},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "num_experts_per_tok": 2, "num_local_experts": 8,
+                "output_router_logits": False, "router_aux_loss_coef": 0.02, "rope_theta": 1000000.0, "sliding_window": None,
+                "torch_dtype": "bfloat16"},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+                  "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+                  "num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None, "rope_theta": 1000000.0,
+                  "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False},
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None, "eos_token_id": 50279,
+              "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8, "output_router_logits": False, "pad_token_id": 1,
+              "rope_scaling": None, "router_aux_loss_coef": 0.01, "vocab_size": 50304},
 }
 
 

@@ -16,17 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
-from effllm.offload.checkpoint import TensorStore
+from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.families import FAMILIES
-from effllm.runtime.model import dims
+from effllm.runtime.model import check_tensors, dims
 from effllm.runtime.prepare import LOGIT_ROWS, EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
@@ -156,6 +157,21 @@ def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
         assert_close(np.stack([engine.forward_logits([token])[0].copy() for token in ids[190:]]), oracle(model, ids)[190:])
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_gemma3_is_found_under_each_prefix_it_is_published_with(prefix: str, tmp_path: Path) -> None:
+    written(Case("gemma3_text", {"head_dim": 16, "tie_word_embeddings": False}), tmp_path)
+    head = "language_model.lm_head.weight" if prefix.startswith("language") else "lm_head.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {head if name == "lm_head.weight" else prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    with TensorStore.open(tmp_path) as store:
+        found = check_tensors(read_config(tmp_path), store)
+        assert {tensor.name for roles in found.values() for tensor in roles.values()} == renamed.keys()
+        del store.tensors[head]
+        with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
+            check_tensors(read_config(tmp_path), store)
 
 
 def test_the_cases_are_what_they_say(tmp_path: Path) -> None:
