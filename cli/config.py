@@ -44,9 +44,9 @@ class Shown:
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Show settings.")
+    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Settings that stay, and where they come from.")
     add_command(group, "show", "commands", show, EXAMPLES)
-    app.add_typer(group, name="config", rich_help_panel="this machine")
+    app.add_typer(group, name="config", rich_help_panel="look around")
 
 
 def show(context: typer.Context, model: AnyModel = None, origin: Origin = False, json: Json = False) -> None:
