@@ -5,6 +5,7 @@ The raw codecs keep 32- or 16-bit floats: sealing adds the header and the checks
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass
 
@@ -47,6 +48,13 @@ class RawCodec:
 
 
 CODECS = {"32bit": RawCodec(F32), "16bit": RawCodec(F16)}
+PACKED = re.compile(r"auto|[234568]bit|k[234568]v[234568]")
+UNPACKED = "16bit"  # what stands in for a packed cache
+
+
+def is_packed(name: str) -> bool:
+    """Does a `--kv` value ask for packed pages, which have a format and no kernels yet?"""
+    return PACKED.fullmatch(name) is not None
 
 
 def codec(name: str) -> RawCodec:

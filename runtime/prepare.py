@@ -15,7 +15,7 @@ from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.plan import BlockBytes, Budget, Demand, Placement, plan
 from ..offload.size import parse_size
-from ..quant.kv import codec
+from ..quant.kv import UNPACKED, codec, is_packed
 from .cache import CacheShape, cache_nbytes
 from .config import ModelConfig, read_config
 from .container import Container
@@ -48,6 +48,7 @@ class EngineOptions:
     chunk: int = 512
     kernel: str = "auto"
     exact: bool = False
+    kv_asked: str | None = None  # set here: what `kv` stands in for
 
     def __post_init__(self) -> None:
         choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
@@ -63,6 +64,9 @@ class EngineOptions:
             raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
         if self.exact:
             object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
+        if is_packed(self.kv) and not self.strict:
+            object.__setattr__(self, "kv_asked", self.kv)
+            object.__setattr__(self, "kv", UNPACKED)
         codec(self.kv)
 
 
@@ -96,6 +100,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices]
+    if options.kv_asked:
+        notices.append(f"--kv {options.kv_asked}: packed caches are not in this version, keys and values stay at {options.kv}")
     device = _device(options, notices) if container is None else _device_of_low_bit(options, notices)
     sinks = CacheShape(1, options.kv_sink).sinks
     if options.kv_sink > PAGE:

@@ -135,7 +135,7 @@ def test_beyond_the_trained_positions_needs_force():
     assert prepare(FABLE, EngineOptions(device="cpu", ctx=4096, force=True)).placement.ctx == 4096
 
 
-@pytest.mark.parametrize("bad", ({"device": "tpu"}, {"load": "tape"}, {"overflow": "wrap"}, {"threads": 0}, {"ctx": 0}, {"kv": "4bit"},
+@pytest.mark.parametrize("bad", ({"device": "tpu"}, {"load": "tape"}, {"overflow": "wrap"}, {"threads": 0}, {"ctx": 0}, {"kv": "1bit"},
                                  {"kv_sink": -1}))
 def test_options_are_checked(bad):
     with pytest.raises(UsageError):
@@ -269,3 +269,12 @@ def test_what_lies_between_two_tokens_does_not_reach_the_second(engine):
     engine.cache.truncate(90)
     again = [engine.model.forward(np.array([token]), engine.cache).copy() for token in ids[90:100]]
     assert np.array_equal(first[90:], again)
+
+
+@pytest.mark.parametrize("asked", ("4bit", "auto", "k8v4"))
+def test_a_packed_cache_is_kept_at_16_bits_and_said(asked):
+    items = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=256, kv=asked)))
+    said = [item.text for item in items if isinstance(item, Notice)]
+    assert any(f"--kv {asked}" in text and "16bit" in text for text in said)
+    assert items[-1].cache.codec.bits == 16
+    items[-1].close()
