@@ -10,44 +10,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from effllm.quant.kv_grid import ABOVE, MOST_STEPS, OCTAVE_K, OCTAVE_V, OCTAVES, UNITS_K, UNITS_V, ZEROS
 
 PAGE = 128
 HEADER_BITS = 512  # 64 bytes a record
 LONG_GROUP = 32  # tokens of one K scale
 WIDE_GROUP = 16  # channels of one V scale
-K_OCTAVE = 8  # steps of K's scale in a factor of two: 8 bits span 2^32
-CLIP_K = {8: (1.0,), 6: (1.0, 0.97), 5: (1.0, 0.96, 0.92), 4: (1.0, 0.95, 0.9, 0.85, 0.8), 3: (1.0, 0.93, 0.86, 0.79, 0.72, 0.65),
-          2: (1.0, 0.9, 0.82, 0.74, 0.66, 0.58, 0.5)}
-CLIP_V_STEPS = {8: 1, 6: 2, 5: 2, 4: 3, 3: 5, 2: 7}
 WAKE = 8.0  # a pair of this many times the mean power: a page that is not rotated
 
 
 @dataclass(frozen=True)
 class Stages:
     """Which steps are taken. `mean_k`: none, static (before RoPE, from other text) or page (of the page's first RoPE position, before
-    RoPE); `balance`: none, scale (powers of two from weight norms, K and V) or matrix (V by the whole matrix, K as scale)."""
+    RoPE); `balance`: none, scale (powers of two from weight norms, K and V) matrix (V by the whole matrix, K as scale)
+    or profile (both by matrices from recorded q, k, v, strongest channels first, rotated in groups of 16 alone)."""
 
     bits_k: int
     bits_v: int
-    balance: str = "matrix"
+    balance: str = "profile"
+    allocate: bool = True  # bits by groups of 16 channels, their mean bits_k and bits_v
     mean_k: str = "static"
-    mean_v: bool = True
+    mean_v: bool = False
     rotate_k: str = "auto"  # never, always, auto: not where one RoPE pair outshines the others
     rotate_v: bool = True
-    search: bool = True
-    refit: bool = True
+    search: bool = True  # of scales below the one that holds the group
+    zeros: bool = True  # of zeros beside the group's middle
     long_group: int = LONG_GROUP
     wide_group: int = WIDE_GROUP
-    v_octave: int = 4
 
     def packed_bits(self, head_dim: int = 64) -> float:
         """Bits per value of a sealed record, header and padding to 64 bytes included."""
         values = PAGE * head_dim
         k = values * self.bits_k + 16 * values // self.long_group
-        v = values * self.bits_v + 5 * values // self.wide_group + (8 * head_dim if self.mean_v else 0)
+        v = values * self.bits_v + 8 * values // self.wide_group + (8 * head_dim if self.mean_v else 0)
         return -(-(HEADER_BITS + k + v) // 512) * 512 / (2 * values)
 
 
@@ -61,63 +59,70 @@ def hadamard(size: int) -> Tensor:
     return torch.block_diag(*[h / block**0.5] * (size // block))
 
 
-def _log_round(scale: Tensor, octave: int) -> Tensor:
-    return torch.exp2(torch.round(torch.log2(scale.clamp_min(1e-30)) * octave) / octave)
+@dataclass(frozen=True)
+class Grid:
+    """Steps of a scale in a factor of two, units of a zero in the grid's width, and the ends of both (`steps`: below the page's top)."""
+
+    octave: int
+    units: int
+    zero: int
+    steps: int | None = None
 
 
-def affine(x: Tensor, bits: int, search: bool, refit: bool) -> Tensor:
-    """Groups along the last axis, one 8-bit logarithmic scale and one 8-bit zero each. The zero counts in 1/64 of the grid's width, so it
-    reaches two widths to either side at every number of bits."""
-    levels = (1 << bits) - 1
-    half = levels / 2
+GRID_K, GRID_V = Grid(OCTAVE_K, UNITS_K, 128), Grid(OCTAVE_V, UNITS_V, 8, MOST_STEPS)
 
-    def grid(scale: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
-        scale = _log_round(scale, K_OCTAVE)
-        unit = scale * ((levels + 1) / 64)
-        return scale, torch.round(middle / unit).clamp_(-128, 127) * unit
 
-    def code(scale: Tensor, zero: Tensor) -> Tensor:
-        return torch.round((x - zero) / scale + half).clamp_(0, levels) - half
+def page_top(x: Tensor, bits: int) -> Tensor:
+    """The largest scale that a page of V `[window, head, page, token, group, channel]` needs, in its steps."""
+    need = torch.log2(((x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / ((1 << bits) - 1)).clamp_min(2.0**-24))
+    return torch.ceil(need * GRID_V.octave).amax((-3, -2, -1), keepdim=True) + ABOVE[bits]
 
+
+def affine(x: Tensor, bits: int, grid: Grid, search: bool = True, zeros: bool = True, top: Tensor | None = None) -> Tensor:
+    """Groups on the last axis; of V `[window, head, page, token, group, channel]`, `top` where other groups have a part in it. What comes
+    back is what `quant.kv_grid` stores."""
+    half, unit = ((1 << bits) - 1) / 2, (1 << bits) / grid.units
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    width, middle = (high - low).clamp_min(1e-20) / levels, (high + low) / 2
-    best = worst = None
-    for factor in CLIP_K[bits] if search else (1.0,):
-        scale, zero = grid(width * factor, middle)
-        there = scale * code(scale, zero) + zero
-        best, worst = _better(x, best, worst, there)
-        if refit:
-            for _ in range(2 if bits < 5 else 1):
-                codes = code(scale, zero)
-                mean = codes.mean(-1, keepdim=True)
-                spread = (codes - mean).square().mean(-1, keepdim=True).clamp_min(1e-9)
-                slope = ((codes - mean) * x).mean(-1, keepdim=True) / spread
-                scale, zero = grid(slope.clamp_min(1e-20), x.mean(-1, keepdim=True) - slope * mean)
-                best, worst = _better(x, best, worst, scale * code(scale, zero) + zero)
-    return best
-
-
-def _better(x: Tensor, best: Tensor | None, error: Tensor | None, there: Tensor) -> tuple[Tensor, Tensor]:
-    mine = (there - x).square_().sum(-1, keepdim=True)
-    if best is None:
-        return there, mine
-    return torch.where(mine < error, there, best), torch.minimum(mine, error)
-
-
-def symmetric(x: Tensor, bits: int, steps: int, octave: int) -> Tensor:
-    """x `[window, head, page, token, group, channel]`: levels ±1/2, ±3/2 … of a scale that is 5 bits below the page's largest, in steps
-    of 1/octave of a factor of two. `steps` smaller scales are tried, and one larger."""
-    levels = (1 << bits) - 1
-    half = levels / 2
-    need = torch.log2(x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / half) * octave
-    top = torch.ceil(need.amax((3, 4), keepdim=True))
-    first = (top - torch.ceil(need)).clamp(0, 31)
+    first = torch.ceil(torch.log2(((high - low) / (2 * half)).clamp_min(2.0**-24)) * grid.octave)
+    middle = (high + low) / 2
+    if grid.steps is None:
+        least, most = torch.tensor(-128.0), torch.tensor(127.0)
+    else:
+        most = page_top(x, bits) if top is None else top
+        least = most - grid.steps
     best = error = None
-    for step in range(steps + 1):
-        scale = torch.exp2((top - (first + step).clamp(max=31)) / octave)
-        there = scale * ((torch.floor(x / scale) + 0.5).clamp(-half, half))
-        best, error = _better(x, best, error, there)
+    for below in range(-ABOVE[bits], int(OCTAVES[bits] * grid.octave) + 2) if search else (0,):
+        scale = torch.exp2(torch.minimum(torch.maximum(first - below, least), most) / grid.octave)
+        centre = torch.round(middle / (scale * unit))
+        for aside in range(-ZEROS[bits], ZEROS[bits] + 1) if zeros else (0,):
+            shift = (centre + aside).clamp(-grid.zero, grid.zero - 1) * unit - half
+            there = (x / scale - shift).round_().clamp_(0, 2 * half).add_(shift).mul_(scale)
+            mine = (there - x).square_().sum(-1, keepdim=True)
+            if best is None:
+                best, error = there, mine
+            else:
+                best, error = torch.where(mine < error, there, best), torch.minimum(mine, error)
     return best
+
+
+def allocation(strength: Tensor, bits: int) -> list[int]:
+    """Bits of each group of 16 channels, `bits` on average: one after another to where the noise is largest, in steps that a record has."""
+    widths = (8, 6, 5, 4, 3, 2, 1)
+    power = strength.unflatten(0, (-1, WIDE_GROUP)).sum(1).double() ** 2
+    given = [1] * len(power)
+    left = (bits - 1) * len(power)
+    while left:
+        gain = []
+        for group, now in enumerate(given):
+            step = min((w - now for w in widths if w > now), default=left + 1)
+            gain.append(float(power[group]) * (4.0**-now - 4.0 ** -(now + step)) / step if step <= left else -1.0)
+        best = max(range(len(gain)), key=gain.__getitem__)
+        if gain[best] < 0:
+            break
+        step = min(w - given[best] for w in widths if w > given[best])
+        given[best] += step
+        left -= step
+    return given
 
 
 @dataclass
@@ -130,6 +135,8 @@ class Codec:
     v_scale: list[Tensor] = field(default_factory=list)
     v_matrix: list[Tensor] = field(default_factory=list)  # per layer [KV head, head_dim, head_dim]
     static: Tensor | None = None
+    profile_k: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # matrix and what it leaves of every channel, [KV head, head_dim]
+    profile_v: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def packed_bits(self) -> float:
@@ -149,21 +156,47 @@ class Codec:
         else:
             mean = torch.zeros(1, 1, 1, before.shape[-1])
         x = turn(before - mean)
+        if stages.balance == "profile":
+            out = self._by_groups(x, *self.profile_k[layer], stages.bits_k, GRID_K)
+            scaled = x / self.k_scale[layer][None, :, None, :]
+            if bool((alone := self._outshone(scaled)).any()):
+                plain = affine(scaled.unflatten(2, (-1, stages.long_group)).transpose(-1, -2), stages.bits_k, GRID_K)
+                out = torch.where(alone, plain.transpose(-1, -2).flatten(2, 3) * self.k_scale[layer][None, :, None, :], out)
+            return out + turn(mean.expand_as(before))
         if stages.balance != "none":
             x = x / self.k_scale[layer][None, :, None, :]
         flat = x.unflatten(2, (-1, stages.long_group)).transpose(-1, -2)
         if stages.rotate_k == "never":
-            out = affine(flat, stages.bits_k, stages.search, stages.refit).transpose(-1, -2).flatten(2, 3)
+            out = affine(flat, stages.bits_k, GRID_K, stages.search, stages.zeros).transpose(-1, -2).flatten(2, 3)
         else:
             h = hadamard(x.shape[-1])
-            out = affine((x @ h).unflatten(2, (-1, stages.long_group)).transpose(-1, -2), stages.bits_k, stages.search, stages.refit)
+            turned = (x @ h).unflatten(2, (-1, stages.long_group)).transpose(-1, -2)
+            out = affine(turned, stages.bits_k, GRID_K, stages.search, stages.zeros)
             out = out.transpose(-1, -2).flatten(2, 3) @ h
             if stages.rotate_k == "auto" and bool((alone := self._outshone(x)).any()):
-                plain = affine(flat, stages.bits_k, stages.search, stages.refit).transpose(-1, -2).flatten(2, 3)
+                plain = affine(flat, stages.bits_k, GRID_K, stages.search, stages.zeros).transpose(-1, -2).flatten(2, 3)
                 out = torch.where(alone, plain, out)
         if stages.balance != "none":
             out = out * self.k_scale[layer][None, :, None, :]
         return out + turn(mean.expand_as(before))
+
+    def _by_groups(self, x: Tensor, matrix: Tensor, strength: Tensor, bits: int, grid: Grid) -> Tensor:
+        h = torch.block_diag(*[hadamard(WIDE_GROUP)] * (x.shape[-1] // WIDE_GROUP))
+        x = x @ (h @ matrix).transpose(-1, -2)[None]
+        out = torch.empty_like(x)
+        taken = (self.stages.search, self.stages.zeros)
+        for head in range(x.shape[1]):
+            widths = allocation(strength[head], bits) if self.stages.allocate else [bits] * (x.shape[-1] // WIDE_GROUP)
+            parts = x[:, head : head + 1].split(WIDE_GROUP, -1)
+            if grid is GRID_K:
+                parts = [part.unflatten(2, (-1, self.stages.long_group)).transpose(-1, -2) for part in parts]
+                parts = [affine(part, width, grid, *taken).transpose(-1, -2) for part, width in zip(parts, widths, strict=True)]
+            else:
+                parts = [part.unflatten(2, (-1, PAGE)).unflatten(-1, (1, -1)) for part in parts]
+                top = torch.stack([page_top(part, width) for part, width in zip(parts, widths, strict=True)]).amax(0)
+                parts = [affine(part, width, grid, *taken, top=top).flatten(-2) for part, width in zip(parts, widths, strict=True)]
+            out[:, head : head + 1] = torch.cat([part.flatten(2, 3) for part in parts], -1)
+        return out @ torch.linalg.inv((h @ matrix).double()).float().transpose(-1, -2)[None]
 
     @staticmethod
     def _outshone(x: Tensor) -> Tensor:
@@ -176,6 +209,8 @@ class Codec:
     def values(self, layer: int, v: Tensor) -> Tensor:
         stages = self.stages
         x = v
+        if stages.balance == "profile":
+            return self._by_groups(x, *self.profile_v[layer], stages.bits_v, GRID_V)
         if stages.balance == "matrix":
             x = x @ self.v_matrix[layer].transpose(-1, -2)[None]
         elif stages.balance == "scale":
@@ -189,8 +224,7 @@ class Codec:
             unit = _unit(mean)
             mean = torch.round(mean / unit) * unit
         x = (x - mean).unflatten(-1, (-1, stages.wide_group))
-        steps = CLIP_V_STEPS[stages.bits_v] if stages.search else 0
-        x = symmetric(x, stages.bits_v, steps, stages.v_octave).flatten(-2) + mean
+        x = affine(x, stages.bits_v, GRID_V, stages.search, stages.zeros).flatten(-2) + mean
         x = x.flatten(2, 3)
         if stages.rotate_v:
             x = x @ hadamard(x.shape[-1])
@@ -204,13 +238,3 @@ class Codec:
 def _unit(mean: Tensor) -> Tensor:
     """The step of an 8-bit mean: a power of two for the whole page."""
     return torch.exp2(torch.ceil(torch.log2(mean.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127)))
-
-
-def gaussian_db(stages: Stages, values: int = 1 << 19) -> tuple[float, float]:
-    """Noise of K and V codes on Gaussian values, dB above σ²·2^(−2R) with R all packed bits."""
-    x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 1, values // 64, 64)).astype(np.float32))
-    k = affine(x.unflatten(2, (-1, 32)).transpose(-1, -2), stages.bits_k, True, True).transpose(-1, -2).flatten(2, 3)
-    v = symmetric(x.unflatten(2, (-1, PAGE)).unflatten(-1, (-1, 16)), stages.bits_v, CLIP_V_STEPS[stages.bits_v],
-                  stages.v_octave).flatten(-2).flatten(2, 3)
-    bound = -20 * np.log10(2.0) * stages.packed_bits()
-    return tuple(float(10 * torch.log10((y - x).square().mean()) - bound) for y in (k, v))

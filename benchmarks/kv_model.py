@@ -202,3 +202,38 @@ def static_mean(model: Model, ids: np.ndarray) -> Tensor:
     with torch.inference_mode():
         _, kept = model.exact(torch.from_numpy(ids))
     return torch.stack([k.mean((0, 2)) for k, _ in kept])
+
+
+def profile(model: Model, ids: np.ndarray, near: int = 32) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """From a calibration text, per layer for K and V: the matrix that makes noise count equally, strongest channels first `[KV head,
+    head_dim, head_dim]`, and the strength that it leaves in each `[KV head, head_dim]`. K's moment is that around the mean of `near`
+    tokens, because a zero removes the rest."""
+    keys, values, group = [], [], model.heads // model.kv_heads
+    turn = model.turns(0, ids.shape[1])
+    with torch.inference_mode():
+        x = model.weights["embed_tokens.weight"][torch.from_numpy(ids)]
+        for layer in range(model.layers):
+            q, k, v = model.project(layer, x)
+            q, k = turn(q), turn(k)
+            x = model.finish(layer, x, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+            near_k = k.unflatten(2, (-1, near))
+            away = (near_k - near_k.mean(3, keepdim=True)).flatten(2, 3)
+            keys.append(_noise_basis(_moment(away), _moment(q).unflatten(0, (-1, group)).sum(1)))
+            o = model.get(layer, "self_attn.o_proj").double().unflatten(1, (-1, model.head_dim)).permute(1, 2, 0)
+            values.append(_noise_basis(_moment(v), (o @ o.transpose(1, 2)).unflatten(0, (-1, group)).sum(1)))
+    return keys, values
+
+
+def _moment(x: Tensor) -> Tensor:
+    """`[window, head, token, channel]` -> second moments `[head, channel, channel]`, with a ridge of 1e-3."""
+    rows = x.transpose(0, 1).flatten(1, 2).double()
+    moment = rows.transpose(1, 2) @ rows / rows.shape[1]
+    size = moment.shape[-1]
+    return moment + 1e-3 * moment.diagonal(0, 1, 2).mean(-1)[:, None, None] * torch.eye(size, dtype=moment.dtype)
+
+
+def _noise_basis(signal: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """T with T·signal·Tᵀ = T⁻ᵀ·weight·T⁻¹ = diag(strength), descending."""
+    root = torch.linalg.cholesky(signal)
+    u, squares, _ = torch.linalg.svd(root.transpose(1, 2) @ weight @ root)
+    return (squares.pow(0.25)[..., None] * u.transpose(1, 2) @ torch.linalg.inv(root)).float(), squares.sqrt().float()
