@@ -159,7 +159,7 @@ def roof_shares(bits: str, facts: dict[str, float], measured: dict[str, list[Rou
 
 def alone(shape: str, bits: str, schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
     """A shape's decode against the read roof, from random low-bit weights in memory."""
-    own = Child(OWN, "own", f"synthetic:{shape}:{bits}bit", threads)
+    own = Child(OWN, "own", f"synthetic:{shape}:{bits}", threads)
     measured = {"decode": [decode_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:],
                 "columns": [columns_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:]}
     facts, peak = own.ask("facts"), own.ask("peak")
@@ -211,6 +211,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
+    parser.add_argument("--results", default="compare-llamacpp", metavar="NAME", help="keep them under this name")
     parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
     given = dict(item.split("=", 1) for item in arguments.ours)
@@ -232,7 +233,7 @@ def main() -> int:
         figures += quantizing(folder, arguments.work, schedule, threads, arguments.quantize_args)
     figures += [*products, Figure("roof_gbps", "memory read", f"{counted(threads)}, 1 GiB, at the end", roof() / 1e9, "GB/s")]
     roof.close()
-    publish("compare-llamacpp", "Low-bit weights against llama.cpp", INTRO, figures, keep=not arguments.no_results)
+    publish(arguments.results, "Low-bit weights against llama.cpp", INTRO, figures, keep=not arguments.no_results)
     return 0
 
 

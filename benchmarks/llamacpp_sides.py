@@ -162,7 +162,7 @@ class PeerSide:
 
 
 class OwnSide:
-    """effllm on a model folder, or on random weights held in memory alone (`synthetic:SHAPE:SPEC`)."""
+    """effllm on a model folder, or on random weights held in memory alone (`synthetic:SHAPE:BITS`)."""
 
     def __init__(self, folder: str, threads: int) -> None:
         from effllm.runtime.bench import prepare_synthetic

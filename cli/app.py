@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, chat, doctor, list_, plan, quantize, run, show, verify
+from . import alias, bench, chat, config, doctor, list_, plan, pull, quantize, rm, run, show, verify
 from . import eval as evaluation
 from .environment import Environment
 from .errors import guarded
@@ -25,11 +25,13 @@ EXAMPLES = """examples
   effllm run fable "Tell me a story about the fox and the king."
   effllm chat fable
   effllm run ./my-model -f question.txt > answer.txt
+  effllm pull qwen3-4b --bits 4
   effllm plan tinyllama --ram 2G -c 4096
   effllm quantize ./my-model -o ./my-model-4bit --bits 4
   effllm bench fable -p 512 -n 64
 
-The answer goes to stdout, everything else to stderr. Every flag is also a variable: --ctx-size is EFFLLM_CTX_SIZE.
+The answer goes to stdout, everything else to stderr. Every flag is also a variable: --ctx-size is EFFLLM_CTX_SIZE, and most may stand
+in a file: ctx-size = 4096 in effllm.toml (`effllm config show --help`).
 
 exit codes: 0 ok, 1 failure, 2 usage, 3 model not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline,
 130 interrupted
@@ -55,7 +57,7 @@ def build() -> typer.Typer:
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(name="effllm", cls=PlainGroup, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
     app.callback(cls=PlainGroup, invoke_without_command=True, help=HELP, epilog=EXAMPLES)(root)
-    for module in (run, chat, list_, show, plan, quantize, verify, bench, evaluation, doctor):
+    for module in (run, chat, pull, rm, alias, list_, show, plan, quantize, verify, bench, evaluation, doctor, config):
         module.register(app)
     return app
 

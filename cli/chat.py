@@ -8,8 +8,8 @@ import typer
 
 from .. import UsageError
 from .flags import add_command
-from .loading import at_bits, find_any, open_session
-from .options import AnswerFlags, EngineFlags, Model, SamplingFlags, Stats, WeightFlags
+from .loading import at_bits, find_or_pull, open_session
+from .options import AnswerFlags, EngineFlags, Model, SamplingFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
 from .screen import Screen
 
@@ -30,18 +30,18 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, weights: WeightFlags,
-         stats: Stats = False) -> int:
+         show: ShowFlags, yes: Yes = False) -> int:
     """Chat in the terminal; piped text is answered once, as by `run`."""
-    screen = Screen(context.obj)
-    with at_bits(find_any(model, screen), weights, screen, engine.threads) as ref:
+    screen = Screen(context.obj, show.markdown)
+    with at_bits(find_or_pull(model, weights.bits, screen, yes), weights, screen, engine.threads) as ref:
         if not screen.environment.is_terminal(screen.environment.stdin):
             from .run import answer_once
 
-            return answer_once(screen, ref, read_prompt(None, "-", screen), answer, sampling, engine, stats=stats)
-        return converse(screen, ref, answer, sampling, engine, stats)
+            return answer_once(screen, ref, read_prompt(None, "-", screen), answer, sampling, engine, show=show)
+        return converse(screen, ref, answer, sampling, engine, show)
 
 
-def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, stats: bool) -> int:
+def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, show: ShowFlags) -> int:
     """Chat with the person at the terminal, who must be able to see what is typed: on stdout, else on stderr."""
     environment = screen.environment
     visible = next((stream for stream in (environment.stdout, environment.stderr) if environment.is_terminal(stream)), None)
@@ -50,4 +50,4 @@ def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: Sampl
     from .conversation import Conversation
 
     with open_session(ref, answer, sampling, engine, screen) as session:
-        return Conversation(ref.text, session, screen, visible, stats).run()
+        return Conversation(ref.text, session, screen, visible, show.stats).run()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from .. import EffllmError
 from . import slash
 from .answer import say_cost, say_ending, show_answer
+from .attachment import Attachment, with_attachments
 from .editor import Editor
 from .errors import INTERRUPTED, write_error
 from .interrupt import unechoed
@@ -23,11 +24,20 @@ if TYPE_CHECKING:
     from ..runtime.session import Session
 
 
+def current_rss() -> int:
+    """Bytes that this process holds in memory."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
 class Conversation:
     def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool) -> None:
         self.name, self.session, self.screen = name, session, screen
         self._always_stats = always_stats
         self._last: Stats | None = None
+        self.output = output
+        self.attached: list[Attachment] = []
         state = screen.environment.state_folder
         self.chats = state / "chats"
         drawn_on = output if screen.environment.can_redraw(output) else None
@@ -76,7 +86,20 @@ class Conversation:
         if line.startswith("/"):
             slash.run(self, line.strip())
         elif line.strip():
-            self.answer(self.session.ask(line))
+            self.send(line)
 
-    def _status(self) -> str:
-        return f"{self.session.used} of {self.session.n_ctx} tokens"
+    def send(self, message: str) -> None:
+        """A message, with the files that were added to it; they stay at hand where it cannot be answered."""
+        self.answer(self.session.ask(with_attachments(self.attached, message)))
+        self.attached.clear()
+
+    def _status(self) -> list[str]:
+        """What stands below the line while it is typed, the most important first."""
+        from ..offload.size import format_size
+
+        parts = [f"{self.session.used} of {self.session.n_ctx} tokens"]
+        if self.attached:
+            parts.append(f"{sum(each.tokens for each in self.attached)} more from files")
+        if self._last is not None and self._last.decode_tps:
+            parts.append(f"{self._last.decode_tps:.0f} tokens/s")
+        return [*parts, f"memory {format_size(current_rss())}"]

@@ -21,18 +21,20 @@ from prompt_toolkit.styles import Style
 
 QUOTES = '"""'
 LONGEST_HISTORY = 4 << 20  # bytes that are still read at the start
-STYLE = Style.from_dict({"prompt": "bold", "rprompt": "#888888", "more": "#888888"})
+STYLE = Style.from_dict({"prompt": "bold", "bottom-toolbar": "noreverse #888888", "more": "#888888"})
 
 
 class Editor:
     """`read()` gives what was typed, None at Ctrl-D, and raises KeyboardInterrupt at Ctrl-C."""
 
-    def __init__(self, output: TextIO | None, history: Path, status: Callable[[], str],
+    def __init__(self, output: TextIO | None, history: Path, status: Callable[[], list[str]],
                  complete: Callable[[str], Iterable[tuple[str, str]]], remark: Callable[[str], None]) -> None:
-        """`output` None: the library's plain prompt, for a terminal that cannot move its cursor."""
+        """`output` None: the library's plain prompt, for a terminal that cannot move its cursor. `status` is asked before each line; it
+        stands at the bottom of the screen while the line is typed, and is gone when it is sent."""
         self._status, self._remark = status, remark
         self._history = History(history)
         self._told = False
+        self._shown: list[str] = []
         self._session: PromptSession[str] = PromptSession(
             multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,
             prompt_continuation=lambda width, line, wrapped: [("class:more", "… ")], style=STYLE,
@@ -40,7 +42,8 @@ class Editor:
 
     def read(self) -> str | None:
         try:
-            text = self._session.prompt([("class:prompt", "> ")], rprompt=self._right)
+            self._shown = self._status()
+            text = self._session.prompt([("class:prompt", "> ")], bottom_toolbar=self._below)
         except EOFError:
             return None
         finally:
@@ -49,8 +52,19 @@ class Editor:
                 self._remark(self._history.trouble)
         return unquoted(text)
 
-    def _right(self) -> StyleAndTextTuples:
-        return [("class:rprompt", self._status())]
+    def _below(self) -> StyleAndTextTuples:
+        return [("class:bottom-toolbar", fitted(self._shown, self._session.output.get_size().columns))]
+
+
+def fitted(parts: list[str], columns: int) -> str:
+    """As many parts as one line holds, from the first on."""
+    line = ""
+    for part in parts:
+        longer = f"{line} · {part}" if line else part
+        if len(longer) >= columns:
+            break
+        line = longer
+    return line
 
 
 def keys() -> KeyBindings:

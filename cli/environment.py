@@ -6,6 +6,7 @@ Each stream is asked on its own whether it is a terminal: `effllm run fable > st
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -13,10 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from .. import EffllmError
+
+if TYPE_CHECKING:
+    from .settings import Setting
 
 
 class OutputClosed(Exception):
@@ -35,6 +40,7 @@ class Environment:
     variables: Mapping[str, str]
     clock: Callable[[], float] = time.monotonic
     debug: bool = False  # set by --debug, read by the error boundary
+    has_stdout: bool = True  # the caller did not close it
 
     @classmethod
     def of_process(cls) -> Environment:
@@ -45,7 +51,7 @@ class Environment:
         for stream in streams[1:]:
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a story in a Latin-1 terminal loses a dash, not the run
-        return cls(*streams, variables=os.environ)
+        return cls(*streams, variables=os.environ, has_stdout=sys.stdout is not None)
 
     def write(self, text: str = "") -> None:
         """To stdout, at once; without text, flush what is there."""
@@ -55,7 +61,13 @@ class Environment:
         except BrokenPipeError as error:
             raise OutputClosed from error
         except OSError as error:
-            raise OutputFailed(f"the output cannot be written: {error.strerror or error}") from error
+            hint = "free some space, or send the output elsewhere" if error.errno == errno.ENOSPC else "send the output to a file or a pipe"
+            raise OutputFailed(f"the output cannot be written: {error.strerror or error}", hint) from error
+
+    def demand_stdout(self) -> None:
+        """Before work whose result goes there alone."""
+        if not self.has_stdout:
+            raise OutputFailed("standard output is closed: the answer has nowhere to go", "leave it open, or write to a file: > answer.txt")
 
     def is_terminal(self, stream: TextIO) -> bool:
         return not stream.closed and stream.isatty()
@@ -77,6 +89,20 @@ class Environment:
     def width(self) -> int:
         return max(40, shutil.get_terminal_size((80, 24)).columns)
 
+    @cached_property
+    def settings(self) -> Mapping[str, Setting]:
+        """Settings from files, read once. Raises UsageError where a file is wrong."""
+        from .settings import read_settings
+
+        return read_settings(self.config_folder)
+
+    @property
+    def config_folder(self) -> Path:
+        """The user's file of settings. Not created here."""
+        from platformdirs import user_config_path
+
+        return user_config_path("effllm", appauthor=False)
+
     @property
     def state_folder(self) -> Path:
         """History and saved chats. Not created here."""
@@ -87,6 +113,6 @@ class Environment:
     @property
     def models_folder(self) -> Path:
         """Models that this program made and keeps. Not created here."""
-        from platformdirs import user_data_path
+        from ..runtime.storage import models_folder
 
-        return user_data_path("effllm", appauthor=False) / "models"
+        return models_folder(self.variables)

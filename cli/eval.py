@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .. import UsageError
 from .flags import add_command, flag
 from .help import PlainGroup
 from .loading import at_bits, find, find_any, follow, last, loaded, open_with_progress
@@ -50,7 +51,8 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     content = read_text(text, screen)
     found = find_any(model, screen)
     with at_bits(found, weights, screen, engine.threads) as ref, loaded(ref, windowed(ref, engine), screen) as at_hand:
-        result = last(follow(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx), screen, PerplexityResult))
+        result = last(follow(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
+                             PerplexityResult))
     if json:
         screen.json(result.to_json())
     else:
@@ -73,7 +75,8 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     with at_bits(found, weights, screen, engine.threads) as ref, loaded(ref, options, screen) as at_hand:
         reference = open_with_progress(reference_ref.folder, replace(options, kv="32bit"), screen)
         try:
-            result = last(follow(compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx), screen, KldResult))
+            result = last(follow(compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
+                                 KldResult))
         finally:
             reference.close()
     if json:
@@ -101,4 +104,12 @@ def windowed(ref: ModelRef, engine: EngineFlags) -> EngineOptions:
 
 
 def read_text(source: str, screen: Screen) -> str:
-    return read_stream(screen.environment.stdin) if source == "-" else read_file(Path(source))
+    """The text to score. Raises UsageError, naming the file, for one that is absent, no text or empty."""
+    text = read_stream(screen.environment.stdin) if source == "-" else read_file(Path(source), "--text")
+    if not text.strip():
+        raise UsageError(f"{named(source)} is empty", "--text takes the path of a text file, or - for standard input")
+    return text
+
+
+def named(source: str) -> str:
+    return "standard input" if source == "-" else source

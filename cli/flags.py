@@ -43,28 +43,45 @@ Debug = Annotated[bool, flag("general", "--debug", "", "show the traceback of a 
 
 def add_command(app: typer.Typer, name: str, panel: str, function: Command, examples: str = "") -> None:
     """Register a function as a command: groups of flags are spread out, `--debug` is added, the docstring is the help."""
-    call = spread(function)
+    call, grouped = spread(function)
     kinds = {parameter: value_type(annotation) for parameter, annotation in call.__annotations__.items() if parameter != "context"}
-    named = type(f"{name.capitalize()}Command", (FlagCommand,), {"kinds": kinds})
+    named = type(f"{name.capitalize()}Command", (FlagCommand,), {"kinds": kinds, "grouped": grouped})
     app.command(name, cls=named, rich_help_panel=panel, epilog=examples)(call)
 
 
 class FlagCommand(PlainCommand):
-    """A command that converts its own values. `kinds`: parameter -> type; switches are left to the library."""
+    """A command that converts its own values. `kinds`: parameter -> type; `grouped`: those of a group, which files of settings may hold."""
 
     kinds: dict[str, Any] = {}
+    grouped: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         for parameter in self.params:
-            kind = self.kinds.get(parameter.name, bool)
+            kind, kept = self.kinds.get(parameter.name, bool), parameter.name in self.grouped
             if kind is not bool:
-                parameter.process_value = partial(converted, parameter, parameter.process_value, kind)
+                parameter.process_value = partial(converted, parameter, parameter.process_value, kind, kept)
+            elif kept:
+                parameter.process_value = partial(switched, parameter, parameter.process_value)
 
 
-def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, context: typer.Context, value: Any) -> Any:
+def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.Context, value: Any) -> Any:
+    """A switch as it was given, else as a file of settings has it, else None: the library's converter costs 70 ms to load."""
+    return from_file(parameter, context, None) if value is None or value is False else library(context, value)
+
+
+def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
+    """What the files of settings say of a flag that was not given."""
+    long = next(name for name in parameter.opts if name.startswith("--"))
+    setting = context.find_root().obj.settings.get(long.removeprefix("--"))
+    return otherwise if setting is None else setting.value
+
+
+def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, kept: bool, context: typer.Context, value: Any) -> Any:
     """A value of the type that the flag declares. What is missing goes the library's way, which complains."""
     if value is None or value == ():
+        if kept:
+            return from_file(parameter, context, parameter.default)
         return library(context, value) if parameter.required else parameter.default
     if get_origin(kind) is list:
         return [*value]
@@ -87,8 +104,8 @@ def value_type(annotation: Any) -> Any:
     return declared
 
 
-def spread(function: Command) -> Command:
-    """The same function with the fields of its dataclass parameters as keyword parameters of their own."""
+def spread(function: Command) -> tuple[Command, frozenset[str]]:
+    """The same function with the fields of its dataclass parameters as keyword parameters of their own, and the names of those."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
@@ -111,7 +128,7 @@ def spread(function: Command) -> Command:
     call.__name__, call.__doc__, call.__module__ = function.__name__, function.__doc__, function.__module__
     call.__signature__ = inspect.Signature(parameters)
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return call
+    return call, frozenset(field.name for kind in groups.values() for field in fields(kind))
 
 
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -23,26 +23,29 @@ def list_models(context: typer.Context, all: All = False, json: Json = False) ->
     from ..runtime.catalog import catalog, local_models
 
     screen = Screen(context.obj)
-    here = local_models(screen.environment.variables)
+    variables = screen.environment.variables
+    here = local_models(variables)
     names = {model.name for model in here}
-    absent = [entry for entry in catalog() if entry.alias not in names] if all else []
+    absent = [entry for entry in catalog(variables) if entry.alias not in names and entry.repo] if all else []
     if json:
         screen.json({
             "models": [{"name": model.name, "family": model.family, "parameters": model.params, "size_bytes": model.size_bytes,
-                        "licence": model.licence, "source": model.source, "folder": str(model.folder)} for model in here],
+                        "bits_per_weight": round(model.bits, 4), "context": model.context, "licence": model.licence,
+                        "revision": model.revision, "chat_template": model.has_template, "source": model.source,
+                        "folder": str(model.folder)} for model in here],
             "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,
                         "licence": entry.licence, "gated": entry.gated} for entry in absent]})
         return
-    screen.table(("model", "family", "parameters", "size", "licence", "from"),
-                 [(model.name, model.family, counted(model.params), format_size(model.size_bytes), model.licence or "", model.source)
-                  for model in here], right=(2, 3))
+    screen.table(("model", "family", "parameters", "bits", "size", "context", "licence", "from"),
+                 [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes), str(model.context),
+                   model.licence or "", model.source) for model in here], right=(2, 3, 4, 5))
     if absent:
         screen.line()
         screen.table(("not here", "repository", "parameters", "size", "licence", ""),
                      [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), entry.licence,
                        "gated" if entry.gated else "") for entry in absent], right=(2, 3))
     else:
-        screen.note("`effllm list --all` also shows the names of models that are not here")
+        screen.note("`effllm list --all` also shows the names of models that are not here; `effllm pull MODEL` fetches one")
 
 
 def counted(parameters: int) -> str:

@@ -5,14 +5,13 @@ What is cheap to check comes first: a missing tokenizer is reported before gigab
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from .. import EffllmError, ModelNotFound, UsageError
+from .. import ModelNotFound, UsageError
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ..runtime.text import Tokenizer
     from .options import AnswerFlags, EngineFlags, SamplingFlags, WeightFlags
 
-LARGEST_JSON = 1 << 20
 Result = TypeVar("Result")
 
 
@@ -48,7 +46,22 @@ def find_any(model: str, screen: Screen) -> ModelRef:
     if " " in model.strip() and not Path(model).exists():
         raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
                             f'effllm run fable "{shortened(model)}"')
-    return resolve(model, screen.environment.variables)
+    ref = resolve(model, screen.environment.variables)
+    if ref.notice:
+        screen.note(ref.notice)
+    return ref
+
+
+def find_or_pull(model: str, bits: int | None, screen: Screen, yes: bool) -> ModelRef:
+    """`find_any` for a command that offers to load what is absent; `bits` as --bits gave them."""
+    from ..runtime.catalog import Absent
+
+    try:
+        return find_any(model, screen)
+    except Absent as absent:
+        from .pull import offer
+
+        return offer(absent, None if bits is None else f"{bits}bit", screen, yes)
 
 
 @contextmanager
@@ -130,26 +143,7 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
     from ..runtime.session import Session
     from ..runtime.stream_filters import StopStrings
 
-    settings, max_tokens, stops = sampling.settings(ref.folder), answer.max_tokens, StopStrings(answer.stop or ()).stops
+    settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
     with loaded(ref, engine.options(overflow=answer.overflow), screen) as model:
         yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=answer.think or "auto", stops=stops,
                       max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos)
-
-
-def read_generation_config(folder: Path) -> dict[str, object]:
-    """`generation_config.json`, or nothing where there is none."""
-    path = folder / "generation_config.json"
-    try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_JSON + 1)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise EffllmError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        value = json.loads(text) if len(text) <= LARGEST_JSON else None
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise EffllmError(f"{path} is not a JSON object of settings", "correct the file, or remove it to use the built-in defaults")
-    return value

@@ -7,6 +7,7 @@ words with those dataclasses. Names are llama.cpp's where it has one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,13 +29,13 @@ def complete_model(incomplete: str) -> list[str]:
     """Names on this machine, for the shell. No network."""
     import os
 
-    from ..runtime.catalog import local_models
+    from ..runtime.catalog import model_names
 
-    return [model.name for model in local_models(os.environ) if model.name.startswith(incomplete)]
+    return [name for name in model_names(os.environ) if name.startswith(incomplete)]
 
 
 def model_argument() -> Any:
-    return typer.Argument(metavar="MODEL", help="an alias (`effllm list`), a folder, or org/repo from the local hub cache",
+    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo or folder; then @revision, then :4bit or :FILE",
                           autocompletion=complete_model, show_default=False)
 
 
@@ -42,7 +43,6 @@ Model = Annotated[str, model_argument()]
 AnyModel = Annotated[str | None, model_argument()]
 Json = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON object")]
 Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
-Stats = Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, say on stderr what it cost")]
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,23 @@ class SamplingFlags:
     frequency_penalty: Annotated[float | None, flag(SAMPLING, "--frequency-penalty", "X", "subtracted each time it was said (0.0)")] = None
     seed: Annotated[int | None, flag(SAMPLING, "--seed", "N", "same seed and flags, same text (random; --stats tells it)")] = None
 
-    def settings(self, folder: Path) -> SamplerSettings:
+    def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:
+        """Settings for the model in `folder`; what its file of defaults says in vain is told to `remark`."""
+        from ..runtime.generation_config import read_generation_config
         from ..runtime.sampler import SamplerSettings
-        from .loading import read_generation_config
 
-        return SamplerSettings.from_generation_config(read_generation_config(folder), **given(self))
+        content, remarks = read_generation_config(folder)
+        for each in remarks:
+            remark(each)
+        return SamplerSettings.from_generation_config(content, **given(self))
+
+
+@dataclass(frozen=True)
+class ShowFlags:
+    """What a person sees of an answer."""
+
+    stats: Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, say on stderr what it cost")] = False
+    markdown: Annotated[bool, flag(OUTPUT, "--markdown", "", "draw markdown on a terminal; into a pipe the text stays as it is")] = False
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,11 @@ def read_stream(stream: TextIO) -> str:
         raise UsageError(f"standard input cannot be read: {error.strerror}") from error
 
 
-def read_file(path: Path) -> str:
+def read_file(path: Path, flag: str = "-f") -> str:
     try:
         return decoded(path.read_bytes(), str(path))
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "-f takes the path of a text file, or - for standard input") from error
+        raise UsageError(f"{path}: {error.strerror}", f"{flag} takes the path of a text file, or - for standard input") from error
 
 
 def decoded(data: bytes, source: str) -> str:

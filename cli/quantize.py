@@ -71,6 +71,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         return
     with resumable(screen):
         made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))
+    remember(made.folder, screen)
     quality = None if text is None else measured(ref, made, text, threads, screen)
     if json:
         screen.json(made.to_json() | ({} if quality is None else {"eval": quality.to_json()}))
@@ -92,6 +93,16 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
               "licence": ref.licence}
     return ConvertOptions(recipe, said, target=goal, source={key: value for key, value in source.items() if value is not None},
                           **{key: value for key, value in given.items() if value is not None})
+
+
+def remember(folder: Path, screen: Screen) -> None:
+    """Let `effllm list` show the folder. Where that cannot be written, the model is no worse for it."""
+    from ..runtime.storage import register
+
+    try:
+        register(screen.environment.variables, folder)
+    except EffllmError as error:
+        screen.note(f"effllm list will not show it: {error.message}")
 
 
 @contextmanager

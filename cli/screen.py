@@ -17,6 +17,7 @@ from .environment import Environment
 
 if TYPE_CHECKING:
     from ..runtime.events import Progress
+    from .markdown import MarkdownStream
 
 REDRAW_S = 0.1
 PATIENCE_S = 0.4  # a phase shorter than this flashes by unseen
@@ -24,23 +25,39 @@ PLAIN_PATIENCE_S, PLAIN_EVERY_S = 2.0, 15.0  # for logs
 
 
 class Screen:
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, markdown: bool = False) -> None:
         self.environment = environment
         self._safe = environment.is_terminal(environment.stdout)
         self._answer_filter = TerminalFilter() if self._safe else None
         self._thinking_filter = TerminalFilter() if environment.is_terminal(environment.stderr) else None
+        self._markdown: MarkdownStream | None = None
         self._styled = environment.is_styled(environment.stderr)
         self._redraws = environment.can_redraw(environment.stderr)
         self._answer_open = False  # the last thing written to stdout did not end a line
         self._dim_open = False  # the same for thinking on stderr
         self._status = ""
         self._phase, self._phase_began, self._drawn = "", 0.0, -math.inf
+        if markdown:
+            self.markdown = True
 
     # stdout
+
+    @property
+    def markdown(self) -> bool:
+        """Whether answers are shown with their markdown drawn. Only a terminal that shows styles can; elsewhere it stays off."""
+        return self._markdown is not None
+
+    @markdown.setter
+    def markdown(self, wanted: bool) -> None:
+        from .markdown import MarkdownStream
+
+        drawn = wanted and self.environment.is_styled(self.environment.stdout)
+        self._markdown = MarkdownStream(self.environment.width) if drawn else None
 
     def answer(self, text: str) -> None:
         """A piece of the answer, as it comes."""
         text = self._answer_filter.push(text) if self._answer_filter else text
+        text = self._markdown.push(text) if self._markdown else text
         if text:
             self.clear()
             self.end_thinking()
@@ -52,8 +69,10 @@ class Screen:
         self.clear()
         self.end_thinking()
         rest = self._answer_filter.flush() if self._answer_filter else ""
+        if self._markdown:
+            rest = self._markdown.push(rest) + self._markdown.flush()
         if rest or self._answer_open:
-            self.environment.write(rest + "\n")
+            self.environment.write(rest if rest.endswith("\n") else rest + "\n")
             self._answer_open = False
 
     def line(self, text: str = "") -> None:
@@ -134,14 +153,14 @@ class Screen:
             self._stderr("\r\x1b[K")
             self._status = ""
 
-    def ask(self, question: str) -> bool:
-        """A question with yes as the answer of a bare Enter. Only where `environment.can_ask`."""
+    def ask(self, question: str, bare: bool = True) -> bool:
+        """A question; `bare` is the answer of a bare Enter. Only where `environment.can_ask`."""
         self.clear()
-        self._stderr(f"{question} [Y/n] ")
+        self._stderr(f"{sanitize(question)} {'[Y/n]' if bare else '[y/N]'} ")
         reply = self.environment.stdin.readline()
         if not reply:
             self._stderr("\n")
-        return reply.strip().lower() in ("y", "yes") or reply == "\n"
+        return reply.strip().lower() in ("y", "yes") or (bare and reply == "\n")
 
     def _dim(self, text: str) -> str:
         return f"\x1b[2m{text}\x1b[0m" if self._styled and text else text
@@ -160,8 +179,21 @@ def describe(event: Progress, elapsed: float) -> str:
 
     share = f"{100 * event.done // event.total}%" if event.total else ""
     if event.unit == "bytes":
-        amount, rate = f"{format_size(event.done)} of {format_size(event.total)}", f"{format_size(int(event.done / elapsed))}/s"
+        per_s = event.done / elapsed if event.rate is None else event.rate
+        amount, rate = f"{format_size(event.done)} of {format_size(event.total)}", f"{format_size(int(per_s))}/s"
+        if event.rate is not None:
+            rate = f"{rate}  {duration((event.total - event.done) / per_s)} left" if per_s and event.done < event.total else ""
     else:
         amount = f"{event.done}/{event.total}" + (f" {event.unit}" if event.unit not in event.phase else "")
         rate = f"{event.done / elapsed:.0f} {event.unit}/s" if event.unit == "tokens" else ""
     return "  ".join(part for part in (event.phase, amount.strip(), share, rate, event.detail) if part)
+
+
+def duration(seconds: float) -> str:
+    """8 s, 4:05 min, 3:20 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"

@@ -34,12 +34,16 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     parameters, tensors = count(groups), [tensor for roles in groups.values() for tensor in roles.values()]
     stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
     windows = sorted({window for window in config.windows if window is not None})
+    experts = config.mixture
     if json:
         screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": ref.licence,
-                     "family": config.family, "parameters": parameters, "size_bytes": prepared.store.nbytes, "stored": stored,
+                     "family": config.family, "parameters": parameters, "bits_per_weight": round(8 * prepared.store.nbytes / parameters, 4),
+                     "size_bytes": prepared.store.nbytes, "stored": stored,
                      "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
                      "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
+                     "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token,
+                                                              "width": experts.width, "layers": len(experts.layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "warnings": list(config.warnings),
                      "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
@@ -58,9 +62,11 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "
                                                    f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}, feed-forward {config.intermediate_size}"),
+        ("experts", "" if experts is None else f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in "
+                                               f"{len(experts.layers)} layers"),
         ("attention", f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"),
         ("window", ", ".join(f"{window} tokens" for window in windows)),
-        ("context", f"{config.context_length} tokens, rotary positions {config.rope.kind}"),
+        ("context", f"{config.context_length} tokens, " + (f"rotary positions {config.rope.kind}" if config.rope else "learned positions")),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
     ) if pair[1]])

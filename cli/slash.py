@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
+from .attachment import Attachment, completed_paths, named_path, read_text, written_in_editor
 from .flags import names_and_types
 from .options import SamplingFlags
 
@@ -97,7 +98,7 @@ def change(chat: Conversation, rest: str) -> None:
 
 
 def settable() -> list[str]:
-    return [*SETTINGS, "predict", "think"]
+    return [*SETTINGS, "predict", "think", "markdown"]
 
 
 def current(chat: Conversation, name: str) -> object:
@@ -106,6 +107,8 @@ def current(chat: Conversation, name: str) -> object:
         return "unlimited" if session.max_tokens is None else session.max_tokens
     if name == "think":
         return session.think
+    if name == "markdown":
+        return "on" if chat.screen.markdown else "off"
     value = getattr(session.settings, SETTINGS[name][0])
     return "random" if value is None else value
 
@@ -116,6 +119,12 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         if value not in ("auto", "on", "off"):
             raise UsageError(f"think is auto, on or off, not {value!r}", "/set think off")
         session.think = value
+    elif name == "markdown":
+        if value not in ("on", "off"):
+            raise UsageError(f"markdown is on or off, not {value!r}", "/set markdown on")
+        chat.screen.markdown = value == "on"
+        if value == "on" and not chat.screen.markdown:
+            raise UsageError("the answers go where no styles are shown", "a terminal other than TERM=dumb, without NO_COLOR")
     elif name == "predict":
         tokens = converted(name, value, int)
         session.max_tokens = None if tokens < 0 else tokens
@@ -149,7 +158,10 @@ def stats(chat: Conversation, rest: str) -> None:
 def save(chat: Conversation, rest: str) -> None:
     path = chat_path(chat, rest, "/save")
     if path.parent == chat.chats:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise EffllmError(f"cannot write {path}: {error.strerror}", "choose another place: /save ./FILE.json") from error
     chat.session.save(path)
     chat.screen.note(f"saved {len(chat.session.messages)} messages to {path}")
 
@@ -168,7 +180,7 @@ def chat_path(chat: Conversation, rest: str, command: str) -> Path:
     if not name:
         raise UsageError(f"{command} needs a name", f"{command} NAME, or {command} ./FILE.json")
     if "/" in name or name.endswith(".json"):
-        return Path(name).expanduser()
+        return named_path(name)
     return chat.chats / f"{name}.json"
 
 
@@ -176,13 +188,62 @@ def saved(chat: Conversation) -> list[str]:
     return sorted(path.stem for path in chat.chats.glob("*.json"))
 
 
+def attach(chat: Conversation, rest: str) -> None:
+    """`/file PATH`, `/file off`, `/file` alone."""
+    if rest == "off":
+        chat.attached.clear()
+    elif rest:
+        path = named_path(rest)
+        text = read_text(path)
+        tokens, room = chat.session.count(text), chat.session.n_ctx - chat.session.used - sum(each.tokens for each in chat.attached)
+        if tokens >= room:
+            raise EffllmError(f"{path} has {tokens} tokens, and {max(0, room)} of the context of {chat.session.n_ctx} are free",
+                              "a larger context (-c), /clear, or a part of the file")
+        chat.attached.append(Attachment(path.name, text, tokens))
+    for each in chat.attached:
+        chat.screen.note(f"{each.name}: {each.tokens} tokens go with the next message (/file off drops them)")
+    if not chat.attached:
+        chat.screen.note("no file goes with the next message (/file PATH adds one)")
+
+
+def edit(chat: Conversation, rest: str) -> None:
+    chat.send(written_in_editor(rest, chat.screen.environment.variables, chat.output))
+
+
+def export(chat: Conversation, rest: str) -> None:
+    from ..runtime.whole_file import write_whole
+    from .transcript import transcript
+
+    demand_turn(chat)
+    if not rest:
+        raise UsageError("/export needs a file", "/export talk.md, or talk.json")
+    path = named_path(rest)
+    text = transcript(path, chat.name, chat.session)
+    if path.is_file() and not may_overwrite(chat, path):
+        chat.screen.note(f"{path} stays as it is")
+        return
+    write_whole(path, text, "choose another place: /export FILE")
+    chat.screen.note(f"wrote {len(chat.session.messages)} messages to {path}")
+
+
+def may_overwrite(chat: Conversation, path: Path) -> bool:
+    if not chat.screen.environment.can_ask:
+        raise UsageError(f"{path} is there already, and nobody can be asked", "choose another name")
+    try:
+        return chat.screen.ask(f"{path} is there already. Overwrite it?", bare=False)
+    except KeyboardInterrupt:
+        return False
+
+
 COMMANDS = (
     SlashCommand("help", "/help", "this list", show_help),
     SlashCommand("exit", "/exit, /bye", "leave (also Ctrl-D)", leave),
     SlashCommand("clear", "/clear", "forget the conversation", clear),
-    SlashCommand("regen", "/regen", "answer the last question again", regenerate),
+    SlashCommand("regen", "/regen, /retry", "answer the last question again", regenerate),
     SlashCommand("continue", "/continue", "go on with the last answer", go_on),
     SlashCommand("undo", "/undo", "take back the last question and its answer", undo),
+    SlashCommand("edit", "/edit [TEXT]", "write the message in $VISUAL or $EDITOR", edit),
+    SlashCommand("file", "/file PATH", "add a text file to the next message; /file off drops it", attach),
     SlashCommand("compact", "/compact", "replace the conversation by a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, as /set temp 0.5", change),
@@ -190,8 +251,9 @@ COMMANDS = (
     SlashCommand("stats", "/stats", "what the last answer cost", stats),
     SlashCommand("save", "/save NAME", "keep the conversation", save),
     SlashCommand("load", "/load NAME", "take up a saved conversation", load),
+    SlashCommand("export", "/export FILE", "write the conversation as FILE.md or FILE.json", export),
 )
-ALIASES = {"bye": "exit", "quit": "exit", "?": "help"}
+ALIASES = {"bye": "exit", "quit": "exit", "?": "help", "retry": "regen"}
 BY_NAME = {command.name: command for command in COMMANDS}
 
 
@@ -215,5 +277,7 @@ def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
     command, space, typed = line.rpartition(" ")
     if not space:
         return [(f"/{each.name}", each.meaning) for each in COMMANDS if f"/{each.name}".startswith(line)]
+    if command.strip() in ("/file", "/export"):
+        return [(path, "") for path in completed_paths(typed)]
     words = {"/set": settable(), "/load": saved(chat)}.get(command.strip(), [])
     return [(word, "") for word in words if word.startswith(typed)]

@@ -1,4 +1,4 @@
-"""`effllm verify MODEL`: whether a quantized folder still holds the bytes that were written."""
+"""`effllm verify MODEL`: whether a model still holds the bytes that were written."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ NAMED = 3  # damaged tensors that the error names
 EXAMPLES = """examples
 
   effllm verify ./my-model-4bit
+  effllm verify tinyllama
 """
 
 
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(context: typer.Context, model: Model, json: Json = False) -> None:
-    """Check a quantized model's weights against their checksums."""
+    """Check a model's files against their checksums."""
     from ..offload.size import format_size
     from ..runtime.verify import Verified
     from ..runtime.verify import verify as check
@@ -38,6 +39,7 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
         screen.json(result.to_json())
     if result.damaged:
         more = f" and {len(result.damaged) - NAMED} more" if len(result.damaged) > NAMED else ""
-        raise Damaged(f"{folder} is damaged: tensor {', '.join(result.damaged[:NAMED])}{more}", "quantize or download it again")
+        raise Damaged(f"{folder} is damaged: {result.kind.removesuffix('s')} {', '.join(result.damaged[:NAMED])}{more}",
+                      "quantize or download it again")
     if not json:
-        screen.line(f"{result.tensors} tensors, {format_size(result.nbytes)}: all as they were written")
+        screen.line(f"{result.count} {result.kind}, {format_size(result.nbytes)}: all as they were written")

@@ -104,7 +104,7 @@ class Trial:
     """Random weights of one kind, many copies of them, and a job per copy for both kernels. Any bytes are valid in either order."""
 
     def __init__(self, pool: ThreadPool, bits: int, group: int, rows: int, depth: int, nbytes: int = WORKING_SET,
-                 scheme: str = "symmetric") -> None:
+                 scheme: str = "symmetric", kernels: Sequence[str] = ("dot", "lut")) -> None:
         from .cpu import linear, lut, packed
 
         self.pool, self.shape = pool, (rows, depth)
@@ -130,7 +130,8 @@ class Trial:
             zeros = base + at.zeros if at.zeros >= 0 else 0
             block[packed.FIRST :] = [base, packed.kind_of(bits, SCHEMES[scheme]), rows, 0, address(self.out), rows, at.depth // TILE,
                                      (group // TILE).bit_length() - 1, base + at.scales, zeros, base + at.row_scales, 0, 0, 0]
-        self.jobs = {"dot": self._jobs(packed.packed_columns), "lut": self._jobs(lut.looked_up_columns)}
+        code = {"dot": packed.packed_columns, "lut": lut.looked_up_columns}
+        self.jobs = {name: self._jobs(code[name]) for name in kernels}
 
     def _jobs(self, kernel: Kernel) -> np.ndarray:
         return np.array([(kernel.address, address(block), 1) for block in self.blocks], np.int64)

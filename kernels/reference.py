@@ -49,6 +49,12 @@ def activate(x: np.ndarray, kind: str) -> np.ndarray:
     return np.maximum(x, 0) if kind == "relu" else x
 
 
+def add_branch(stream: np.ndarray, branch: np.ndarray, norm: tuple | None, factor: float) -> np.ndarray:
+    """stream + factor * norm(branch); `norm` are the arguments of `normalise` after x, None for none."""
+    branch = branch.astype(np.float64)
+    return stream + factor * (branch if norm is None else normalise(branch, *norm))
+
+
 def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """y[T, H, D] with cos, sin [T, R/2]: channels i and i + R/2 of the first R turn together, the rest stay."""
     y = y.astype(np.float64)

@@ -13,7 +13,10 @@ MOST_VIEWS = 256
 
 @dataclass(frozen=True)
 class Dims:
-    """The widths that decide how much working memory a model needs; `rows` is the most rows of logits made at once."""
+    """The widths that decide how much working memory a model needs; `rows` is the most rows of logits made at once.
+
+    Of a mixture also how many experts there are, how many a token visits, and the width inside one; `ffn` covers that width too.
+    """
 
     hidden: int
     heads: int
@@ -24,6 +27,9 @@ class Dims:
     chunk: int
     ctx: int
     rows: int
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
 
 
 def address(array: np.ndarray | None) -> int:

@@ -110,6 +110,15 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Expert:
+    """One gated MLP of a mixture: `gate` and `up` are [F, D], `down` is [D, F]."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
 class Norm:
     """`kind` is rms, rms+1 (weights stored minus one), layer or none; `weight` and `bias` are float32 `[K]` or None."""
 

@@ -89,12 +89,12 @@ def units(jobs: Sequence[Job]) -> list[Unit]:
     """At most about MOST_UNITS of them: tensors, or each role's tensors in bands of neighbouring layers."""
     if len(jobs) <= MOST_UNITS:
         return [Unit(job.name, (job,)) for job in jobs]
-    roles = sorted({job.role for job in jobs if isinstance(job.key, int)})
+    roles = sorted({job.group for job in jobs if isinstance(job.key, int)})
     layers = 1 + max(job.key for job in jobs if isinstance(job.key, int))
     band = -(-layers * len(roles) // MOST_UNITS)
     groups: dict[tuple[str, int | str], list[Job]] = {}
     for job in jobs:
-        groups.setdefault((job.role, job.key // band if isinstance(job.key, int) else job.key), []).append(job)
+        groups.setdefault((job.group, job.key // band if isinstance(job.key, int) else job.key), []).append(job)
     return [Unit(members[0].name, tuple(members)) for members in groups.values()]
 
 

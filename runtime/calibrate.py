@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import UsageError
 from ..kernels.reference import normalise
+from ..kernels.reference_moe import Routed
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.pages import PagePool
@@ -23,8 +24,8 @@ from ..quant.stats import Stats
 from ..quant.weight import Norm
 from .cache import AttnSpec, CacheShape, KVCache
 from .config import ModelConfig, read_config
-from .events import Progress
-from .families import LayerWeights
+from .events import Notice, Progress
+from .families import LayerWeights, expert_of, expert_role, kind_of
 from .model import Model, attention_specs, dims
 from .policy.keep import Keep
 from .prepare import LOGIT_ROWS, EngineOptions, worker_count
@@ -34,17 +35,19 @@ TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 READS = {"block_in": ("q", "k", "v"), "attn_out": ("o",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
+LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
 
 
 @dataclass(frozen=True)
 class LayerStats:
     """Statistics by role of layer `key` or, last of all, "outer": the head, or the embedding where it is the head too.
 
-    Roles that read the same inputs share one Stats.
+    Roles that read the same inputs share one Stats. `scarce` experts were visited too rarely to have statistics of their own.
     """
 
     key: int | str
     roles: Mapping[str, Stats]
+    scarce: int = 0
 
 
 def built_in_text() -> str:
@@ -61,8 +64,8 @@ def calibration_ids(folder: Path, config: ModelConfig, text: str, tokens: int = 
     return ids
 
 
-def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> Iterator[Progress | LayerStats]:
-    """Run `ids` through the unquantized model of `folder`; yields Progress, and LayerStats per layer and for the head."""
+def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> Iterator[Progress | LayerStats | Notice]:
+    """Run `ids` through the unquantized model of `folder`; yields Progress, LayerStats per layer and for the head, and what was scarce."""
     from ..kernels import warm
     from ..kernels.cpu.ops import CpuOps
     from ..kernels.threads import ThreadPool
@@ -107,43 +110,110 @@ class Gathered:
         return Stats(self._tokens, hessian, hessian.diagonal().copy(), (self._tops / self._windows).astype(np.float32))
 
 
+class ExpertRoles(Mapping):
+    """Statistics by role of a layer with experts. Those of an expert are made when they are asked for, from the inputs of its visits; one
+    that had fewer than LEAST_VISITS has those of all visits of the layer."""
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+        self.shared: dict[str, Stats] = {}
+        self._seen: list[tuple[np.ndarray, Routed]] = []
+        self._last: dict[str, tuple[int, Stats]] = {}
+
+    def add(self, inputs: np.ndarray, routed: Routed) -> None:
+        """A window: what went into the experts, float32 [T, D], and who went where."""
+        self._seen.append((inputs, Routed(routed.offsets.copy(), routed.tokens.copy(), routed.hidden.copy())))
+
+    @property
+    def scarce(self) -> int:
+        return int(np.count_nonzero(sum(np.diff(routed.offsets) for _, routed in self._seen) < LEAST_VISITS))
+
+    def __getitem__(self, role: str) -> Stats:
+        expert = expert_of(role)
+        if expert is None:
+            return self.shared[role]
+        if not expert < self.experts:
+            raise KeyError(role)
+        tap = "mlp_hidden" if kind_of(role) == "down" else "mlp_in"
+        if self._last.get(tap, (-1, None))[0] != expert:
+            self._last[tap] = expert, self._of_expert(expert, tap) or self.shared[kind_of(role)]
+        return self._last[tap][1]
+
+    def _of_expert(self, expert: int, tap: str) -> Stats | None:
+        gathered, count = None, 0
+        for inputs, routed in self._seen:
+            begin, end = routed.offsets[expert : expert + 2]
+            rows = routed.hidden[begin:end] if tap == "mlp_hidden" else inputs[routed.tokens[begin:end]]
+            if begin < end:
+                gathered = gathered or Gathered(rows.shape[1])
+                gathered.add(rows)
+                count += len(rows)
+        return gathered.stats() if count >= LEAST_VISITS else None
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (role for role in self.shared if role not in ("gate", "up", "down"))
+        for expert in range(self.experts):
+            yield from (expert_role(expert, role) for role in ("gate", "up", "down"))
+
+    def __len__(self) -> int:
+        return len(self.shared) - 3 + 3 * self.experts
+
+
 class Calibration:
     """One pass. `states` float32 [tokens, D] is every token's residual stream at the layer that the pass has reached."""
 
     def __init__(self, model: Model, ops: object, cut: list[np.ndarray]) -> None:
         self.model, self.ops, self.cut = model, ops, cut
-        self.states = model.read_rows(np.concatenate(cut))
+        self.states = model.read_states(cut)
 
-    def run(self) -> Iterator[Progress | LayerStats]:
+    def run(self) -> Iterator[Progress | LayerStats | Notice]:
         config = self.model.config
+        scarce = 0
         done, total = 0, len(self.states) * config.num_hidden_layers
         for layer, spec in enumerate(attention_specs(config)):
             weights, cache = self.model.read_layer(layer), one_layer_cache(self.ops, spec, len(self.cut[0]))
             gathered: dict[str, Gathered] = {}
+            own = ExpertRoles(len(weights.experts)) if weights.experts else None
             begin = 0
             for window in self.cut:
                 end = begin + len(window)
-                self.states[begin:end] = self._block(layer, weights, cache, self.states[begin:end], gathered)
+                self.states[begin:end] = self._block(layer, weights, cache, self.states[begin:end], gathered, own)
                 done, begin = done + len(window), end
                 yield Progress("calibrating", done, total, "tokens")
             del weights, cache
             found = {name: each.stats() for name, each in gathered.items()}
-            yield LayerStats(layer, {role: found[name] for name, roles in READS.items() for role in roles})
+            by_role = {role: found[name] for name, roles in READS.items() for role in roles}
+            if own is None:
+                yield LayerStats(layer, by_role)
+            else:
+                own.shared = by_role
+                scarce += own.scarce
+                yield LayerStats(layer, own, own.scarce)
+        if scarce:
+            yield Notice(f"{scarce} of {config.mixture.experts * len(config.mixture.layers)} experts were visited by fewer than "
+                         f"{LEAST_VISITS} of {len(self.states)} tokens: they are quantized by what all tokens show of their layer")
         yield LayerStats("outer", self._head())
 
-    def _block(self, layer: int, weights: LayerWeights, cache: KVCache, states: np.ndarray, gathered: dict[str, Gathered]) -> np.ndarray:
+    def _block(self, layer: int, weights: LayerWeights, cache: KVCache, states: np.ndarray, gathered: dict[str, Gathered],
+               own: ExpertRoles | None) -> np.ndarray:
         """A window through a layer, from an empty cache."""
+        entered = None
 
-        def tap(name: str, layer: int, value: np.ndarray) -> None:
+        def tap(name: str, layer: int, value: object) -> None:
+            nonlocal entered
+            if name == "visits":
+                own.add(entered, value)
+                name, value = "mlp_hidden", value.hidden
             if name in READS:
                 inputs = normalised(value, getattr(weights, NORMS[name])) if name in NORMS else value
                 gathered.setdefault(name, Gathered(inputs.shape[1])).add(inputs)
+                entered = inputs if name == "mlp_in" else entered
 
         model = self.model
         cache.clear()
         step = cache.begin(len(states))
         x = self.ops.from_host(states)
-        return model.block(self.ops, weights, x, cache.layer(0), step.positions, model.rope, model.config, layer, tap)
+        return model.block(self.ops, weights, x, cache.layer(0), step.positions, model.ropes[layer], model.config, layer, tap)
 
     def _head(self) -> dict[str, Stats]:
         norm, gathered = self.model.read_norm(), Gathered(self.states.shape[1])

@@ -1,56 +1,36 @@
-"""From what a person types to a folder of model files: alias, folder, or a repository already in the local hub cache.
-
-`models.yaml` is data of the package: alias -> where the files come from, under which licence, how large. Its schema is strict, each
-key typed and none unknown, and checked here by the reader that also judges a checkpoint's config: a schema library costs a tenth of
-a second, which is a tenth of the time to the first word.
-"""
+"""From what a person types to a folder of model files: alias, folder, a model that effllm keeps, or a repository in the hub cache."""
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from math import prod
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError
-from ..quant.spec import DEFAULTS
-from . import hub
-from .config import read_config
-from .config_reader import ConfigError, Keys, show
+from . import hub, storage
+from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
+from .config_reader import show
+from .reference import LOOK, Reference, exists, parse_reference
 
-KEYS = frozenset({"repo", "path", "revision", "licence", "gated", "params", "size_gb", "default_bits", "exclude", "note"})
-ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
-PARAMS = re.compile(r"[0-9]+(\.[0-9]+)?[MB]")
-BITS = (2, 3, 4, 5, 6, 8, 16)
-VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})")
-LOOK = "effllm list shows the models that are here; fable comes with effllm"
+__all__ = ["Absent", "CatalogEntry", "LocalModel", "ModelRef", "catalog", "entry_folder", "entry_for", "find_entry", "local_models",
+           "model_names", "parse_catalog", "pull_hint", "resolve"]
 
 
-@dataclass(frozen=True)
-class CatalogEntry:
-    """One alias. Exactly one of `repo` and `path` (a folder inside the package) is set."""
+class Absent(ModelNotFound):
+    """The model is known or could be, and its files are not here: `pull` would get them. `entry`: of the catalog, if it has one."""
 
-    alias: str
-    repo: str | None
-    path: str | None
-    revision: str
-    licence: str
-    gated: bool
-    params: str
-    size_bytes: int
-    default_bits: int
-    exclude: str
-    note: str
+    reference: Reference = Reference("")
+    repo: str = ""
+    entry: CatalogEntry | None = None
 
 
 @dataclass(frozen=True)
 class ModelRef:
     """A model whose files are at hand. Catalog facts are None for a folder that no alias stands for.
 
-    `variant` is the format that was named after a colon (`fable:4bit`): the folder holds the model that it is to be made of.
+    `variant` is the format that was named after a colon (`fable:4bit`): the folder holds the model that it is to be made of. `notice`
+    says what a person may not expect of the choice.
     """
 
     text: str
@@ -63,11 +43,12 @@ class ModelRef:
     size_bytes: int | None = None
     default_bits: int | None = None
     variant: str | None = None
+    notice: str = ""
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A line of `effllm list`. `name` is what to type; `source` is "effllm" or "hub cache"."""
+    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder" or "hub cache"; `bits` are stored per weight."""
 
     name: str
     family: str
@@ -76,166 +57,159 @@ class LocalModel:
     params: int
     source: str
     licence: str | None
-
-
-def parse_catalog(text: str) -> tuple[CatalogEntry, ...]:
-    """Entries of a catalog in YAML, in file order. Raises ConfigError naming the alias and the key."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C parser where PyYAML was built with it
-    try:
-        raw = yaml.load(text, loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"models.yaml is not valid YAML: {show(str(error))}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError("models.yaml holds no aliases")
-    return tuple(_entry(alias, values) for alias, values in raw.items())
-
-
-def _entry(alias: object, values: object) -> CatalogEntry:
-    where = f"models.yaml: {show(alias)}"
-    if not isinstance(alias, str) or not ALIAS.fullmatch(alias) or not isinstance(values, dict):
-        raise ConfigError(f"{where} is not an alias in lower case with its keys")
-    keys = Keys(values, where)
-    if unknown := sorted(str(key) for key in values.keys() - KEYS):
-        raise ConfigError(f"{where}: unknown key {show(unknown[0])}", f"known: {', '.join(sorted(KEYS))}")
-    repo, path = keys.text("repo", None), keys.text("path", None)
-    if (repo is None) == (path is None) or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
-        raise ConfigError(f"{where}: exactly one of repo (org/name) and path must be given")
-    revision, params, bits = keys.text("revision", "main"), keys.text("params"), keys.integer("default_bits")
-    if not hub.is_revision(revision):
-        raise keys.fail("revision", "a branch, tag or commit")
-    if not PARAMS.fullmatch(params):
-        raise keys.fail("params", "a count such as 135M or 8.0B")
-    if bits not in BITS:
-        raise keys.fail("default_bits", f"one of {BITS}")
-    return CatalogEntry(alias, repo, path, revision, keys.text("licence"), keys.flag("gated"), params,
-                        round(keys.number("size_gb") * 1e9), bits, keys.text("exclude", ""), keys.text("note", ""))
-
-
-def catalog() -> tuple[CatalogEntry, ...]:
-    """The packaged aliases."""
-    return parse_catalog((files("effllm") / "models.yaml").read_text(encoding="utf-8"))
-
-
-def packaged_folder(entry: CatalogEntry) -> Path:
-    return Path(str(files("effllm") / entry.path))
+    bits: float = 0.0
+    context: int = 0
+    revision: str | None = None
+    has_template: bool = False
 
 
 def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
-    """MODEL as typed -> a folder that is there. Raises ModelNotFound with the next step, UsageError for what this version cannot take."""
-    text = text.strip()
-    if not text:
-        raise UsageError("no model is named", LOOK)
-    if (match := VARIANT.fullmatch(text)) and not _exists(Path(text)):
-        ref = resolve(match.group(1), env)
-        if ref.variant:
-            raise UsageError(f"{show(text)} names two formats", f"leave one away: {show(match.group(1))}")
-        return replace(ref, text=text, variant=match.group(2))
-    looks_like_path = text.startswith(("/", "./", "../", "~", ".\\")) or text in (".", "..") or text.endswith("/")
-    path = hub.expand(text, env) if text.startswith("~") else Path(text)
-    if looks_like_path or (len(path.parts) > 1 and _exists(path)):
-        return _from_path(text, path)
-    name, revision = _split(text)
-    entries = catalog()
-    entry = next((e for e in entries if e.alias == name.lower() or e.repo == name), None)
+    """MODEL as typed -> a folder that is there. Raises Absent where `pull` would help, ModelNotFound with the next step, UsageError."""
+    reference = parse_reference(text, env)
+    if reference.path is not None:
+        return _from_path(reference, reference.path)
+    entries = catalog(env)
+    entry = find_entry(entries, reference.name)
+    if entry is not None and entry.path is not None:
+        return _from_path_entry(reference, entry, env)
     if entry is not None:
-        return _from_entry(text, entry, revision, env)
-    if _exists(path):
-        return _from_path(text, path)
-    found = hub.find(env, name, revision or "main")
+        facts = {"alias": entry.alias, "licence": entry.licence, "gated": entry.gated, "size_bytes": entry.size_bytes,
+                 "default_bits": entry.default_bits}
+        found = _from_repo(reference, entry.repo, reference.revision or entry.revision, env, facts)
+        if found is None:
+            raise _absent_entry(reference, entry, env)
+        return found
+    if exists(path := Path(reference.base)):
+        return _from_path(reference, path)
+    found = _from_repo(reference, reference.name, reference.revision or "main", env, {})
     if found is None:
-        raise _not_found(name, revision, entries, env)
-    _check_complete(found.folder, found.repo, "")
-    return ModelRef(text, found.folder, repo=found.repo, revision=found.commit, licence=hub.stated_licence(found.folder))
+        raise _not_found(reference, entries, env)
+    return found
 
 
-def _split(text: str) -> tuple[str, str | None]:
-    """name[@revision]; what follows a colon and is no format is refused by name."""
-    base, colon, variant = text.partition(":")
-    if colon:
-        raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
-                         f"known: {', '.join(DEFAULTS)}; or leave it away: {show(base)}")
-    name, at, revision = base.partition("@")
-    if at and not hub.is_revision(revision):
-        raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")
-    return name, revision if at else None
+def find_entry(entries: Iterable[CatalogEntry], name: str) -> CatalogEntry | None:
+    """The entry of an alias, in any case of its letters, or of a repository."""
+    entries = list(entries)
+    by_alias = next((entry for entry in entries if entry.alias == name.lower()), None)
+    return by_alias or next((entry for entry in entries if entry.repo == name), None)
 
 
-def _from_path(text: str, path: Path) -> ModelRef:
+def _from_path(reference: Reference, path: Path) -> ModelRef:
+    text = reference.text
+    if reference.file is not None:
+        path = path / reference.file
     try:
         if path.is_dir():
-            return ModelRef(text, path)
-        exists = path.exists()
+            return _of_folder(ModelRef(text, path, variant=reference.variant))
+        present = path.exists()
     except OSError as error:
         raise ModelNotFound(f"{show(text)} cannot be read: {error.strerror}", f"check its permissions: ls -ld {path.parent}") from error
-    if not exists:
-        raise ModelNotFound(f"there is no folder {show(text)}", LOOK)
+    if not present:
+        raise ModelNotFound(f"there is no {'file' if reference.file else 'folder'} {show(text)}", LOOK)
     if path.suffix.lower() == ".gguf":
-        raise UsageError(f"{show(text)} is a GGUF file, which this version does not read",
-                         "give a folder with config.json and *.safetensors")
+        return _from_gguf(reference, path)
     raise UsageError(f"{show(text)} is a file, a model is a folder", f"try {path.parent}")
 
 
-def _from_entry(text: str, entry: CatalogEntry, revision: str | None, env: Mapping[str, str]) -> ModelRef:
-    facts = {"alias": entry.alias, "licence": entry.licence, "gated": entry.gated, "size_bytes": entry.size_bytes,
-             "default_bits": entry.default_bits}
-    if entry.path is not None:
-        if revision is not None:
-            raise UsageError(f"{entry.alias} comes with effllm and has no other revision", f"leave it away: {entry.alias}")
-        return ModelRef(text, packaged_folder(entry), **facts)
-    found = hub.find(env, entry.repo, revision or entry.revision)
-    if found is None:
-        label = entry.repo if entry.repo == text else f"{entry.alias} ({entry.repo})"
-        at = f" at {revision}" if revision else ""
-        raise ModelNotFound(f"{label}{at} is not on this machine: {entry.size_bytes / 1e9:.3g} GB to load, licence {entry.licence}"
-                            + (", gated" if entry.gated else ""), download_hint(entry, revision))
-    _check_complete(found.folder, found.repo, entry.exclude)
-    return ModelRef(text, found.folder, repo=entry.repo, revision=found.commit, **facts)
+def _from_gguf(reference: Reference, path: Path) -> ModelRef:
+    """The one place where a name becomes a GGUF file that is there, from the disk or from the cache."""
+    raise UsageError(f"{show(reference.text)} is a GGUF file, which this version does not read",
+                     "give a folder with config.json and *.safetensors")
 
 
-def download_hint(entry: CatalogEntry, revision: str | None = None) -> str:
+def _of_folder(ref: ModelRef) -> ModelRef:
+    """What a quantized folder says about where it came from."""
+    if not (ref.folder / storage.MARKER).is_file():
+        return ref
+    from .container import read_container
+
+    made = read_container(ref.folder)
+    said = {key: value for key in ("repo", "revision", "licence") if isinstance(value := made.source.get(key), str)} if made else {}
+    return replace(ref, **{key: value for key, value in said.items() if getattr(ref, key) is None})
+
+
+def _from_path_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, str]) -> ModelRef:
+    if reference.revision is not None:
+        where = "has" if entry.own else "comes with effllm and has"
+        raise UsageError(f"{entry.alias} {where} no other revision", f"leave it away: {entry.alias}")
+    folder = entry_folder(entry)
+    if not exists(folder):
+        raise ModelNotFound(f"{entry.alias} stands for {folder}, which is not there", f"effllm alias --rm {entry.alias}")
+    if reference.file is not None or folder.is_file():
+        return _from_path(reference, folder)
+    ref = ModelRef(reference.text, folder, alias=entry.alias, licence=entry.licence, gated=entry.gated, size_bytes=entry.size_bytes,
+                   default_bits=entry.default_bits, variant=reference.variant)
+    if reference.variant is not None:
+        kept = storage.own_folder(env, entry.alias, f"local-{storage.stamp(folder)}", reference.variant)
+        if (kept / storage.MARKER).is_file():
+            return replace(ref, folder=kept, variant=None)
+    return ref
+
+
+def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str, str], facts: Mapping[str, object]) -> ModelRef | None:
+    """A repository's files, or what effllm made of them; None where neither is here."""
+    found = hub.find(env, repo, revision)
+    if reference.file is not None:
+        path = found.folder / reference.file if found else None
+        return _from_gguf(reference, path) if path is not None and path.exists() else None
+    kept = storage.find_kept(env, repo, found.commit if found else revision, reference.variant)
+    missing = hub.missing_files(found.folder) if found else ()
+    if found is not None and not missing and not (reference.variant and kept):
+        own = facts or {"licence": hub.stated_licence(found.folder)}
+        return ModelRef(reference.text, found.folder, repo=repo, revision=found.commit, variant=reference.variant, **own)
+    if kept:
+        usual = f"{facts.get('default_bits')}bit"
+        best = next((each for each in kept if each.spec == usual), kept[-1])
+        notice = "" if reference.variant else f"{reference.text}: its weights of {best.spec}; the full ones are not on this machine"
+        return _of_folder(ModelRef(reference.text, best.folder, repo=repo, revision=best.revision, notice=notice, **facts))
+    if missing:
+        rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise _absent(reference, repo, f"{repo} is only partly downloaded: {show(missing[0])} is missing{rest}",
+                      f"to complete it: effllm pull {reference.text}")
+    return None
+
+
+def _absent(reference: Reference, repo: str, message: str, hint: str, entry: CatalogEntry | None = None) -> Absent:
+    error = Absent(message, hint)
+    error.reference, error.repo, error.entry = reference, repo, entry
+    return error
+
+
+def _absent_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, str]) -> Absent:
+    label = entry.repo if entry.repo == reference.name else f"{entry.alias} ({entry.repo})"
+    at = f" at {reference.revision}" if reference.revision else ""
+    return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {entry.size_bytes / 1e9:.3g} GB to load, licence "
+                   f"{entry.licence}" + (", gated" if entry.gated else ""), pull_hint(entry, reference.text), entry)
+
+
+def pull_hint(entry: CatalogEntry, text: str = "") -> str:
     """The command that fetches an entry's files, and what must come before it."""
     before = "accept the licence on the model's page, hf auth login, then: " if entry.gated else ""
-    after = f" ({entry.note})" if entry.gated and entry.note else ""
-    return f"{before}{_download(entry.repo, revision, entry.exclude)}{after}"
+    after = f" (without a gate: {entry.alternative})" if entry.gated and entry.alternative else ""
+    return f"{before}effllm pull {text or entry.alias}{after}"
 
 
-def _download(repo: str, revision: str | None, exclude: str) -> str:
-    return f"hf download {repo}" + (f" --revision {revision}" if revision else "") + (f' --exclude "{exclude}"' if exclude else "")
-
-
-def _check_complete(folder: Path, repo: str, exclude: str) -> None:
-    if missing := hub.missing_files(folder):
-        rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelNotFound(f"{repo} is only partly downloaded: {show(missing[0])} is missing{rest}",
-                            f"to complete it: {_download(repo, None, exclude)}")
-
-
-def _exists(path: Path) -> bool:
-    """Whether something is there; a folder that may not be looked into counts, so that its own error is shown."""
-    try:
-        return path.exists()
-    except PermissionError:
-        return True
-    except (OSError, ValueError):  # too long a name, a zero byte
-        return False
-
-
-def _not_found(name: str, revision: str | None, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> ModelNotFound:
-    cached = [snapshot.repo for snapshot in hub.snapshots(env)]
-    if revision and name in cached:
-        return ModelNotFound(f"{name} is here, but not at revision {revision}", _download(name, revision, ""))
-    near = _near(name, [entry.alias for entry in entries] + [entry.repo for entry in entries if entry.repo] + cached)
+def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> ModelNotFound:
+    name, repos = reference.name, {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.kept_models(env)}
+    pull = f"effllm pull {reference.text}"
+    if reference.revision and name in repos:
+        return _absent(reference, name, f"{name} is here, but not at revision {reference.revision}", pull)
+    if name in repos and (reference.file or reference.variant):
+        return _absent(reference, name, f"{name} is here, but {reference.file or reference.variant} of it is not", pull)
+    if name in repos:
+        return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
+    near = _near(name, [entry.alias for entry in entries] + [entry.repo for entry in entries if entry.repo] + sorted(repos))
     if near:
         return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(near)}?")
     if "/" in name and hub.is_repo(name):
-        return ModelNotFound(f"{name} is not in the local hub cache", _download(name, revision, ""))
+        return _absent(reference, name, f"{name} is not on this machine", pull)
     return ModelNotFound(f"there is no model {show(name)}", LOOK)
 
 
 def _near(name: str, known: list[str]) -> list[str]:
     """At most three names that were probably meant."""
+    import difflib
+
     folded = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.75)
     if not close and len(name) >= 3 and "/" not in name:
@@ -244,26 +218,97 @@ def _near(name: str, known: list[str]) -> list[str]:
 
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
-    """Models that can run now: the packaged one, then the hub cache. What is damaged, partial or of another family is left out."""
-    entries = catalog()
-    aliases = {entry.repo: entry for entry in entries if entry.repo}
-    found = [_local(entry.alias, packaged_folder(entry), "effllm", entry.licence) for entry in entries if entry.path]
+    """Models that can run now: the packaged one, what effllm made, the hub cache; nothing damaged, partial or of another family."""
+    entries = catalog(env)
+    found = []
+    for entry in entries:
+        if entry.path:
+            found.append(_local(entry.alias, entry_folder(entry), "folder" if entry.own else "effllm", entry.licence))
+    for kept in storage.kept_models(env):
+        found.append(_local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
+    for folder in storage.registered(env):
+        found.append(_local(str(folder), folder, "folder", None))
     for snapshot in hub.snapshots(env):
-        entry = aliases.get(snapshot.repo)
-        name = snapshot.repo if snapshot.revision == "main" else f"{snapshot.repo}@{snapshot.commit[:12]}"
-        licence = entry.licence if entry else hub.stated_licence(snapshot.folder)
-        found.append(_local(entry.alias if entry and name == snapshot.repo else name, snapshot.folder, "hub cache", licence))
+        entry = find_entry(entries, snapshot.repo)
+        found.append(_local(_cached_name(snapshot, entries), snapshot.folder, "hub cache",
+                            entry.licence if entry else hub.stated_licence(snapshot.folder), snapshot.commit))
     return [model for model in found if model is not None]
 
 
-def _local(name: str, folder: Path, source: str, licence: str | None) -> LocalModel | None:
+def model_names(env: Mapping[str, str]) -> list[str]:
+    """What can be typed for a model that is here, without a look into any: for the shell, which waits."""
+    entries = catalog(env)
+    names = [entry.alias for entry in entries if entry.path]
+    names += [_kept_name(kept, entries, env) for kept in storage.kept_models(env)]
+    names += [str(folder) for folder in storage.registered(env)]
+    return names + [_cached_name(snapshot, entries) for snapshot in hub.snapshots(env)]
+
+
+def _cached_name(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> str:
+    if snapshot.revision != "main":
+        return f"{snapshot.repo}@{snapshot.commit[:12]}"
+    entry = find_entry(entries, snapshot.repo)
+    return entry.alias if entry and entry.revision == "main" else snapshot.repo
+
+
+def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
+    """The shortest name that leads to it; its folder where none does, such as for what was made of a model that has changed since."""
+    entry = find_entry(entries, kept.repo)
+    for name in (entry.alias if entry else kept.repo, f"{kept.repo}@{kept.revision[:12]}"):
+        try:
+            if resolve(f"{name}:{kept.spec}", env).folder == kept.folder:
+                return f"{name}:{kept.spec}"
+        except EffllmError:
+            continue
+    return str(kept.folder)
+
+
+def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel | None:
     from ..offload.checkpoint import TensorStore
+    from .config import read_config
     from .container import read_container
 
     try:
-        family, made = read_config(folder).family, read_container(folder)
+        config, made = read_config(folder), read_container(folder)
         with TensorStore.open(folder) as store:
             elements = sum(prod(tensor.shape) for tensor in (store if made is None else made).tensors.values())
-            return LocalModel(name, family, folder, store.nbytes, elements, source, licence)
+            said = made.source if made else {}
+            return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
+                              made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
+                              revision or _text(said.get("revision")), has_template(folder))
     except EffllmError:
         return None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
+    """An alias of the person's for MODEL. Raises ModelNotFound for one that is neither here nor in the catalog: its facts are not known."""
+    reference = parse_reference(text, env)
+    known = find_entry(catalog(env), reference.name) if reference.path is None else None
+    if known is not None and known.repo is not None and reference.variant is None:
+        return replace(known, alias=alias, revision=reference.revision or known.revision, own=True)
+    ref = resolve(text, env)
+    if ref.variant is not None:
+        raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
+                         f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
+    model = _local(text, ref.folder, "", ref.licence, ref.revision)
+    if model is None:
+        raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {text} says why")
+    params = f"{model.params / 1e9:.2f}B" if model.params >= 1e9 else f"{model.params / 1e6:.2f}M"
+    cached = ref.repo is not None and hub.cache_folder(env) in ref.folder.parents
+    place = {"repo": ref.repo, "path": None} if cached else {"repo": None, "path": str(Path(ref.folder).resolve())}
+    return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence or "not stated", gated=False,
+                        params=params, size_bytes=model.size_bytes, default_bits=16, exclude="", note="", own=True)
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a chat template lies there, in a file of its own or in the tokenizer's config."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        return b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
+    except OSError:
+        return False

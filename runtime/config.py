@@ -8,16 +8,20 @@ and the newer `rope_parameters` + `dtype`. Where transformers has a default for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import UsageError
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
+from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+MAX_LAYERS = 2048
+MOST = {"hidden_size": 2**20, "intermediate_size": 2**22, "ffn_dim": 2**22, "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096,
+        "vocab_size": 2**24}
+LAYER_NORM_EPS = 1e-5  # torch's, which no config states
 DTYPES = ("float32", "float16", "bfloat16")
-MAX_POSITIONS = 2**27
 
 # Read for every family, here.
 KEYS_USED = frozenset({
@@ -45,37 +49,38 @@ REFUSED_UNLESS: Mapping[str, object] = {
     "num_local_experts": None, "partial_rotary_factor": 1.0, "per_layer_config": None, "pruned_heads": {}, "quantization_config": None,
     "query_pre_attn_scalar": None, "residual_multiplier": 1.0, "rope_interleaved": False, "use_qk_norm": False,
 }
+# Of a composite model: what the outer object says of the text part, and what is not about it.
+OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
+                          "torch_dtype"})
+OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
+                            "image_token_index", "mm_tokens_per_image", "model_type", "text_config", "vision_config"})
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
     "quantization_config": "this version reads unquantized weights: take the original 16-bit checkpoint",
 }
 
-# Rotary kinds -> the keys of the section that they use, beyond the kind itself and rope_theta.
-ROPE_KEYS: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
-                       "original_max_position_embeddings"}),
-    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}),
-}
-ROPE_HARMLESS = frozenset({"finetuned"})
-
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS."""
+class Mixture:
+    """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
+    layers have them."""
 
-    theta: float
-    kind: str
-    params: Mapping[str, object]
-    partial_rotary_factor: float = 1.0
+    experts: int
+    per_token: int
+    width: int
+    renormalise: bool
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Names as in config.json. `windows`: per layer, None is full attention, else a query at p sees keys later than p - window."""
+    """Names as in config.json. Per layer: `ropes` (None: no rotary positions) and `windows` (None is full attention, else a query at p
+    sees keys later than p - window).
+
+    `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together. `attn_scale` multiplies scores, None is
+    head_dim ** -0.5.
+    `position_offset`: the row of the learned positions' table that position 0 has, None for no such table.
+    """
 
     family: str
     vocab_size: int
@@ -89,7 +94,7 @@ class ModelConfig:
     norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]
     windows: tuple[int | None, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -98,13 +103,27 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     norm_kind: str = "rms"
+    attn_scale: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    position_offset: int | None = None
+    mixture: Mixture | None = None
     warnings: tuple[str, ...] = ()
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The rotary positions of the layers that see furthest."""
+        return next((rope for rope, window in sorted(zip(self.ropes, self.windows), key=lambda each: each[1] is not None) if rope), None)
 
     @property
     def context_length(self) -> int:
         """Tokens the model is said to handle: yarn's extension counts, also where max_position_embeddings was left as it was."""
-        if self.rope.kind != "yarn":
+        if self.rope is None or self.rope.kind != "yarn":
             return self.max_position_embeddings
         extended = self.rope.params["original_max_position_embeddings"] * self.rope.params["factor"]
         return max(self.max_position_embeddings, int(min(extended, MAX_POSITIONS)))
@@ -119,6 +138,17 @@ class Defaults:
     head_dim: int | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    norm_eps: float = 1e-6
+    tied: bool = False
+    theta: float = 10_000.0
+    act: tuple[str, str] = ("hidden_act", "silu")  # key, value
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    rotary: bool = True  # without rotary positions: heads of equal number and width, and no keys about them
+    ffn_key: str = "intermediate_size"
+
+    def size(self, keys: Keys, name: str) -> int:
+        """A width or a count; required where the family has no default."""
+        return keys.integer(name, self.sizes.get(name, REQUIRED), high=MOST[name])
 
 
 def read_config(folder: Path, strict: bool = False) -> ModelConfig:
@@ -130,20 +160,37 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     """`read_config` for an object already in memory."""
     from . import families  # the families import this module
 
+    architectures = raw.get("architectures") or []
+    composite = families.COMPOSITE.get(str(raw.get("model_type")))
+    suffix = "ForConditionalGeneration" if composite else "ForCausalLM"
+    if not isinstance(architectures, list) or architectures and not any(str(name).endswith(suffix) for name in architectures):
+        raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
+    if composite:
+        return _text_part(raw, composite, strict)
     keys = Keys(raw)
     family = families.get(keys.text("model_type"))
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list) or architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...ForCausalLM", "effllm runs text generators")
-    refused = {**REFUSED_UNLESS, **family.REFUSED_UNLESS}
+    own = family.KEYS_USED | family.KEYS_HARMLESS
+    refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
     for key, default in refused.items():
         if raw.get(key) is not None and raw[key] != default:
             why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")
             raise ConfigError(f"config.json: {key} = {show(raw[key])} is not supported for {keys.text('model_type')} models", why)
     config = family.config(keys)
     unknown = sorted(raw.keys() - KEYS_USED - KEYS_HARMLESS - refused.keys() - family.KEYS_USED - family.KEYS_HARMLESS)
-    unknown += [f"{name}.{key}" for name, key in _unknown_rope_keys(raw, config.rope.kind)]
+    unknown += unknown_rope_keys(raw, config.ropes)
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))
+
+
+def _text_part(raw: Mapping[str, object], family: str, strict: bool) -> ModelConfig:
+    """The text generator inside a model that takes more than text. What the outer object says of it wins: it was written last."""
+    inner = Keys(raw).section("text_config") or {}
+    if inner.get("model_type", family) != family:
+        raise ConfigError(f"config.json: text_config is of model type {show(inner['model_type'])}, expected {family}")
+    shared = {"tie_word_embeddings": True} | {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
+    unknown = sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - KEYS_HARMLESS)
+    config = parse_config({**inner, **shared, "model_type": family, "architectures": None}, strict)
+    said = f"{show(raw['model_type'])} takes images too: effllm reads its text part, {family}"
+    return replace(config, warnings=(said, *config.warnings, *_judge_unknown(unknown, strict)))
 
 
 def _judge_unknown(unknown: list[str], strict: bool) -> tuple[str, ...]:
@@ -155,39 +202,57 @@ def _judge_unknown(unknown: list[str], strict: bool) -> tuple[str, ...]:
     return (f"config.json has keys that effllm does not know and ignores: {named}",)
 
 
-def decoder_config(keys: Keys, defaults: Defaults, **features: object) -> ModelConfig:
-    """What every decoder family shares, from its keys. `features`: the fields a family decides; without `windows`, full attention."""
-    hidden = keys.integer("hidden_size", high=2**20)
-    layers = keys.integer("num_hidden_layers", high=2048)
-    heads = keys.integer("num_attention_heads", high=4096)
+Ropes = Callable[[Keys, int, int], "tuple[RopeConfig | None, ...]"]  # keys, head_dim, max_position_embeddings -> one a layer
+
+
+def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, **features: object) -> ModelConfig:
+    """What every decoder family shares, from its keys. `ropes` reads rotary positions, by default the same for all layers; `features`:
+    the fields a family decides; without `windows`, full attention."""
+    hidden, layers, heads = (defaults.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    kv_heads, head_dim = _heads(keys, defaults, hidden, heads) if defaults.rotary else (heads, _divided(hidden, heads))
+    if head_dim % 2 or head_dim > 1024:
+        raise ConfigError(f"config.json: a head dimension of {head_dim} is not supported",
+                          "rotary positions need an even one, at most 1024")
+    vocab = defaults.size(keys, "vocab_size")
+    positions = keys.integer("max_position_embeddings", defaults.max_position_embeddings, high=MAX_POSITIONS)
+    bos, eos, warnings = _special_tokens(keys, defaults, vocab)
+    dtype = stored_dtype(keys)
+    if dtype not in DTYPES:
+        warnings += (f"config.json: dtype {show(dtype)} is not known; the weights' own types are used",)
+    if ropes is not None:
+        turned = ropes(keys, head_dim, positions)
+    else:
+        turned = (rope_config(keys, head_dim, positions, defaults.theta) if defaults.rotary else None,) * layers
+    fields = {"windows": (None,) * layers, "ropes": turned, **features}
+    return ModelConfig(
+        family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden, intermediate_size=defaults.size(keys, defaults.ffn_key),
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+        max_position_embeddings=positions, norm_eps=keys.number("rms_norm_eps", defaults.norm_eps) if defaults.rotary else LAYER_NORM_EPS,
+        hidden_act=keys.choice(defaults.act[0], ACTS, defaults.act[1]),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", defaults.tied), bos_token_id=bos, eos_token_ids=eos, dtype=dtype,
+        warnings=warnings, **fields)
+
+
+def _heads(keys: Keys, defaults: Defaults, hidden: int, heads: int) -> tuple[int, int]:
+    """(key-value heads, head dimension)."""
     stated = None if keys.holds("num_key_value_heads") else defaults.num_key_value_heads
     kv_heads = keys.integer("num_key_value_heads", stated or heads, high=4096)
     if heads % kv_heads:
         raise ConfigError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     stated = defaults.head_dim if not keys.holds("head_dim") else None
-    head_dim = keys.integer("head_dim", stated, high=1024)
-    if head_dim is None:
-        if hidden % heads:
-            raise ConfigError(f"config.json: without head_dim, hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
-        head_dim = hidden // heads
-    if head_dim % 2 or head_dim > 1024:
-        raise ConfigError(f"config.json: a head dimension of {head_dim} is not supported",
-                          "rotary positions need an even one, at most 1024")
-    vocab = keys.integer("vocab_size", high=2**24)
-    positions = keys.integer("max_position_embeddings", defaults.max_position_embeddings, high=MAX_POSITIONS)
-    bos, eos, warnings = _special_tokens(keys, defaults, vocab)
+    return kv_heads, keys.integer("head_dim", stated, high=1024) or _divided(hidden, heads)
+
+
+def _divided(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise ConfigError(f"config.json: without head_dim, hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
+    return hidden // heads
+
+
+def stored_dtype(keys: Keys) -> str:
+    """The type that the checkpoint states."""
     newer, older = keys.text("dtype", None), keys.text("torch_dtype", None)
-    dtype = (newer or older or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        warnings += (f"config.json: dtype {show(dtype)} is not known; the weights' own types are used",)
-    fields = {"windows": (None,) * layers, **features}
-    return ModelConfig(
-        family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden,
-        intermediate_size=keys.integer("intermediate_size", high=2**22), num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=positions,
-        norm_eps=keys.number("rms_norm_eps", 1e-6), hidden_act=keys.choice("hidden_act", ACTS, "silu"),
-        tie_word_embeddings=keys.flag("tie_word_embeddings", False), rope=rope_config(keys, head_dim, positions),
-        bos_token_id=bos, eos_token_ids=eos, dtype=dtype, warnings=warnings, **fields)
+    return (newer or older or "float32").removeprefix("torch.")
 
 
 def _special_tokens(keys: Keys, defaults: Defaults, vocab: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
@@ -200,60 +265,3 @@ def _special_tokens(keys: Keys, defaults: Defaults, vocab: int) -> tuple[int | N
         if len(found[name]) < len(set(ids)) and keys.raw.get(name) is not None:
             warnings.append(f"config.json: {name} {show(keys.raw[name])} is outside the vocabulary of {vocab} and is ignored")
     return (found["bos_token_id"] or (None,))[0], found["eos_token_id"], tuple(warnings)
-
-
-def _rope_section(raw: Mapping[str, object]) -> str:
-    """Which of the two dialects' sections holds; the older one wins where both are filled, as in transformers."""
-    return "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-
-
-def _rope_kind(section: Mapping[str, object]) -> object:
-    return section.get("rope_type") or section.get("type") or "default"
-
-
-def _unknown_rope_keys(raw: Mapping[str, object], kind: str) -> list[tuple[str, str]]:
-    name = _rope_section(raw)
-    known = ROPE_KEYS[kind] | ROPE_HARMLESS | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    return [(name, key) for key in sorted((raw.get(name) or {}).keys() - known)]
-
-
-def rope_config(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
-    """Rotary settings from either dialect. A value inside the section wins over the one beside it."""
-    outer_theta = keys.number("rope_theta", 10_000.0, above=1.0)
-    older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
-    name = _rope_section(keys.raw)
-    inner = Keys(older or newer or {}, f"config.json: {name}")
-    kind = _rope_kind(inner.raw)
-    if any(isinstance(value, dict) for value in inner.raw.values()):
-        raise ConfigError(f"config.json: {name} differs by layer type, which is not supported for this family")
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise ConfigError(f"config.json: {name} of type {show(kind)} is not supported", f"known: {', '.join(ROPE_KEYS)}")
-    if inner.number("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"config.json: {name}.partial_rotary_factor = {show(inner.raw['partial_rotary_factor'])} is not supported",
-                          "this family rotates whole heads")
-    original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
-    original = original or inner.integer("original_max_position_embeddings", positions, high=MAX_POSITIONS)
-    return RopeConfig(inner.number("rope_theta", outer_theta, above=1.0), kind, _rope_params(inner, kind, head_dim, positions, original))
-
-
-def _rope_params(inner: Keys, kind: str, head_dim: int, positions: int, original: int) -> dict[str, object]:
-    if kind == "default":
-        return {}
-    if kind in ("linear", "dynamic"):
-        return {"factor": inner.number("factor")}
-    params: dict[str, object] = {"original_max_position_embeddings": original}
-    params["factor"] = inner.number("factor", REQUIRED if kind == "llama3" else positions / original)
-    if kind == "llama3":
-        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
-        if low >= high:
-            raise ConfigError(f"{inner.where}: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
-        return params | {"low_freq_factor": low, "high_freq_factor": high}
-    params["attention_factor"] = inner.number("attention_factor", None)
-    if kind == "longrope":
-        if original < 2:
-            raise ConfigError(f"{inner.where}: original_max_position_embeddings is {original}, expected at least 2")
-        return params | {name: inner.numbers(name, head_dim // 2) for name in ("short_factor", "long_factor")}
-    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("mscale", None), ("mscale_all_dim", None)):
-        # 0 stands for "not set" here, as in transformers
-        params[name] = default if inner.raw.get(name) == 0 else inner.number(name, default)
-    return params | {"truncate": inner.flag("truncate", True)}

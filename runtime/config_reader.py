@@ -127,6 +127,22 @@ class Keys:
             raise self.fail(name, f"a list of {length} positive numbers")
         return tuple(float(v) for v in value)
 
+    def switches(self, name: str, length: int) -> tuple[bool, ...] | None:
+        """A list of exactly `length` zeros and ones, None when absent."""
+        value = self._get(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(type(v) in (int, bool) and v in (0, 1) for v in value):
+            raise self.fail(name, f"a list of {length} zeros and ones")
+        return tuple(map(bool, value))
+
+    def layers(self, name: str, count: int) -> frozenset[int]:
+        """A list of numbers of layers, of which there are `count`; none when absent."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < count for v in value):
+            raise self.fail(name, f"a list of layers from 0 to {count - 1}")
+        return frozenset(value)
+
     def words(self, name: str, length: int) -> tuple[str, ...] | None:
         """A list of exactly `length` strings, None when absent."""
         value = self._get(name, None)

@@ -35,13 +35,11 @@ from ..quant.spec import QuantSpec
 from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids
 from .container import FILE, Container, StoredTensor, read_container
 from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
-from .convert_tensors import Converter
+from .convert_tensors import EQUALISING, Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
+from .hub import COMPANIONS
 
-# What makes a folder run alone, and what its licence asks to be passed on.
-COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-          "chat_template*", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX, FILE)
 OTHER_FOLDER = "give another folder with -o"
 
@@ -132,7 +130,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         yield from (Notice(text) for text in (*plan.config.warnings, *plan.notices()))
         started = time.monotonic()
         pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
-        copies = _copied(plan.folder)
+        copies = copied(plan.folder)
         _check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         try:
             with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE) as writer:
@@ -199,17 +197,20 @@ def check_target(out: Path, replace: bool) -> None:
     if not replace:
         raise UsageError(f"{out} exists ({made.spec_text})", f"--force replaces it, or {OTHER_FOLDER}")
     foreign = [entry.name for entry in out.iterdir()
-               if not entry.is_file() or not any(fnmatch(entry.name, pattern) for pattern in (*COPIED, *WEIGHTS))]
+               if not entry.is_file() or not any(fnmatch(entry.name, pattern) for pattern in (*COMPANIONS, *WEIGHTS))]
     if foreign:
         raise UsageError(f"{out} holds {foreign[0]}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
 
 
-def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int]) -> str:
-    """A hash of all that decides the bytes of the result: source files, formats, places, method, text, version."""
-    stamps = [(path.name, (status := os.fstat(plan.store.descriptor(path))).st_size, status.st_mtime_ns) for path in plan.store.files]
+def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int],
+                stamps: Sequence[tuple[str, int, object]] | None = None) -> str:
+    """A hash of all that decides the bytes of the result: source files, formats, places, method, text, version. `stamps` stand for the
+    source where its files are still on their way: (name, size, checksum) each."""
+    if stamps is None:
+        stamps = [(path.name, (status := os.fstat(plan.store.descriptor(path))).st_size, status.st_mtime_ns) for path in plan.store.files]
     specs = [(job.name, str(job.spec)) for job in plan.jobs]
     heads = [hashlib.sha256(file.head).hexdigest() for file in plan.files]
-    copies = [(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in sorted(_copied(plan.folder).items())]
+    copies = [(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in sorted(copied(plan.folder).items())]
     parts = [__version__, stamps, specs, heads, copies, options.method, list(ids), options.spec_text,
              dict(options.source)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -232,7 +233,10 @@ def container(plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]]
 
 
 def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
-    """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short, or that serves nobody."""
+    """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short, or that serves nobody,
+    and for a method that does not know the model's layers."""
+    if options.method == EQUALISING and plan.config.mixture is not None:
+        raise UsageError(f"{options.method} does not know mixtures of experts", "--method gptq")
     if not methods.get(options.method).NEEDS:
         if options.calibration_text is not None and options.target is None:
             raise UsageError(f"{options.method} needs no calibration text", "leave --calib away, or --method gptq")
@@ -248,10 +252,10 @@ def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
         yield Notice("an unfinished run with other options or another source was left here: starting afresh")
 
 
-def _copied(folder: Path) -> dict[str, Path]:
+def copied(folder: Path) -> dict[str, Path]:
     """Name -> file of what goes along unchanged."""
     return {entry.name: entry for entry in sorted(folder.iterdir())
-            if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COPIED)}
+            if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COMPANIONS)}
 
 
 def _check_space(out: Path, nbytes: int) -> None:

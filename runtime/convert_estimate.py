@@ -19,6 +19,7 @@ from ..quant.spec import QuantSpec
 from ..quant.stats import Stats
 from .convert_plan import ConversionPlan, Job
 from .convert_stream import Block, read_rows, widened
+from .families import expert_of
 
 SAMPLE_WEIGHTS = 1 << 20
 Quantize = Callable[[Job, np.ndarray, Stats | None], Codes]
@@ -42,7 +43,13 @@ def estimate(plan: ConversionPlan, todo: Sequence[Job], quantize: Quantize, cali
         return again * sum(weights.values()) / (n * depth)
     factoring = max(0.0, first - again) * sum((other.shape[1] / depth) ** 3 for other in low)
     return again * sum(prod(other.shape) * other.shape[1] / depth for other in low) / (n * depth) + factoring \
-        + calibration_tokens * 2 * sum(prod(other.shape) + other.shape[1] ** 2 for other in low) / _multiplications(depth)
+        + calibration_tokens * 2 * sum(_visited(plan, other) * (prod(other.shape) + other.shape[1] ** 2) for other in low) \
+        / _multiplications(depth)
+
+
+def _visited(plan: ConversionPlan, job: Job) -> float:
+    """The share of tokens that read a tensor."""
+    return 1.0 if expert_of(job.role) is None else plan.config.mixture.per_token / plan.config.mixture.experts
 
 
 def made_up(depth: int) -> Stats:

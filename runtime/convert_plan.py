@@ -1,7 +1,8 @@
 """What a conversion will write, from headers alone: the format of every tensor, the files, the sizes. `quantize --dry-run` prints it.
 
 The matrices of the roles below are quantized as the recipe says; everything else (norms, biases, routers) keeps its stored type. Tensors
-lie layer by layer in the order in which a forward pass reads them, q, k, v and gate, up side by side.
+lie layer by layer in the order in which a forward pass reads them, q, k, v and gate, up side by side; the experts of a mixture come last in
+their layer, each a record of its own on a 4096-byte border, so that one read brings it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
 from .config import ModelConfig, read_config
 from .container import DTYPES, FORMAT, VERSION, read_container
+from .families import expert_of, kind_of
 from .model import ModelTensor, check_tensors
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")  # roles, in the order in which they are written
@@ -48,7 +50,7 @@ class Job:
     @property
     def group(self) -> str:
         """The line of a table that it counts in."""
-        return self.role if self.role in MATRICES else OTHER
+        return kind if (kind := kind_of(self.role)) in MATRICES else OTHER
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,8 @@ class ConversionPlan:
             said.add((job.shape, job.spec.group))
             stored = padded(job.shape, job.spec.group)
             if stored != job.shape:
-                yield (f"{job.role} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in blocks of 16, "
-                       f"inputs in groups of {max(32, job.spec.group)}")
+                yield (f"{kind_of(job.role)} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in "
+                       f"blocks of 16, inputs in groups of {max(32, job.spec.group)}")
         if self.unused:
             more = f" and {len(self.unused) - 1} more" if len(self.unused) > 1 else ""
             yield f"left out, because the model does not read it: {self.unused[0]}{more}"
@@ -145,8 +147,9 @@ def plan_conversion(folder: Path, recipe: Recipe) -> ConversionPlan:
     except BaseException:
         store.close()
         raise
-    used = {job.name for job in jobs}
-    return ConversionPlan(folder, config, store, recipe, jobs, _files(jobs), tuple(name for name in store.tensors if name not in used))
+    read = {(job.info.file, job.info.offset) for job in jobs}  # the first part of a tensor that is split begins where it does
+    unused = tuple(name for name, info in store.tensors.items() if (info.file, info.offset) not in read)
+    return ConversionPlan(folder, config, store, recipe, jobs, _files(jobs), unused)
 
 
 def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe) -> Iterable[Job]:
@@ -159,21 +162,23 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe
             yield Job(tensor.name, key, role, tensor.info, tensor.spec, _spec(tensor.name, role, tensor.shape, tensor.spec, recipe))
 
 
-def _place(role: str) -> tuple[int, str]:
-    return (MATRICES.index(role), "") if role in MATRICES else (len(MATRICES), role)
+def _place(role: str) -> tuple[int, int, int, str]:
+    kind, expert = kind_of(role), expert_of(role)
+    known = MATRICES.index(kind) if kind in MATRICES else len(MATRICES)
+    return (0, 0, known, role) if expert is None else (1, expert, known, role)
 
 
 def _spec(name: str, role: str, shape: tuple[int, ...], source: QuantSpec, recipe: Recipe) -> QuantSpec:
-    return recipe.spec_for(name, shape, role) if role in MATRICES and len(shape) == 2 else source
+    return recipe.spec_for(name, shape, role) if kind_of(role) in MATRICES and len(shape) == 2 else source
 
 
 def _files(jobs: Sequence[Job]) -> tuple[PlannedFile, ...]:
     groups: list[list[Planned]] = []
     key: object = None
     for job in jobs:
-        if not groups or job.key != key:
+        if not groups or (job.key, expert_of(job.role)) != key:
             groups.append([])
-        key = job.key
+        key = job.key, expert_of(job.role)
         dtype, shape = (DTYPES[job.spec.scheme], job.shape) if job.spec.is_raw else ("U8", (job.nbytes,))
         groups[-1].append(Planned(job.name, dtype, shape, job.nbytes))
     return plan_files(groups, {"format": FORMAT, "version": str(VERSION)})

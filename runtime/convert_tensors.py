@@ -43,7 +43,7 @@ class Converter:
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
             yield Notice(f"{formats} with {self.method}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
 
-    def run(self) -> Iterator[Progress]:
+    def run(self) -> Iterator[Progress | Notice]:
         """Convert what is left to do."""
         if self.ids and any(not job.spec.is_raw for job in self.todo):
             for item in calibrate(self.plan.folder, self.ids, self._pool.workers):
@@ -52,6 +52,10 @@ class Converter:
                 else:
                     yield item
         yield from self._stream([job for job in self.todo if job.name not in self.writer.finished], {}, {})
+
+    def convert(self, jobs: Sequence[Job]) -> Iterator[Progress]:
+        """Some of what is left to do, for a method that needs no text."""
+        yield from self._stream(jobs, {}, {})
 
     def _layer(self, found: LayerStats) -> Iterator[Progress]:
         """The tensors of which the text has shown something, and what `smooth` changes with them."""
@@ -68,7 +72,8 @@ class Converter:
 
         config, jobs = self.plan.config, {job.role: job for job in self.plan.jobs if job.key == found.key}
         norms = [job.source.scheme for job in jobs.values() if job.group == OTHER]
-        layout = Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0])
+        layout = Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0],
+                        config.hidden_act)
         tensors = {role: whole(self.plan.store, job) for role, job in jobs.items()}
         specs = {role: job.spec for role, job in jobs.items() if job.group != OTHER}
         return {jobs[role].name: array for role, array in equalise(tensors, found.roles, specs, layout, self._pool).items()}

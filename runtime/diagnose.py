@@ -72,7 +72,8 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     return Diagnosis(
         version=__version__, python=platform.python_version(), libraries={name: version(name) for name in ("numpy", "numba", "tokenizers")},
-        machine=describe(), compiled_for=tuple(sorted(compile.cpu_features())), cache_folder=compile.cache_folder(), cold=warm.is_cold(),
+        machine=describe(), compiled_for=tuple(sorted(compile.cpu_features())), cache_folder=compile.cache_folder(),
+        cold=warm.is_cold((warm.RAW,)),
         kernels=kernel_choices(), measured=measurements(), torch=find_spec("torch") is not None)
 
 

@@ -43,13 +43,16 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
     """`open_engine` for a plan made otherwise; it is made after kernels of these kinds are compiled, so that it sees the memory that
     is left."""
-    from ..kernels import warm
+    from ..kernels import trial, warm
     from . import lookup
 
     started = time.monotonic()
     if warm.is_cold(kinds):
         for done, total in warm.warm(kinds):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
+    if (target := trial.forced()) and not trial.runs(kinds):
+        raise UsageError(f"{target}: this processor lacks instructions of that target",
+                         "unset it, and kernels are compiled for this processor")
     if warm.cache_folder() is None:
         yield Notice("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
     prepared = prepare_late()
@@ -207,15 +210,20 @@ class Engine:
         """Run `ids` after what is held; logits float32 [len(ids), V], a view. For measurements."""
         return self.model.logits(self._forward(ids))
 
-    def score(self, ids: Sequence[int], pages: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+    def score(self, ids: Sequence[int], pages: int | None = None, known: int = 0) -> Iterator[tuple[int, np.ndarray]]:
         """Run `ids` from an empty cache; yields (position, logits float32 [n, V]) for every position. A view: copy what you keep.
 
-        `pages` cuts the text into chunks of so many pages instead of the engine's.
+        `pages` cuts the text into chunks of so many pages instead of the engine's. The logits of the first `known` positions are not
+        asked for: as many of them as the cache already holds are not run again.
         """
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
-        self.reset()
-        for piece in self.cache.pieces(len(ids), pages):
+        held = self.cache.truncate(min(_common_prefix(self.tokens, ids), known)) if known else 0
+        if held:
+            self.tokens, self._logits = list(ids[:held]), None
+        else:
+            self.reset()
+        for piece in self.cache.pieces(len(ids) - held, pages):
             start = len(self.tokens)
             x = self._forward(ids[start : start + piece])
             for row in range(0, piece, LOGIT_ROWS):

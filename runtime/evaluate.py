@@ -1,7 +1,7 @@
 """What a model, a weight format or a cache costs in quality: perplexity, and KL divergence from a reference run.
 
-Texts are cut into windows of `ctx` tokens that share nothing. Every token after a window's first is scored, through the same
-kernels, chunks and cache that answer people. Log-probabilities are float64.
+Texts are cut into windows of `ctx` tokens that share nothing (`windows` says how they begin). Every token after a window's first is
+scored, through the same kernels, chunks and cache that answer people. Log-probabilities are float64.
 """
 
 from __future__ import annotations
@@ -56,13 +56,20 @@ class KldResult:
         return asdict(self)
 
 
-def windows(tokenizer: Tokenizer, text: str, ctx: int) -> list[list[int]]:
-    """The text in windows of `ctx` tokens; a last window of fewer than two tokens is dropped. Raises UsageError for a text too short."""
+def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text") -> list[list[int]]:
+    """The text in windows of `ctx` tokens; a last window of fewer than two tokens is dropped. `source` names the text in errors.
+
+    Where the tokenizer begins a text with a token for it, every window does, and that token is not scored: a window shares nothing with
+    the one before, so the model meets it as a text of its own. llama.cpp does so too; transformers' recipe has the token in the first
+    window alone, which counts the surprise of a text without a beginning against the model. Raises UsageError for a text too short.
+    """
     ids = tokenizer.encode(text)
-    cut = [ids[start : start + ctx] for start in range(0, len(ids), ctx)]
+    begin = ids[:1] if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else []
+    body, width = ids[len(begin) :], ctx - len(begin)
+    cut = [begin + body[start : start + width] for start in range(0, len(body), width)] if width > 0 else []
     cut = [window for window in cut if len(window) > 1]
     if not cut or ctx < 2:
-        raise UsageError(f"the text has {len(ids)} tokens: nothing to score in windows of {ctx}", "a longer --text, or --ctx of at least 2")
+        raise UsageError(f"{source} has {len(ids)} tokens: nothing to score in windows of {ctx}", "a longer --text, or --ctx of at least 2")
     return cut
 
 
@@ -73,10 +80,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
-def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int) -> Iterator[Progress | PerplexityResult]:
+def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
+               source: str = "the text") -> Iterator[Progress | PerplexityResult]:
     """Score a text; yields Progress per piece and the result last."""
     losses: list[np.ndarray] = []
-    cut = windows(tokenizer, text, min(ctx, engine.n_ctx))
+    cut = windows(tokenizer, text, min(ctx, engine.n_ctx), source)
     done, total = 0, sum(map(len, cut))
     for window in cut:
         for start, logits in engine.score(window):
@@ -89,12 +97,13 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int) -> Ite
     yield PerplexityResult(len(loss), ppl, ppl * float(loss.std(ddof=1)) / math.sqrt(len(loss)) if len(loss) > 1 else 0.0)
 
 
-def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int) -> Iterator[Progress | KldResult]:
+def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int,
+        source: str = "the text") -> Iterator[Progress | KldResult]:
     """Compare `engine` with `reference` on the same tokens; yields Progress per piece and the result last."""
     if engine.config.vocab_size != reference.config.vocab_size:
         raise UsageError(f"vocabularies differ: {engine.config.vocab_size} and {reference.config.vocab_size} tokens",
                          "compare models of one tokenizer")
-    cut = windows(tokenizer, text, min(ctx, engine.n_ctx, reference.n_ctx))
+    cut = windows(tokenizer, text, min(ctx, engine.n_ctx, reference.n_ctx), source)
     done, total = 0, sum(map(len, cut))
     divergence, loss, loss_ref, same = [], [], [], []
     bits = 0.0

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """A long operation moved on: `done` of `total` in `unit` (bytes, kernels, tokens). `detail` names what it is at, a tensor say."""
+    """A long operation moved on: `done` of `total` in `unit` (bytes, kernels, tokens). `detail` names what it is at, a tensor say.
+
+    `rate` in units a second, of late, where the operation knows it better than done over time: one that began with a part done.
+    """
 
     phase: str
     done: int
     total: int
     unit: str
     detail: str = ""
+    rate: float | None = None
 
 
 @dataclass(frozen=True)

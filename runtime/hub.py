@@ -1,4 +1,4 @@
-"""The local hub cache, read only: which models other tools have already downloaded, and where.
+"""The local hub cache, read: which models this and other tools have downloaded, and where.
 
 Layout: `models--org--name/refs/<branch>` holds a commit, `snapshots/<commit>/` the files as links. The folder comes from
 HF_HUB_CACHE or HF_HOME, as for every tool of that family. Reading it directly takes well under a millisecond; the library that
@@ -19,6 +19,9 @@ REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 INDEX = "model.safetensors.index.json"
+# What makes a folder of weights run alone, and what its licence asks to be passed on.
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+              "chat_template*", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})[\"']?[ \t]*$", re.MULTILINE)
 
 
@@ -56,19 +59,29 @@ def cache_folder(env: Mapping[str, str]) -> Path:
     direct = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE")
     if direct:
         return expand(direct, env)
+    return hf_home(env) / "hub"
+
+
+def hf_home(env: Mapping[str, str]) -> Path:
+    """The folder of the hub's tools: their token, and the cache unless another variable names it."""
     if env.get("HF_HOME"):
-        return expand(env["HF_HOME"], env) / "hub"
+        return expand(env["HF_HOME"], env)
     base = expand(env["XDG_CACHE_HOME"], env) if env.get("XDG_CACHE_HOME") else home(env) / ".cache"
-    return base / "huggingface" / "hub"
+    return base / "huggingface"
+
+
+def repo_folder(env: Mapping[str, str], repo: str) -> Path:
+    """Where all of a repository's files lie in the cache, whether or not it exists."""
+    return cache_folder(env) / ("models--" + repo.replace("/", "--"))
 
 
 def find(env: Mapping[str, str], repo: str, revision: str = "main") -> Snapshot | None:
     """The snapshot of a branch, a tag, a commit or the beginning of one (7 digits or more). None if it is not here or unreadable."""
     if not is_repo(repo) or not is_revision(revision):
         return None
-    root = cache_folder(env) / ("models--" + repo.replace("/", "--"))
-    commits = _names(root / "snapshots")
-    commit = _read_ref(root / "refs" / revision)
+    root = repo_folder(env, repo)
+    commits = names_in(root / "snapshots")
+    commit = read_ref(root / "refs" / revision)
     if commit is None and COMMIT.fullmatch(revision):
         matches = [name for name in commits if name.startswith(revision)]
         commit = matches[0] if len(matches) == 1 else None
@@ -77,10 +90,10 @@ def find(env: Mapping[str, str], repo: str, revision: str = "main") -> Snapshot 
 
 def snapshots(env: Mapping[str, str]) -> Iterator[Snapshot]:
     """One snapshot per repository, in alphabetical order: that of `main`, or of the only commit where there is no such branch."""
-    for name in _names(cache_folder(env)):
+    for name in names_in(cache_folder(env)):
         repo = name.removeprefix("models--").replace("--", "/")
         if name == "models--" + repo.replace("/", "--"):
-            commits = _names(cache_folder(env) / name / "snapshots")
+            commits = names_in(cache_folder(env) / name / "snapshots")
             found = find(env, repo) or (find(env, repo, commits[0]) if len(commits) == 1 else None)
             if found is not None:
                 yield found
@@ -88,7 +101,7 @@ def snapshots(env: Mapping[str, str]) -> Iterator[Snapshot]:
 
 def missing_files(folder: Path) -> tuple[str, ...]:
     """What an interrupted download has left out of a model folder: config.json, or shards that the index names. Empty if complete."""
-    names = set(_names(folder))
+    names = set(names_in(folder))
     missing = [] if "config.json" in names and (folder / "config.json").exists() else ["config.json"]
     if INDEX in names and (folder / INDEX).exists():
         try:
@@ -114,7 +127,7 @@ def stated_licence(folder: Path) -> str | None:
     return found.get("_name") or found.get("")
 
 
-def _names(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
     """Entries of a folder, sorted; none if it is absent or unreadable."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
@@ -122,7 +135,7 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _read_ref(path: Path) -> str | None:
+def read_ref(path: Path) -> str | None:
     """The commit that a branch or tag points at."""
     try:
         with path.open(encoding="ascii", errors="replace") as file:

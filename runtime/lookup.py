@@ -18,6 +18,7 @@ from ..kernels.compile import cache_folder
 from ..kernels.cpu import lut_order
 from ..kernels.layout import align
 from .events import Notice, Progress
+from .families import kind_of
 from .model import Model, ModelTensor
 from .prepare import Prepared, worker_count
 
@@ -110,7 +111,6 @@ def _kinds(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTen
 def _weights(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Iterator[tuple[ModelTensor, str]]:
     """The low-bit weights of layers on the host, with why each cannot be looked up."""
     for layer, device in enumerate(prepared.placement.devices):
-        for role in ROLES if device == "cpu" else ():
-            tensor = tensors[layer].get(role)
-            if tensor is not None and not tensor.spec.is_raw:
+        for role, tensor in tensors[layer].items() if device == "cpu" else ():
+            if kind_of(role) in ROLES and not tensor.spec.is_raw:
                 yield tensor, lut_order.declines(tensor.spec.scheme, tensor.spec.bits, tensor.spec.group, tensor.shape[0])

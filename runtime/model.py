@@ -8,7 +8,7 @@ that a pager that streams them changes nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -18,12 +18,13 @@ from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ..offload.memory import anonymous
 from ..offload.pager import ResidentPager
 from ..quant.spec import QuantSpec
-from ..quant.weight import RAW_NUMPY, Linear, Norm, Weight, to_f32
+from ..quant.weight import RAW_NUMPY, Expert, Linear, Norm, Weight, to_f32
 from . import families
 from .cache import AttnSpec, KVCache
 from .config import ModelConfig
+from .config_rope import RopeConfig
 from .container import Container
-from .families import LayerWeights, TensorRule
+from .families import LayerWeights, TensorRule, expert_of, expert_role
 from .rope import RopeTable, rope_table
 
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -36,7 +37,10 @@ def no_tap(name: str, layer: int, value: object) -> None:
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor of the model: where its bytes are, what they mean, and the shape of the weight."""
+    """A tensor of the model: where its bytes are, what they mean, and the shape of the weight.
+
+    Where a checkpoint stores several in one, `info` is of the part, under the name that the part would have by itself.
+    """
 
     info: TensorInfo
     spec: QuantSpec
@@ -61,34 +65,73 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
     for key, rules in groups.items():
         found[key] = {}
         for role, rule in rules.items():
-            info = store.tensors.get(rule.name)
-            if info is None:
-                raise CheckpointError(f"tensor {rule.name} is missing",
-                                      "the config and the weights are of different models, or the download is incomplete")
-            stored = low_bit.get(rule.name)
+            info = _found(rule, store)
+            stored = low_bit.get(info.name)
             shape = tuple(info.shape if stored is None else stored.shape)
             if shape != tuple(rule.shape):
-                raise CheckpointError(f"tensor {rule.name} has shape {list(shape)}, the config says {list(rule.shape)}",
-                                      "the config and the weights are of different models")
+                raise _other_shape(info.name, shape, rule.shape)
             if stored is None and info.dtype not in SCHEMES:
-                raise CheckpointError(f"tensor {rule.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}")
+                raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}")
             if stored is not None and info.nbytes != stored.nbytes:
-                raise CheckpointError(f"tensor {rule.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
+                raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
                                       "quantize the model again")
             found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape)
     return found
 
 
+def _found(rule: TensorRule, store: TensorStore) -> TensorInfo:
+    """Where a tensor lies: under one of its names, or as rows of another. Raises CheckpointError."""
+    for name in (rule.name, *rule.also):
+        if name in store.tensors:
+            return store.tensors[name]
+    whole = store.tensors.get(rule.part_of[0]) if rule.part_of else None
+    if whole is None:
+        raise CheckpointError(f"tensor {rule.part_of[0] if rule.part_of else rule.name} is missing",
+                              "the config and the weights are of different models, or the download is incomplete")
+    _, first, rows = rule.part_of
+    if whole.shape != (rows, *rule.shape[1:]):
+        raise _other_shape(whole.name, whole.shape, (rows, *rule.shape[1:]))
+    row = whole.nbytes // rows
+    return replace(whole, name=rule.name, shape=rule.shape, offset=whole.offset + first * row, nbytes=rule.shape[0] * row)
+
+
+def _other_shape(name: str, shape: Sequence[int], asked: Sequence[int]) -> CheckpointError:
+    return CheckpointError(f"tensor {name} has shape {list(shape)}, the config says {list(asked)}",
+                           "the config and the weights are of different models")
+
+
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
     """Each layer's attention."""
-    return [AttnSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim**-0.5, window)
+    scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+    return [AttnSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, scale, window, config.attn_logit_softcapping)
             for window in config.windows]
+
+
+def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
+    """Each layer's rotary table for a context; layers of one kind share theirs."""
+    made: list[tuple[RopeConfig, RopeTable]] = []
+    for rope in config.ropes:
+        if rope is not None and not any(rope is known for known, _ in made):
+            made.append((rope, rope_table(rope, config.head_dim, ctx, config.max_position_embeddings)))
+    return [next((table for known, table in made if rope is known), None) for rope in config.ropes]
 
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int) -> Dims:
     """The widths that size a workspace."""
-    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size,
-                config.vocab_size, min(chunk, ctx), ctx, rows)
+    own = config.mixture
+    mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
+    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                max(config.intermediate_size, mixture[2]), config.vocab_size, min(chunk, ctx), ctx, rows, *mixture)
+
+
+@dataclass(frozen=True)
+class OuterWeights:
+    """What surrounds the layers, on the host. `positions`: the table of learned ones."""
+
+    embed: Weight
+    positions: Weight | None
+    norm: Norm
+    head: Linear
 
 
 class Model:
@@ -98,7 +141,7 @@ class Model:
                  mmap: bool = False, container: Container | None = None) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container)
-        self.rope: RopeTable | None = rope_table(config.rope, config.head_dim, ctx, config.max_position_embeddings)
+        self.ropes = rope_tables(config, ctx)
         host = {key: [tensor.info for tensor in roles.values()] for key, roles in self.tensors.items()
                 if key == "outer" or devices[key] == "cpu"}
         self.pager = ResidentPager(store, host, mmap=mmap)
@@ -114,9 +157,11 @@ class Model:
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights that one forward pass reads: all but an embedding table that is not the head too."""
-        outer = self.tensors["outer"]
-        return self.nbytes - (outer["embed"].nbytes if "head" in outer else 0)
+        """Bytes of weights that one token reads: all but an embedding table that is not the head too and experts that it does not visit."""
+        outer, own = self.tensors["outer"], self.config.mixture
+        nbytes = self.nbytes - (outer["embed"].nbytes if "head" in outer else 0)
+        experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
+        return nbytes - (experts * (own.experts - own.per_token) // own.experts if experts else 0)
 
     @property
     def bits_per_value(self) -> float:
@@ -152,7 +197,9 @@ class Model:
         def vector(role: str) -> object | None:
             return None if role not in roles else ops.put(_vector(roles[role], raw), "f32")
 
-        def linear(role: str) -> Linear:
+        def linear(role: str) -> Linear | None:
+            if role not in roles:
+                return None
             tensor = roles[role]
             data = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
             shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
@@ -161,9 +208,13 @@ class Model:
         def norm(role: str) -> Norm | None:
             return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
 
-        return LayerWeights(input_norm=norm("input_norm"), q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
-                            k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm"), gate=linear("gate"), up=linear("up"),
-                            down=linear("down"))
+        none = Norm("none")
+        experts = tuple(Expert(*(linear(expert_role(expert, role)) for role in ("gate", "up", "down")))
+                        for expert in range(config.mixture.experts if "router" in roles else 0))
+        return LayerWeights(input_norm=norm("input_norm") or none, q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
+                            k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm") or none, gate=linear("gate"),
+                            up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
+                            router=linear("router"), experts=experts)
 
     def read_layer(self, layer: int) -> LayerWeights:
         """A layer's weights straight from the store, for a pass that goes layer by layer; `load` need not have run. The host's."""
@@ -174,27 +225,39 @@ class Model:
 
     def read_norm(self) -> Norm:
         """The norm before the head, straight from the store."""
-        tensor = self.tensors["outer"]["norm"]
-        return Norm(self.config.norm_kind, _vector(tensor, {tensor.name: self.store.read(tensor.info)}), None, self.config.norm_eps)
+        tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
+        return self._last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
-    def read_rows(self, ids: np.ndarray) -> np.ndarray:
-        """Rows of an unquantized embedding straight from the store, float32 [T, D]."""
-        tensor = self.tensors["outer"]["embed"]
+    def read_states(self, windows: Sequence[np.ndarray]) -> np.ndarray:
+        """The residual stream with which windows of text begin, straight from an unquantized store: float32 [tokens, D]."""
+        states = self._read_rows("embed", np.concatenate(windows)) * np.float32(self.config.embedding_multiplier)
+        if self.config.position_offset is None:
+            return states
+        return states + self._read_rows("positions", np.concatenate([self.config.position_offset + np.arange(len(w)) for w in windows]))
+
+    def _read_rows(self, role: str, ids: np.ndarray) -> np.ndarray:
+        tensor = self.tensors["outer"][role]
         distinct, places = np.unique(ids, return_inverse=True)
         rows = np.concatenate([self.store.read(tensor.info, int(row), int(row) + 1) for row in distinct])
         return to_f32(_typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
 
-    def _outer(self, raw: Mapping[str, np.ndarray]) -> tuple[Weight, Norm, Linear]:
+    def _last_norm(self, raw: Mapping[str, np.ndarray]) -> Norm:
         roles, host = self.tensors["outer"], self.backends["cpu"]
+        weight, bias = (host.put(_vector(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
+        return Norm(self.config.norm_kind, weight, bias, self.config.norm_eps)
 
-        def weight(role: str) -> Weight:
+    def _outer(self, raw: Mapping[str, np.ndarray]) -> OuterWeights:
+        roles = self.tensors["outer"]
+
+        def weight(role: str) -> Weight | None:
+            if role not in roles:
+                return None
             tensor = roles[role]
             make = Weight.raw if tensor.spec.is_raw else Weight.low_bit
             return make(tensor.spec.scheme if tensor.spec.is_raw else tensor.spec, tensor.shape, raw[tensor.name])
 
-        norm = Norm(self.config.norm_kind, host.put(_vector(roles["norm"], raw), "f32"), None, self.config.norm_eps)
         embed = weight("embed")
-        return embed, norm, Linear(weight("head") if "head" in roles else embed)
+        return OuterWeights(embed, weight("positions"), self._last_norm(raw), Linear(weight("head") or embed))
 
     def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
         """Records over leased memory; made once while the memory stays where it is."""
@@ -226,7 +289,9 @@ class Model:
             tap = _after_flush(host, tap)
         with host.together():
             with self.pager.lease("outer") as raw:
-                x = host.embed(ids, self._lease("outer", raw)[0])
+                outer, offset = self._lease("outer", raw), self.config.position_offset
+                places = None if offset is None else step.positions + offset
+                x = host.embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions)
             if same is None or not host.replay(same, step.position):
                 with host.recording(same):
                     x = self._layers(x, cache, tap)
@@ -243,19 +308,20 @@ class Model:
             if device == "cpu":
                 with self.pager.lease(layer) as raw:
                     w = self._lease(layer, raw)
-                    x = self.block(ops, w, x, cache.layer(layer), positions, self.rope, self.config, layer, tap)
+                    x = self.block(ops, w, x, cache.layer(layer), positions, self.ropes[layer], self.config, layer, tap)
                     if not self.pager.resident:  # its memory may go when the lease ends
                         host.flush()
             else:
                 w = self._on_device[layer]
-                x = self.block(ops, w, x, cache.layer(layer), positions, self.rope, self.config, layer, tap)
+                x = self.block(ops, w, x, cache.layer(layer), positions, self.ropes[layer], self.config, layer, tap)
         return x if here == "cpu" else host.from_host(ops.to_host(x))
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """Scores for hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
+        config = self.config
         with self.pager.lease("outer") as raw:
-            _, norm, head = self._lease("outer", raw)
-            return self.backends["cpu"].logits(x, norm, head)
+            outer = self._lease("outer", raw)
+            return self.backends["cpu"].logits(x, outer.norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
 
 
 def _after_flush(host: object, tap: Tap) -> Tap:

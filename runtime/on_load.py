@@ -7,7 +7,6 @@ run that makes one.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import tempfile
@@ -24,6 +23,7 @@ from .catalog import ModelRef
 from .container import read_container
 from .convert import Converted, ConvertOptions, convert
 from .events import Notice, Progress
+from .storage import stamp
 
 PREFIX, LOCK = "effllm-load-", "lock"
 
@@ -43,7 +43,7 @@ class Request:
         """Where this model is kept at these bits, whether or not it is there: `<data>/models/<name>/<revision or local-...>/<bits>`."""
         ref = self.ref
         name = ref.repo or ref.alias or ref.folder.resolve().name
-        return self.kept / name.replace("/", "--") / (ref.revision or f"local-{_stamp(ref.folder)}") / self.bits
+        return self.kept / name.replace("/", "--") / (ref.revision or f"local-{stamp(ref.folder)}") / self.bits
 
 
 def find_kept(request: Request) -> Path | None:
@@ -100,9 +100,3 @@ def _remove_unlocked(folder: Path) -> None:
         return
     finally:
         os.close(lock)
-
-
-def _stamp(folder: Path) -> str:
-    """Eight digits that stand for a local folder and the state of its files: another model, or a changed one, is kept elsewhere."""
-    files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in folder.iterdir() if entry.is_file())
-    return hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:8]

@@ -101,9 +101,10 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
     workers = worker_count(options)
     wanted = options.ctx
-    if wanted is not None and wanted > config.context_length and not options.force:
+    learned = config.position_offset is not None
+    if wanted is not None and wanted > config.context_length and (learned or not options.force):
         raise UsageError(f"-c {wanted} is more than the {config.context_length} positions that the model was made for",
-                         "a smaller -c, or --force to try")
+                         "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
 
     def shape_for(ctx: int) -> CacheShape:
         return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(chunk, -(-ctx // PAGE) * PAGE))

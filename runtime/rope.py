@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .config import RopeConfig
+from .config_rope import RopeConfig
 
 F32 = np.float32
 
@@ -29,7 +29,7 @@ class RopeTable:
 
 
 def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddings: int) -> RopeTable:
-    """The table of a model for a context of `ctx` tokens. Raises KeyError for a kind that `config.ROPE_KEYS` does not list."""
+    """The table of a model for a context of `ctx` tokens. Raises KeyError for a kind that `config_rope.ROPE_KEYS` does not list."""
     dim = int(head_dim * config.partial_rotary_factor)
     theta, params = config.theta, config.params
     scaling = 1.0

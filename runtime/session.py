@@ -7,11 +7,12 @@ answer looks at between tokens and between chunks of the prompt, so nothing is e
 
 from __future__ import annotations
 
+import copy
 import json
-import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from .. import EffllmError, UsageError
@@ -20,12 +21,27 @@ from .engine import Engine
 from .events import Done, Event, Notice, Stats, TextDelta
 from .sampler import Sampler, SamplerSettings
 from .stream_filters import StopStrings, ThinkFilter
+from .template import TemplateRefused
 from .text import Tokenizer
+from .whole_file import write_whole
 
 SESSION_FORMAT, SESSION_VERSION = "effllm-session", 1
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 NO_TEMPLATE = "this is a base model without a chat template: it continues the text as it stands"
+NO_SYSTEM_ROLE = "this model's chat template has no system role: the system prompt goes in front of the first message"
 Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How the last answer came about, for going on with it: `ids` are its prompt and all its tokens, of which `prompt` came from the
+    prompt; `think` tells reasoning from the answer and stands where the text stopped."""
+
+    messages: list[Message]
+    system: str | None
+    ids: list[int]
+    prompt: int
+    think: ThinkFilter | None
 
 
 class Session:
@@ -47,7 +63,10 @@ class Session:
         self._cancelled = False
         self.from_process_start = from_process_start
         self._said_raw = raw
+        self._folds = self._said_folds = False  # whether the system prompt goes in front of the first message
         self._held: tuple[str, list[int]] = ("", [])
+        self._answered: Answered | None = None
+        self._counted: tuple[list[Message], str | None, int] = ([], system, 0)
 
     @property
     def settings(self) -> SamplerSettings:
@@ -61,8 +80,26 @@ class Session:
 
     @property
     def used(self) -> int:
-        """Tokens that the context holds."""
-        return len(self.engine.tokens)
+        """Tokens of the context that the conversation fills. After an answer they are those that the cache holds; where the history was
+        changed since (undo, load, another system prompt), it is counted anew."""
+        if not self.messages:
+            return 0
+        messages, system, tokens = self._counted
+        if messages != self.messages or system != self.system:
+            tokens = self._count()
+        return tokens
+
+    def _count(self) -> int:
+        try:
+            tokens = len(self._encode(self._prompt(reply=False)))
+        except EffllmError:  # a history that the template refuses is told when it is answered
+            tokens = sum(len(self.tokenizer.encode(message["content"], add_special_tokens=False)) for message in self.messages)
+        self._counted = list(self.messages), self.system, tokens
+        return tokens
+
+    def count(self, text: str) -> int:
+        """Tokens of a piece of text in a message."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def n_ctx(self) -> int:
@@ -89,7 +126,8 @@ class Session:
         if not text:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         self._cancelled = False
-        yield from self._answer(self.tokenizer.encode(text), "")
+        ids = self.tokenizer.encode(text)
+        yield from self._answer(ids, "", self._reasoning(ids))
 
     def regenerate(self) -> Iterator[Event]:
         """Answer the last user message again; the random state goes on, so the answer may differ."""
@@ -104,16 +142,19 @@ class Session:
         """Go on with the last answer where it was cut."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UsageError("there is no answer to continue", "ask something first")
-        before = list(self.messages)
+        before, last = list(self.messages), self._answered
+        resumed = last if last and last.messages == before and last.system == self.system else None
         said = self.messages.pop()["content"]
-        yield from self._guarded(before, said)
+        yield from self._guarded(before, said, resumed)
+        if self.messages[-1]["role"] == "user":  # stopped before anything was added
+            self.messages, self._answered = before, last
 
-    def _guarded(self, before: list[Message], said: str = "") -> Iterator[Event]:
+    def _guarded(self, before: list[Message], said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
         """A turn that leaves the history as it was when it cannot begin."""
         try:
-            yield from self._turn(said)
+            yield from self._turn(said, resumed)
         except EffllmError:
-            self.messages = before
+            self.messages, self._answered = before, resumed
             raise
 
     def undo(self) -> bool:
@@ -145,21 +186,33 @@ class Session:
         if not finished:
             yield Notice("no summary came to its end: the history stays as it was")
 
-    def _turn(self, said: str = "") -> Iterator[Event]:
-        """Answer `messages`; `said` is the beginning of the answer that was given before."""
+    def _turn(self, said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
+        """Answer `messages`; `said` is the beginning of the answer that was given before. With `resumed` its own tokens are gone on with,
+        reasoning included; else its text is encoded again."""
         self._cancelled = False
         prompt = self._prompt()
-        if said:  # an answer goes on behind its reasoning, also where the template opens one
+        if said and not resumed:  # an answer goes on behind its reasoning, also where the template opens one
             closing = "</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
             prompt += closing + said
         if self.raw and not self._said_raw:
             self._said_raw = True
             yield Notice(NO_TEMPLATE)
-        ids = self._encode(prompt)
-        yield from self._answer(ids, said, self.messages)
-        answer = self.messages[-1]["content"][len(said) :]
-        made = list(self.stats.token_ids)[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]
-        self._held = (prompt + answer, ids + made) if self.tokenizer.decode(made) == answer else ("", [])
+        if self._folds and not self._said_folds:
+            self._said_folds = True
+            yield Notice(NO_SYSTEM_ROLE)
+        ids = resumed.ids if resumed else self._encode(prompt)
+        first = resumed.prompt if resumed else len(ids)
+        think, self._answered = copy.copy(resumed.think) if resumed else self._reasoning(ids), None
+        text, exact, think = yield from self._answer(ids, said, think, self.messages, resumed is not None)
+        made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
+        answer = text if resumed else text[len(said) :]
+        self._held = (prompt + answer, ids[:first] + made) if self.tokenizer.decode(made) == answer else ("", [])
+        if self.messages[-1]["role"] == "assistant":
+            self._counted = list(self.messages), self.system, len(self.engine.tokens)
+            self._answered = Answered(list(self.messages), self.system, ids[:first] + made, first, think) if exact else None
+
+    def _reasoning(self, ids: list[int]) -> ThinkFilter | None:
+        return ThinkFilter(started=self.tokenizer.opens_thinking(ids)) if self.tokenizer.thinks else None
 
     def _encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its
@@ -171,18 +224,33 @@ class Session:
                 return ids + rest
         return self.tokenizer.encode(prompt, add_special_tokens=self.raw)
 
-    def _prompt(self) -> str:
-        """The history as the model reads it."""
+    def _prompt(self, reply: bool = True) -> str:
+        """The history as the model reads it, up to where its `reply` begins. A system prompt that the template refuses, or drops, goes in
+        front of the first message."""
         if self.raw:
             return "".join([self.system or "", *(message["content"] for message in self.messages)])
-        system = [{"role": "system", "content": self.system}] if self.system else []
         thinking = {} if self.think == "auto" else {"enable_thinking": self.think == "on"}
-        return self.tokenizer.render_chat([*system, *self.messages], add_generation_prompt=True, **thinking)
+        render = partial(self.tokenizer.render_chat, add_generation_prompt=reply, **thinking)
+        if not self.system:
+            return render(self.messages)
+        if not self._folds:
+            try:
+                prompt = render([{"role": "system", "content": self.system}, *self.messages])
+            except TemplateRefused:
+                prompt = ""
+            if self.system.strip() in prompt:
+                return prompt
+        first, *rest = self.messages
+        prompt = render([{**first, "content": f"{self.system}\n\n{first['content']}"}, *rest])
+        self._folds = True
+        return prompt
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, ids: list[int], said: str, history: list[Message] | None = None) -> Iterator[Event]:
-        """Run the prompt and stream the answer. However it ends, what was said goes into `history`."""
+    def _answer(self, ids: list[int], said: str, think: ThinkFilter | None, history: list[Message] | None = None,
+                inside: bool = False) -> Generator[Event, None, tuple[str, bool, ThinkFilter | None]]:
+        """Run the prompt and stream the answer; `inside`: the prompt ends in the midst of it. However it ends, what was said goes into
+        `history`. Returns its text, whether its tokens say just that, and `think` as it stood at the last of them."""
         engine = self.engine
         started, first_at = time.monotonic(), None
         prefill_before, decode_before = engine.prefill_s, engine.decode_s
@@ -190,8 +258,7 @@ class Session:
         shown: list[str] = [said]
         thought: list[str] = []
         stops = StopStrings(self.stops)
-        think = ThinkFilter(started=self.tokenizer.opens_thinking(ids)) if self.tokenizer.thinks else None
-        stream = self.tokenizer.stream(ids if self.raw or said else ())
+        stream = self.tokenizer.stream(ids if self.raw or said or inside else ())
         finish = "length"
 
         def split(text: str) -> list[tuple[str, str]]:
@@ -225,6 +292,7 @@ class Session:
                     if stops.hit or self._cancelled or step.finish:
                         break
             parts = [] if stops.hit else split(stops.push(stream.flush()) + stops.flush())
+            stood = copy.copy(think)
             for kind, part in think.flush() if think else ():
                 (shown if kind == "answer" else thought).append(part)
                 parts.append((kind, part))
@@ -241,6 +309,7 @@ class Session:
             yield Notice(f"the context of {engine.n_ctx} tokens is full: "
                          "the answer ends here (-c for a larger one, --overflow shift to go on)")
         yield Done(self.stats)
+        return "".join(shown), not stops.hit, stood
 
     def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, cached: int, ttft: float,
               prefill: float, decode: float) -> Stats:
@@ -261,13 +330,8 @@ class Session:
         settings = {key: value for key, value in asdict(self.settings).items() if value is not None}
         content = {"format": SESSION_FORMAT, "version": SESSION_VERSION, "system": self.system, "messages": self.messages,
                    "settings": settings}
-        part = path.with_name(path.name + ".part")
-        try:
-            part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")  # escaped: a lone surrogate has no UTF-8
-            os.replace(part, path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise EffllmError(f"cannot write {path}: {error.strerror}", "choose another place: /save FILE") from None
+        # escaped: a lone surrogate has no UTF-8
+        write_whole(path, json.dumps(content, indent=2) + "\n", "choose another place: /save FILE")
 
     def load(self, path: Path) -> None:
         """Read a conversation back. Raises EffllmError for a file that is not one; the current conversation is then untouched."""

@@ -22,9 +22,12 @@ from ..quant.weight import from_f32
 from . import families
 from .config import ModelConfig, parse_config
 from .container import Container, StoredTensor
+from .convert_plan import MATRICES
 
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
           "torch_dtype": "bfloat16"}
+_MIXTURE = {"hidden_act": "silu", "hidden_size": 2048, "norm_topk_prob": False, "num_experts_per_tok": 8, "torch_dtype": "bfloat16",
+            "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, object]] = {
     "tinyllama-1.1b": {**_LLAMA, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
                        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False},
@@ -33,6 +36,13 @@ SHAPES: dict[str, dict[str, object]] = {
                     "tie_word_embeddings": True},
     "llama3-8b": {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                   "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False},
+    "olmoe-1b-7b": {**_MIXTURE, "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "intermediate_size": 1024,
+                    "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+                    "max_position_embeddings": 4096, "num_experts": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    "qwen3-30b-a3b": {**_MIXTURE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": 6144,
+                      "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+                      "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "num_experts": 128, "norm_topk_prob": True,
+                      "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
 }
 BLOCK_NBYTES = 1 << 20
 
@@ -49,7 +59,7 @@ class SyntheticStore:
         recipe = None if spec is None else Recipe(spec)
         offset = 0
         for role, rule in rules:
-            low = recipe is not None and len(rule.shape) == 2
+            low = recipe is not None and families.kind_of(role) in MATRICES
             own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("bf16")
             stored[rule.name] = StoredTensor(rule.name, own, tuple(rule.shape), 0)
             nbytes = own.nbytes(rule.shape)

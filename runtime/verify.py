@@ -1,9 +1,12 @@
-"""`verify`: the bytes of a quantized folder against the checksums that were recorded when it was made."""
+"""`verify`: the bytes of a quantized folder against the checksums that were recorded when it was made, and those of a downloaded one
+against the names of their blobs, which are checksums too."""
 
 from __future__ import annotations
 
+import os
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,22 +14,26 @@ import numpy as np
 
 from .. import ModelNotFound, UsageError
 from ..offload.checkpoint import TensorStore
+from ..offload.part_file import Digest
+from ..offload.transfer import matches
 from .container import check_stored, read_container
 from .events import Progress
 
 PIECE = 8 << 20
+BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class Verified:
-    """`damaged` names the tensors whose bytes are not those that were written."""
+    """`damaged` names the tensors (or `kind` files) whose bytes are not those that were written."""
 
-    tensors: int
+    count: int
     nbytes: int
     damaged: tuple[str, ...]
+    kind: str = "tensors"
 
     def to_json(self) -> dict[str, object]:
-        return {"tensors": self.tensors, "bytes": self.nbytes, "damaged": list(self.damaged)}
+        return {self.kind: self.count, "bytes": self.nbytes, "damaged": list(self.damaged)}
 
 
 def verify(folder: Path) -> Iterator[Progress | Verified]:
@@ -38,8 +45,11 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
     if container is None:
         if not folder.is_dir():
             raise ModelNotFound(f"there is no folder {folder}", "effllm list shows the models on this machine")
-        raise UsageError(f"{folder} has no checksums: effllm quantize records them, other checkpoints come without",
-                         "give a folder that effllm quantize made")
+        if blobs := downloaded(folder):
+            yield from _verify_blobs(blobs)
+            return
+        raise UsageError(f"{folder} has no checksums: effllm quantize records them, downloads have them, other checkpoints come without",
+                         "give a folder that effllm quantize made, or a model from the hub cache")
     with TensorStore.open(folder) as store:
         check_stored(container, store)
         total = sum(store.tensors[name].nbytes for name in container.tensors)
@@ -57,3 +67,25 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
                 damaged.append(stored.name)
         store.check_unchanged()
     yield Verified(len(container.tensors), total, tuple(damaged))
+
+
+def downloaded(folder: Path) -> dict[str, Digest]:
+    """The files of a snapshot in the hub cache whose blobs are named by their checksums."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        name = os.readlink(path).rpartition("/")[2] if path.is_symlink() else ""
+        if BLOB.fullmatch(name) and path.exists():
+            found[path.name] = Digest("sha256" if len(name) == 64 else "git-sha1", name)
+    return {str(folder / name): digest for name, digest in found.items()}
+
+
+def _verify_blobs(blobs: Mapping[str, Digest]) -> Iterator[Progress | Verified]:
+    sizes = {path: os.stat(path).st_size for path in blobs}
+    total, done, damaged = sum(sizes.values()), 0, []
+    for path, digest in blobs.items():
+        yield Progress("verifying", done, total, "bytes", Path(path).name)
+        if not matches(path, digest):
+            damaged.append(Path(path).name)
+        done += sizes[path]
+    yield Progress("verifying", done, total, "bytes")
+    yield Verified(len(blobs), total, tuple(damaged), "files")

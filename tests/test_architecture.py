@@ -46,6 +46,7 @@ CONFINED = {
     "tokenizers": ("runtime/",),
     "jinja2": ("runtime/",),
     "huggingface_hub": ("runtime/hub.py",),
+    "lm_eval": ("runtime/harness.py",),
 }
 # Programs of their own that report to effllm through a pipe.
 CHILD_PROCESSES = {"kernels/warm.py", "kernels/choice.py"}

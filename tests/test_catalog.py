@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from effllm import EffllmError, ModelNotFound, UsageError
 from effllm.runtime import families, hub
-from effllm.runtime.catalog import catalog, download_hint, local_models, packaged_folder, parse_catalog, resolve
+from effllm.runtime.catalog import Absent, catalog, entry_folder, local_models, parse_catalog, pull_hint, resolve
 from effllm.runtime.config_reader import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +56,7 @@ def failed(text: str, env: Mapping[str, str], kind: type[EffllmError] = ModelNot
     """The name is refused in one line, with a next step."""
     with pytest.raises(EffllmError) as caught:
         resolve(text, env)
-    assert type(caught.value) is kind, caught.value
+    assert isinstance(caught.value, kind), caught.value
     for line in (caught.value.message, caught.value.hint):
         assert line and line.isprintable() and len(line) < 400
     return caught.value
@@ -71,7 +71,7 @@ def test_the_packaged_catalog_holds_what_was_written() -> None:
     assert aliases == list(entries)  # a repeated alias would silently replace the first
     assert {"fable", "llama3"} <= entries.keys()
     assert entries["llama3"].gated and entries["llama3"].repo.startswith("meta-llama/")
-    assert packaged_folder(entries["fable"]) == ROOT / "models" / "fable"
+    assert entry_folder(entries["fable"]) == ROOT / "models" / "fable"
     for entry in entries.values():
         stem = entry.alias.split("-")[0]
         assert entry.path or any(family in f"{entry.repo} llama".lower() for family in families.FAMILIES), stem
@@ -104,10 +104,9 @@ def test_a_wrong_catalog_is_refused_by_name(change: tuple[str, str], word: str) 
 def test_a_right_entry_and_its_defaults() -> None:
     (entry,) = parse_catalog(ENTRY)
     assert (entry.repo, entry.revision, entry.size_bytes, entry.default_bits, entry.exclude) == ("org/name", "main", 2_200_000_000, 4, "")
-    assert download_hint(entry) == "hf download org/name"
-    (gated,) = parse_catalog(ENTRY.replace("gated: false", "gated: true, exclude: x/*, note: or b"))
-    assert download_hint(gated) == ("accept the licence on the model's page, hf auth login, then: "
-                                    'hf download org/name --exclude "x/*" (or b)')
+    assert pull_hint(entry) == "effllm pull a"
+    (gated,) = parse_catalog(ENTRY.replace("gated: false", "gated: true, exclude: x/*, alternative: b"))
+    assert pull_hint(gated, "a@v1") == "accept the licence on the model's page, hf auth login, then: effllm pull a@v1 (without a gate: b)"
 
 
 def test_a_name_is_resolved_without_the_libraries_that_are_slow_to_import() -> None:
@@ -154,7 +153,7 @@ def test_a_repository_in_the_cache(env: dict[str, str]) -> None:
     assert resolve("org/name@refs/pr/1", env).folder == tagged and resolve("org/name", env).folder == folder
     assert resolve("old", {**env, "HF_HUB_CACHE": str(add_snapshot(env, "old").parents[2])}).repo == "old"
     missing = failed("org/name@v2", env)
-    assert "v2" in missing.message and missing.hint == "hf download org/name --revision v2"
+    assert "v2" in missing.message and missing.hint == "effllm pull org/name@v2"
 
 
 def test_an_alias_whose_files_are_in_the_cache(env: dict[str, str]) -> None:
@@ -166,10 +165,14 @@ def test_an_alias_whose_files_are_in_the_cache(env: dict[str, str]) -> None:
 
 def test_an_alias_whose_files_are_absent(env: dict[str, str]) -> None:
     error = failed("llama3", env)
-    assert "16.1 GB" in error.message and "gated" in error.message and "hf download meta-llama/Llama-3.1-8B-Instruct" in error.hint
+    assert "16.1 GB" in error.message and "gated" in error.message and "effllm pull llama3 (without a gate: qwen3-8b)" in error.hint
     open_one = failed("qwen3-0.6b", env)
-    assert "gated" not in open_one.message and open_one.hint == "hf download Qwen/Qwen3-0.6B"
-    assert failed("org/name", env).hint == "hf download org/name"
+    assert "gated" not in open_one.message and open_one.hint == "effllm pull qwen3-0.6b"
+    assert failed("org/name", env).hint == "effllm pull org/name"
+    for text, repo in (("llama3", "meta-llama/Llama-3.1-8B-Instruct"), ("org/name@v1", "org/name"), ("org/name:4bit", "org/name"),
+                       ("org/name:model.Q4_0.gguf", "org/name")):
+        error = failed(text, env, Absent)
+        assert error.repo == repo and error.reference.text == text
 
 
 def test_names_that_are_nearly_right(env: dict[str, str]) -> None:
@@ -182,7 +185,7 @@ def test_names_that_are_nearly_right(env: dict[str, str]) -> None:
 
 
 def test_what_this_version_cannot_take(env: dict[str, str]) -> None:
-    for text in ("fable:7bit", "llama3:model.gguf", "fable:"):
+    for text in ("fable:7bit", "fable:", "llama3:model.bin"):
         assert text.split(":")[1] in failed(text, env, UsageError).message
     assert "no model is named" in failed("  ", env, UsageError).message
     assert "'../x'" in failed("org/name@../x", env, UsageError).message
@@ -218,7 +221,7 @@ def test_a_partial_download_names_what_is_missing(env: dict[str, str]) -> None:
     folder = add_snapshot(env, "org/name")
     (folder / "model.safetensors").resolve().unlink()  # the link stays, as after a pruned blob
     error = failed("org/name", env)
-    assert "partly" in error.message and "model.safetensors" in error.message and "hf download org/name" in error.hint
+    assert "partly" in error.message and "model.safetensors" in error.message and error.hint == "to complete it: effllm pull org/name"
     (folder / "model.safetensors").unlink()
     (folder / hub.INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
     (folder / "model-1.safetensors").touch()

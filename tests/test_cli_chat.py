@@ -145,7 +145,7 @@ def test_regen_undo_continue(chat: Chat) -> None:
 
 def test_settings_change_what_follows(chat: Chat) -> None:
     listed = chat.say("/set")
-    for name in ("temp", "top-k", "repeat-penalty", "seed", "predict", "think"):
+    for name in ("temp", "top-k", "repeat-penalty", "seed", "predict", "think", "markdown"):
         assert re.search(rf"^\s*{name} ", listed, re.MULTILINE), name
     assert "temp is 0.5" in chat.say("/set temp 0.5") and "temp is 0.5" in chat.say("/set temp")
     assert "did you mean temp?" in chat.say("/set tmep 1")
@@ -173,7 +173,7 @@ def test_saved_chats_come_back(chat: Chat) -> None:
     assert "loaded 2 messages" in chat.say("/load tale")
     assert chat.saved()["messages"] == kept
     assert "needs a name" in chat.say("/save")
-    assert "effllm:" in chat.say("/save /nowhere/at/all.json")
+    assert "effllm:" in chat.say("/save /proc/nowhere/all.json")
 
 
 def test_a_full_context_is_told_and_the_chat_goes_on(chat: Chat) -> None:
@@ -186,7 +186,8 @@ def test_a_full_context_is_told_and_the_chat_goes_on(chat: Chat) -> None:
 
 def test_commands_are_listed_completed_and_corrected(chat: Chat) -> None:
     listed = chat.say("/help")
-    for name in ("help", "exit", "bye", "clear", "regen", "undo", "compact", "system", "set", "show", "stats", "save", "load"):
+    for name in ("help", "exit", "bye", "clear", "regen", "undo", "compact", "system", "set", "show", "stats", "save", "load", "edit",
+                 "file", "export", "retry", "continue"):
         assert f"/{name}" in listed, name
     assert "did you mean /regen?" in chat.say("/regne")
     chat.type("/sho" + TAB)

@@ -83,7 +83,8 @@ def test_a_reader_that_left_is_no_error() -> None:
 def test_a_full_disk_is_said() -> None:
     environment = world(stdout=FullDisk())
     assert main(["--version"], environment) == 1
-    assert environment.stderr.getvalue() == "effllm: the output cannot be written: No space left on device\n"
+    assert environment.stderr.getvalue() == (
+        "effllm: the output cannot be written: No space left on device\nhint: free some space, or send the output elsewhere\n")
 
 
 def test_nothing_hostile_reaches_the_terminal() -> None:

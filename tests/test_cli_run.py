@@ -56,8 +56,23 @@ def test_a_reader_that_leaves_is_no_failure() -> None:
 
 def test_a_full_disk_is_one_line() -> None:
     ran = shell("EFFLLM run fable hi -n 3 > /dev/full")
-    assert ran.returncode == 1 and ran.stderr.splitlines()[-1] == "effllm: the output cannot be written: No space left on device"
+    assert ran.returncode == 1 and ran.stderr.splitlines() == ["effllm: the output cannot be written: No space left on device",
+                                                               "hint: free some space, or send the output elsewhere"]
     assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
+
+
+def test_a_disk_that_fills_up_in_mid_answer_is_one_line(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: what fitted stays, and the end is said."""
+    ran = shell(f'ulimit -f 1; trap "" XFSZ; EFFLLM run fable "{STORY}" --temp 1 --seed 1 --ignore-eos > {tmp_path}/answer.txt')
+    assert ran.returncode == 1 and len(ran.stderr.splitlines()) == 2, ran.stderr
+    assert ran.stderr.startswith("effllm: the output cannot be written: File too large\nhint: send the output")
+    assert (tmp_path / "answer.txt").stat().st_size == 1024
+
+
+def test_a_closed_output_is_told_before_the_model_is_read() -> None:
+    ran = shell(f'EFFLLM run fable "{STORY}" -n 3 >&-')
+    assert ran.returncode == 1 and ran.stderr.splitlines() == ["effllm: standard output is closed: the answer has nowhere to go",
+                                                               "hint: leave it open, or write to a file: > answer.txt"]
 
 
 def test_standard_input_file_and_argument_are_one_prompt(tmp_path: Path) -> None:
@@ -74,7 +89,7 @@ def test_standard_input_file_and_argument_are_one_prompt(tmp_path: Path) -> None
 
 
 def test_chat_into_a_pipe_answers_once() -> None:
-    flags = ("--temp", "0", "-n", "12")
+    flags = ("--temp", "0", "-n", "12", "--markdown")  # which a pipe is spared
     assert Ran("chat", "fable", *flags, stdin=STORY + "\n").out == Ran("run", "fable", STORY, *flags).out
 
 
@@ -194,6 +209,26 @@ def test_a_broken_generation_config_is_one_line(tmp_path: Path) -> None:
     assert Ran("run", str(tmp_path), STORY, "-n", "2").code == 0
 
 
+@pytest.mark.parametrize(("content", "said"), [
+    ({"temperature": "hot"}, "temperature must be a number, not 'hot'"), ({"temperature": [0.5]}, "temperature must be a number"),
+    ({"top_k": {}}, "top_k must be a whole number"), ({"top_p": 7}, "top_p must be above 0"),
+    ({"do_sample": "yes"}, "do_sample must be true"),
+    ({"repetition_penalty": True}, "repetition_penalty must be a number"), ({"min_p": 10**400}, "min_p"),
+    ({"top_k": None}, ""),
+    ({"temperature": float("nan")}, "temperature must be a number"), ({"eos_token_id": ["x", None, 4]}, ""), ({"top_k": -1}, "")], ids=str)
+def test_an_irregular_generation_config_is_a_remark(tmp_path: Path, content: dict, said: str) -> None:
+    import effllm
+
+    packaged = Path(effllm.__file__).parent / "models" / "fable"
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(packaged / name)
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    ran = Ran("run", str(tmp_path), STORY, "-n", "2", "--seed", "1")
+    lines = [line for line in ran.err.splitlines() if "generation_config.json" in line]
+    assert ran.code == 0 and len(lines) == bool(said) and "Traceback" not in ran.err, ran.err
+    assert not said or (said in lines[0] and len(lines[0]) < 240)
+
+
 # ---- the other commands
 
 
@@ -234,6 +269,19 @@ def test_eval_measures_a_text(tmp_path: Path) -> None:
     compared = json.loads(Ran("eval", "kld", "fable", "--text", str(text), "-c", "128", "--json").out)
     assert 0 <= compared["kld_mean"] < 1e-3 and compared["same_top"] > 0.99 and compared["ppl"] == pytest.approx(scored["ppl"], rel=1e-3)
     assert "perplexity" in Ran("eval", "ppl", "fable", "--text", str(text), "-c", "128").out
+
+
+def test_a_text_that_cannot_be_scored_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "a.txt").write_text("a")
+    for name, said in (("absent.txt", "No such file"), ("empty.txt", "is empty"), ("latin.txt", "is not UTF-8"),
+                       ("a.txt", "nothing to score")):
+        for command in ("ppl", "kld"):
+            ran = Ran("eval", command, "fable", "--text", str(tmp_path / name))
+            lines = ran.err.splitlines()
+            assert ran.code == 2 and ran.out == "" and len(lines) == 2, ran.err
+            assert str(tmp_path / name) in lines[0] and said in lines[0] and "-f" not in ran.err, ran.err
 
 
 def test_doctor_names_the_machine_and_tries_a_model() -> None:

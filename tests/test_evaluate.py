@@ -65,6 +65,25 @@ def test_windows_cut_the_text_and_refuse_too_little(engines, tokenizer):
         windows(tokenizer, "a", 100)
 
 
+class Begins:
+    """A tokenizer that begins each text with token 7, as those of Llama do: a token per character else."""
+
+    bos_id = 7
+
+    def encode(self, text):
+        return [7, *map(ord, text)]
+
+
+def test_every_window_begins_as_a_text_does():
+    """A window shares nothing with the one before, so the model must meet it as the beginning of a text."""
+    cut = windows(Begins(), "abcdefghij", 4)
+    assert cut == [[7, 97, 98, 99], [7, 100, 101, 102], [7, 103, 104, 105], [7, 106]]
+    assert windows(Begins(), "abcd", 5) == [[7, 97, 98, 99, 100]]
+    for text, ctx in (("", 4), ("abc", 1)):
+        with pytest.raises(UsageError, match="story.txt has .* nothing to score"):
+            windows(Begins(), text, ctx, "story.txt")
+
+
 def test_log_softmax_sums_to_one():
     logits = np.random.default_rng(0).standard_normal((5, 300)).astype(np.float32) * 30
     assert np.allclose(np.exp(log_softmax(logits)).sum(-1), 1)

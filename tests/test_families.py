@@ -7,95 +7,43 @@ kinds anew as a text grows; effllm fixes them for its context, so the oracle is 
 """
 
 import json
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.prepare import EngineOptions
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.threads import ThreadPool
+from effllm.offload.checkpoint import CheckpointError, TensorStore
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import Engine, open_engine, open_prepared
+from effllm.runtime.families import FAMILIES
+from effllm.runtime.model import check_tensors, dims
+from effllm.runtime.prepare import LOGIT_ROWS, EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
-CONTEXT = 512
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import CASES, CONTEXT, Case, oracle, text, written
+
 LENGTHS = (1, 5, 63, 64, 65, 191, 192, 193, 340)
 DECODE_FROM = (5, 180, 310)  # steps cross the edges at 64 and 192, and the sealing of the first page at 320
 STEPS = 40
 TOLERANCE = 1e-4  # of the largest logit
-RAMP = [1.0 + 0.1 * i for i in range(8)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A family with changes to the small config; `shard` and `dtype` are how it is saved, `older` rewrites the config's dialect."""
-
-    family: str
-    changes: dict[str, object] = field(default_factory=dict)
-    shard: str = "5GB"
-    dtype: str = "float32"
-    older: bool = False
-
-
-def rope(kind: str, **values: object) -> dict[str, object]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **values}}
-
-
-CASES = {
-    "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),
-    "llama, biases": Case("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "num_key_value_heads": 4, "hidden_act":
-                                    "gelu"}),
-    "llama, tied, one KV head": Case("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
-    "llama, shards, older dialect": Case("llama", rope("linear", factor=4.0), shard="60KB", older=True),
-    "llama, bfloat16": Case("llama", {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64}, dtype="bfloat16"),
-    "llama, float16": Case("llama", {"tie_word_embeddings": True}, dtype="float16"),
-    "llama, linear": Case("llama", rope("linear", factor=2.0)),
-    "llama, dynamic": Case("llama", {**rope("dynamic", factor=2.0), "max_position_embeddings": CONTEXT // 2}),
-    "llama, llama3": Case("llama", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                        original_max_position_embeddings=64)),
-    "llama, yarn": Case("llama", rope("yarn", factor=8.0, original_max_position_embeddings=64)),
-    "llama, longrope": Case("llama", rope("longrope", short_factor=RAMP, long_factor=[4 * x for x in RAMP],
-                                          original_max_position_embeddings=64)),
-    "mistral, window": Case("mistral", {"sliding_window": 40, "num_key_value_heads": 1}),
-    "mistral, window over pages": Case("mistral", {"sliding_window": 150}),
-    "mistral, no window": Case("mistral", {"sliding_window": None}),
-    "qwen2": Case("qwen2", {"tie_word_embeddings": True, "vocab_size": 301}),
-    "qwen2, windows above": Case("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}),
-    "qwen3": Case("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3, mixed layers": Case("qwen3", {"head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 70,
-                                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-}
-
-
-def written(case: Case, folder: Path) -> PreTrainedModel:
-    """Save a random model in `folder` and return it as transformers reads it, in float32."""
-    config = AutoConfig.for_model(case.family, **{
-        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.2, **case.changes})
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms, which start at 1, and biases, which start at 0
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
-    if case.older:
-        path = folder / "config.json"
-        raw = json.loads(path.read_text())
-        section = raw.pop("rope_parameters")
-        raw |= {"rope_theta": section.pop("rope_theta"), "torch_dtype": raw.pop("dtype"), "rope_scaling":
-                {"type": section.pop("rope_type"), **section}}
-        path.write_text(json.dumps(raw))
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def fix_rope(model: PreTrainedModel, ctx: int) -> None:
     """Hold the frequencies at those of a context of `ctx`, whatever the length of a text."""
-    rotary = model.model.rotary_emb
-    if rotary.rope_type in ("dynamic", "longrope"):
+    rotary = getattr(model.model, "rotary_emb", None)
+    if rotary is not None and rotary.rope_type in ("dynamic", "longrope"):
         rotary.inv_freq, rotary.attention_scaling = ROPE_INIT_FUNCTIONS[rotary.rope_type](model.config, torch.device("cpu"), seq_len=ctx)
         rotary.rope_type = "default"
 
@@ -114,18 +62,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = written(case, folder)
     fix_rope(model, CONTEXT)
     # 512 positions are more than the dynamic model was trained for, which is what it is there to show.
-    engine = opened(folder, force=model.config.max_position_embeddings < CONTEXT)
+    engine = opened(folder, force=model.config.get_text_config().max_position_embeddings < CONTEXT)
     yield engine, model
     engine.close()
-
-
-def oracle(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
-    with torch.inference_mode():
-        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-
-
-def text(model: PreTrainedModel, length: int) -> list[int]:
-    return np.random.default_rng(length).integers(0, model.config.vocab_size, length).tolist()
 
 
 def assert_close(ours: np.ndarray, expected: np.ndarray) -> None:
@@ -149,7 +88,7 @@ def test_greedy_tokens(pair: tuple[Engine, PreTrainedModel]) -> None:
     for length in DECODE_FROM:
         ids = text(model, length)
         list(engine.prefill(ids))
-        sampler = Sampler(SamplerSettings(temperature=0), model.config.vocab_size)
+        sampler = Sampler(SamplerSettings(temperature=0), engine.config.vocab_size)
         steps = list(engine.generate(sampler, STEPS, frozenset()))
         tokens = [step.token for step in steps]
         assert len(tokens) == STEPS and steps[-1].finish == "length"
@@ -166,6 +105,75 @@ def test_logits_of_single_steps(pair: tuple[Engine, PreTrainedModel]) -> None:
         assert_close(np.stack(steps), oracle(model, ids)[length:])
 
 
+# Case -> what of its config can be taken away while the tensors stay as they are.
+PECULIAR = {
+    "phi3": [{"windows": (None,) * 3}],
+    "gemma2": [{"attn_logit_softcapping": None}, {"final_logit_softcapping": None}, {"attn_scale": None}, {"embedding_multiplier": 1.0},
+               {"windows": (None,) * 3}, {"windows": (40,) * 3}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
+    "gemma2, bfloat16": [{"embedding_multiplier": 90**0.5}],
+    "gemma3_text": [{"attn_scale": None}, {"final_logit_softcapping": None}, {"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],
+    "gemma3": [{"embedding_multiplier": 1.0}, {"ropes": 1}],
+    "smollm3": [{"ropes": 0}, {"ropes": 1}],
+    "smollm3, windows": [{"windows": (None,) * 3}, {"ropes": 0}],
+    "granite": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0}],
+    "mixtral": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 1}}, {"hidden_act": "silu"}],
+    "qwen3_moe": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 4}}],
+    "olmoe": [{"mixture": {"renormalise": True}}, {"mixture": {"per_token": 3}}],
+    "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
+}
+
+
+@pytest.mark.parametrize("name", PECULIAR)
+def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
+    """A comparison that could not fail would show nothing: without any one of them the logits are clearly others."""
+    model = written(CASES[name], tmp_path)
+    config, ids = read_config(tmp_path), text(model, 200)
+    expected = oracle(model, ids)
+    for taken in PECULIAR[name]:
+        if isinstance(taken.get("ropes"), int):  # this layer's positions for all
+            taken = {"ropes": (config.ropes[taken["ropes"]],) * 3}
+        if "mixture" in taken:
+            taken = {"mixture": replace(config.mixture, **taken["mixture"])}
+        asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
+        *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), TensorStore.open(tmp_path), asked), ("raw",))
+        ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+        engine.close()
+        assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
+
+
+@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "opt",
+                                  "mixtral", "qwen3_moe, bfloat16", "olmoe"])
+def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
+    """Layers on torch, on CPU tensors: the same logits."""
+    model = written(CASES[name], tmp_path)
+    fix_rope(model, CONTEXT)
+    prepared = prepare(tmp_path, EngineOptions(device="cpu", kv="32bit", ctx=CONTEXT))
+    placement = replace(prepared.placement, devices=("cpu", "cuda", "cuda"))
+    host = CpuOps(ThreadPool(1), dims(prepared.config, CONTEXT, prepared.shape.chunk, LOGIT_ROWS))
+    engine, ids = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")}), text(model, 200)
+    try:
+        list(engine.model.load())
+        list(engine.prefill(ids[:190]))
+        assert_close(np.stack([engine.forward_logits([token])[0].copy() for token in ids[190:]]), oracle(model, ids)[190:])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_gemma3_is_found_under_each_prefix_it_is_published_with(prefix: str, tmp_path: Path) -> None:
+    written(Case("gemma3_text", {"head_dim": 16, "tie_word_embeddings": False}), tmp_path)
+    head = "language_model.lm_head.weight" if prefix.startswith("language") else "lm_head.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {head if name == "lm_head.weight" else prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    with TensorStore.open(tmp_path) as store:
+        found = check_tensors(read_config(tmp_path), store)
+        assert {tensor.name for roles in found.values() for tensor in roles.values()} == renamed.keys()
+        del store.tensors[head]
+        with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
+            check_tensors(read_config(tmp_path), store)
+
+
 def test_the_cases_are_what_they_say(tmp_path: Path) -> None:
     """Shards are several files, windows and scalings change the result: a comparison of equal things would show nothing."""
     case = CASES["llama, shards, older dialect"]
@@ -177,4 +185,4 @@ def test_the_cases_are_what_they_say(tmp_path: Path) -> None:
     windowed, full = (written(CASES[f"mistral, {name}"], tmp_path / name) for name in ("window over pages", "no window"))
     difference = np.abs(oracle(windowed, ids) - oracle(full, ids)).max(axis=1)
     assert difference[:150].max() < 1e-4 and difference[150:].max() > 0.1
-    assert {case.family for case in CASES.values()} == {"llama", "mistral", "qwen2", "qwen3"}
+    assert {case.family for case in CASES.values()} == set(FAMILIES)

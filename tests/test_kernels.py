@@ -18,6 +18,7 @@ from effllm.runtime.rope import RopeTable
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 96, 6, 2, 24, 137, 301
 DIMS = Dims(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, chunk=256, ctx=512, rows=64)
+AFTER = Norm("rms+1", np.linspace(-0.5, 0.5, HIDDEN, dtype=np.float32), eps=1e-6)
 TOKENS = (1, 2, FEW, FEW + 1, 33, 130)
 
 
@@ -45,7 +46,10 @@ def run_all(ops: CpuOps, parts: dict[str, Linear], norm: Norm, x: np.ndarray, ac
     outs = [y.copy() for y in ops.norm_linear(x, norm, [parts["q"], parts["k"]])]
     outs.append(ops.gated_mlp(x.copy(), norm, parts["gate"], parts["up"], parts["down"], act).copy())
     outs.append(ops.linear_add(np.ascontiguousarray(x), parts["k"], np.ones((len(x), KV_HEADS * HEAD_DIM), np.float32)).copy())
-    outs.append(ops.logits(x[-1:], norm, parts["head"], 30.0).copy())
+    outs.append(ops.gated_mlp(x.copy(), norm, parts["gate"], parts["up"], parts["down"], act, None, AFTER, 0.3).copy())
+    outs.append(ops.mlp(x.copy(), norm, parts["up"], parts["down"], act).copy())
+    outs.append(ops.mlp(x.copy(), norm, parts["up"], parts["down"], act, None, None, 0.3).copy())
+    outs.append(ops.logits(x[-1:], norm, parts["head"], 3.0, 0.5).copy())
     return outs
 
 
@@ -78,7 +82,7 @@ def test_results_do_not_depend_on_threads_or_on_few_columns(stored):
             assert all(np.array_equal(a, b) for a, b in zip(results[0][tokens], other[tokens], strict=True))
     # a token's row has the same bits whatever came with it: among few tokens, and among many
     for few, whole in ((1, FEW), (FEW + 1, 130)):
-        for a, b in zip(results[0][few][:4], results[0][whole][:4], strict=True):
+        for a, b in zip(results[0][few][:7], results[0][whole][:7], strict=True):
             assert np.array_equal(a, b[:few])
 
 
@@ -95,7 +99,9 @@ def test_tiles_longer_than_a_depth_block():
     assert np.abs(got - want).max() <= 3e-6 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("norm", (None, Norm("rms", np.linspace(0.5, 2, HEAD_DIM, dtype=np.float32), eps=1e-6)))
+@pytest.mark.parametrize("norm", (None, Norm("rms", np.linspace(0.5, 2, HEAD_DIM, dtype=np.float32), eps=1e-6),
+                                  Norm("rms", np.linspace(0.5, 2, HEADS * HEAD_DIM, dtype=np.float32), eps=1e-6)),
+                         ids=("plain", "each head", "all heads"))
 @pytest.mark.parametrize("rotary", (HEAD_DIM, HEAD_DIM - 8))
 def test_rope_heads_match_the_reference(pool, norm, rotary):
     rng = np.random.default_rng(4)
@@ -106,6 +112,25 @@ def test_rope_heads_match_the_reference(pool, norm, rotary):
     slow = CpuOps(pool, DIMS, default_registry("reference")).rope_heads(y.copy(), HEADS, HEAD_DIM, positions, table, norm)
     assert np.abs(fast - slow).max() < 5e-6
     assert not np.array_equal(fast, y)
+    if norm is not None:  # the reference's own meaning, once by hand
+        row = y[3].reshape(-1, len(norm.weight)).astype(np.float64)
+        normed = (row / np.sqrt((row * row).mean(1, keepdims=True) + norm.eps) * norm.weight).reshape(HEADS, HEAD_DIM)
+        assert np.abs(normed[:, rotary:] - slow[3].reshape(HEADS, HEAD_DIM)[:, rotary:]).max(initial=0) < 5e-6
+
+
+def test_two_rotary_tables_in_one_pass(pool):
+    """Jobs are collected and run later: each must find the angles of its own table."""
+    rng, positions = np.random.default_rng(4), np.arange(7, 47)
+    tables = [RopeTable((1 / theta ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32), 1.0, HEAD_DIM) for theta in (1e4, 1e6)]
+    y = rng.standard_normal((40, HEADS * HEAD_DIM), np.float32)
+    ops, alone = CpuOps(pool, DIMS), CpuOps(pool, DIMS)
+    several = [y.copy() for _ in range(6)]
+    with ops.together():
+        for i, each in enumerate(several):
+            ops.rope_heads(each, HEADS, HEAD_DIM, positions, tables[i % 2], None)
+    for i, each in enumerate(several):
+        assert np.array_equal(each, alone.rope_heads(y.copy(), HEADS, HEAD_DIM, positions, tables[i % 2], None))
+    assert not np.array_equal(several[0], several[1])
 
 
 @pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
@@ -114,6 +139,10 @@ def test_embed_reads_rows_in_their_stored_type(pool, stored):
     ids = np.array([0, 7, VOCAB - 1, 7])
     got = CpuOps(pool, DIMS).embed(ids, table, 2.0)
     assert np.array_equal(got, to_f32(table.parts["data"], stored)[ids] * 2)
+    learned = weight(np.random.default_rng(6), 20, HIDDEN, stored)
+    places = np.array([2, 3, 19, 0])
+    got = CpuOps(pool, DIMS).embed(ids, table, 2.0, places, learned)
+    assert np.array_equal(got, to_f32(table.parts["data"], stored)[ids] * 2 + to_f32(learned.parts["data"], stored)[places])
 
 
 def test_exp_is_accurate_and_exact_zero_below():

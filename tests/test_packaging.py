@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = ("cli", "kernels", "offload", "quant", "runtime")
 # Where the name to import differs from the name to install.
-IMPORT_NAMES = {"pyyaml": "yaml", "prompt-toolkit": "prompt_toolkit", "huggingface-hub": "huggingface_hub"}
+IMPORT_NAMES = {"pyyaml": "yaml", "prompt-toolkit": "prompt_toolkit", "huggingface-hub": "huggingface_hub", "lm-eval": "lm_eval"}
 # Brought by another declared package that is made of it: (import name, declared package).
 SAME_PROJECT = {"llvmlite": "numba"}
 # Used by name (a command, a build backend), never imported.
@@ -117,7 +117,14 @@ def test_metadata() -> None:
 
 
 def test_declared_dependencies_are_the_imported_ones() -> None:
-    assert import_names(declared()) == imported(FOLDERS, ("__init__.py", "__main__.py"), without="kernels/cuda/")
+    used = imported(FOLDERS, ("__init__.py", "__main__.py"), without="kernels/cuda/")
+    assert import_names(declared()) == used - import_names(declared("eval")) and import_names(declared("eval")) <= used
+
+
+def test_the_harness_finds_its_model() -> None:
+    module, name = PROJECT["project"]["entry-points"]["lm_eval.models"]["effllm"].split(":")
+    source = (ROOT / Path(*module.split(".")[1:])).with_suffix(".py").read_text(encoding="utf-8")
+    assert name == "EffllmLM" and f'if name == "{name}"' in source
 
 
 def test_cuda_extra_is_what_the_cuda_backend_adds() -> None:
@@ -145,7 +152,7 @@ def test_torch_is_spelled_exactly_where_the_tests_install_it() -> None:
 
 
 def test_pins_satisfy_the_declared_bounds() -> None:
-    for extra in (None, "test", "cuda", "lint"):
+    for extra in (None, "test", "cuda", "eval", "lint"):
         for name, requirement in declared(extra).items():
             assert requirement.specifier.contains(pins()[name]), f"{requirement} is pinned at {pins()[name]}"
     for requirement in map(Requirement, PROJECT["build-system"]["requires"]):

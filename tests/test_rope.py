@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from effllm.runtime.config import ROPE_KEYS, RopeConfig, parse_config
+from effllm.runtime.config import parse_config
+from effllm.runtime.config_rope import ROPE_KEYS, RopeConfig
 from effllm.runtime.rope import rope_table
 
 HEAD_DIM, POSITIONS = 32, 512

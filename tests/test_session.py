@@ -12,7 +12,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, TextDelta
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.session import NO_TEMPLATE, Session
+from effllm.runtime.session import NO_SYSTEM_ROLE, NO_TEMPLATE, Session
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -177,7 +177,7 @@ def test_save_and_load(start, tmp_path):
     assert other.messages == session.messages and other.system == "You are a wolf." and other.settings == session.settings
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
     with pytest.raises(EffllmError, match="cannot write"):
-        session.save(tmp_path / "nowhere" / "talk.json")
+        session.save(tmp_path / "talk.json" / "nowhere.json")
     for content in ("{", "[]", '{"format": "effllm-session", "version": 2}',
                     '{"format": "effllm-session", "version": 1, "messages": [{"role": 1}]}',
                     '{"format": "effllm-session", "version": 1, "messages": [], "settings": {"heat": 1}}'):
@@ -228,6 +228,51 @@ def strict(session):
 
     session.tokenizer.template = ChatTemplate(STRICT, session.tokenizer.special_tokens)
     return session
+
+
+# As Gemma's: no system role, and the assistant is called model.
+NO_SYSTEM = (
+    "{{ bos_token or '' }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+DROPS_SYSTEM = "{% for m in messages if m['role'] != 'system' %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [NO_SYSTEM, DROPS_SYSTEM], ids=["refuses", "drops"])
+def test_a_template_without_a_system_role_gets_it_in_front_of_the_first_message(start, tokenizer, monkeypatch, source):
+    from effllm.runtime.template import ChatTemplate
+
+    monkeypatch.setattr(tokenizer, "template", ChatTemplate(source, tokenizer.special_tokens))
+    session = start(system="Answer in rhymes.", max_tokens=3)
+    events = list(session.ask(QUESTION))
+    assert [event.text for event in events if isinstance(event, Notice)] == [NO_SYSTEM_ROLE]
+    assert session.messages[0] == {"role": "user", "content": QUESTION}  # the history keeps what was said
+    again = list(session.ask("Go on."))
+    assert not [event for event in again if isinstance(event, Notice)], "said once"
+    prompt = session._prompt()
+    assert prompt.count("Answer in rhymes.") == 1 and f"Answer in rhymes.\n\n{QUESTION}" in prompt
+    session.system = None
+    assert "rhymes" not in session._prompt()
+
+
+def test_folding_hides_no_other_refusal(start, tokenizer, monkeypatch):
+    from effllm.runtime.template import ChatTemplate
+
+    monkeypatch.setattr(tokenizer, "template", ChatTemplate(NO_SYSTEM, tokenizer.special_tokens))
+    session = start(system="Answer in rhymes.")
+    session.messages = [{"role": "user", "content": "one"}]
+    with pytest.raises(EffllmError, match="must alternate"):
+        list(session.ask("two"))
+    assert session.messages == [{"role": "user", "content": "one"}]
+
+
+def test_a_template_with_a_system_role_is_left_alone(start):
+    session = start(system="Answer in rhymes.", max_tokens=3)
+    assert not [event for event in session.ask(QUESTION) if isinstance(event, Notice)]
+    assert session._prompt().count("Answer in rhymes.") == 1 and f"rhymes.\n\n{QUESTION}" not in session._prompt()
 
 
 def test_a_turn_that_says_nothing_leaves_no_question_behind(start, tokenizer):

@@ -138,18 +138,38 @@ def test_gated_mlp(ops: TorchOps, act: str, stored: str) -> None:
     close(ops.to_host(result), expected)
 
 
+@pytest.mark.parametrize("kind", [None, "rms+1", "layer"])
+@pytest.mark.parametrize("factor", [1.0, 0.22])
+def test_a_branch_with_its_own_norm_and_multiplier(ops: TorchOps, kind: str | None, factor: float) -> None:
+    x, (norm, meaning) = normal(8, 3, 32), norm_pair(ops, "layer", 32, bias=True)
+    up, down = parameter(ops, 20, 80, 32, "bf16", True), parameter(ops, 22, 32, 80, "bf16", True)
+    after, after_meaning = (None, None) if kind is None else norm_pair(ops, kind, 32)
+    hidden = reference.activate(up(reference.normalise(x, *meaning)), "relu")
+    stream, seen = ops.from_host(x), []
+    assert ops.mlp(stream, norm, up.linear, down.linear, "relu", lambda h: seen.append(ops.to_host(h).copy()), after, factor) is stream
+    close(seen[0], hidden)
+    close(ops.to_host(stream), reference.add_branch(x, down(hidden), after_meaning, factor), 4e-6)
+
+
+def test_embed_with_learned_positions(ops: TorchOps) -> None:
+    table, learned = parameter(ops, 3, 50, 12, "bf16"), parameter(ops, 4, 20, 12, "f16")
+    ids, places = np.array([4, 49, 0]), np.array([2, 3, 19])
+    x = ops.embed(ids, table.linear.weight, 0.5, places, learned.linear.weight)
+    close(ops.to_host(x), table.values[ids] * 0.5 + learned.values[places])
+
+
 def test_an_unknown_activation_is_refused(ops: TorchOps) -> None:
     square = parameter(ops, 1, 4, 4).linear
     with pytest.raises(ValueError, match="swish"):
         ops.gated_mlp(ops.from_host(normal(1, 1, 4)), Norm("none"), square, square, square, "swish")
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_logits(ops: TorchOps, softcap: float | None) -> None:
+@pytest.mark.parametrize("softcap, scale", [(None, 1.0), (1.5, 1.0), (1.5, 0.125)])
+def test_logits(ops: TorchOps, softcap: float | None, scale: float) -> None:
     x, (norm, meaning), head = normal(9, 2, 32), norm_pair(ops, "rms", 32), parameter(ops, 25, 101, 32, "bf16")
-    scores = head(reference.normalise(x, *meaning))
+    scores = head(reference.normalise(x, *meaning)) * scale
     expected = softcap * np.tanh(scores / softcap) if softcap else scores
-    close(ops.to_host(ops.logits(ops.from_host(x), norm, head.linear, softcap)), expected)
+    close(ops.to_host(ops.logits(ops.from_host(x), norm, head.linear, softcap, scale)), expected)
 
 
 @pytest.mark.parametrize("rotary", [None, 8, 16])
@@ -170,6 +190,18 @@ def test_rope_heads(ops: TorchOps, rotary: int | None, with_norm: bool) -> None:
         result = ops.rope_heads(held, heads, width, positions, table, norm if with_norm else None)
         assert result is held
         close(ops.to_host(result), expected.reshape(y.shape))
+
+
+def test_a_norm_of_all_heads_together_and_two_tables_in_turn(ops: TorchOps) -> None:
+    heads, width, positions = 3, 16, np.array([0, 5, 6, 1000], np.int64)
+    norm, meaning = norm_pair(ops, "rms", heads * width)
+    tables = [RopeTable((theta ** (-np.arange(0, width, 2) / width)).astype(np.float32), 1.0, width) for theta in (1e4, 1e6)]
+    y = normal(11, len(positions), heads * width)
+    for table in (*tables, *tables):
+        angles = (positions.astype(np.float32)[:, None] * table.inv_freq).astype(np.float64)
+        normed = reference.normalise(y, *meaning).reshape(len(positions), heads, width)
+        result = ops.rope_heads(ops.from_host(y), heads, width, positions, table, norm)
+        close(ops.to_host(result), reference.rotate_heads(normed, np.cos(angles), np.sin(angles)).reshape(y.shape))
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------------

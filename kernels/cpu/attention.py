@@ -1,4 +1,4 @@
-"""Attention over a grid of page blocks, and the small kernels around it: rotary heads, writing K and V.
+"""Attention over a grid of page blocks, and writing K and V into them.
 
 The cache is a table of blocks in position order: sinks, sealed pages, open pages. Each block gives a partial (o, m, l) for each
 query row, with m the block's own maximum, and partials merge in table order. That is the whole definition, so the answer does not
@@ -14,7 +14,7 @@ from numba import float32
 
 from ..compile import inlined, kernel
 from ..layout import F32, HEADER_NBYTES, PAGE
-from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half, normalise
+from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, row_maximum, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 
@@ -299,32 +299,6 @@ def attend_few_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) ->
     broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     rows = -(-tokens * (heads // kv_heads) // LOW_ROWS) * LOW_ROWS
     return rows * (head_dim + PAGE + broad) + PAGE * (head_dim + broad)
-
-
-# Slots of `rope_heads`: y in place [T, heads * head_dim]; cos and sin [T, rotary / 2]; per-head norm first when NORM is set.
-R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_EPS = range(10)
-
-
-@kernel({"contract"})
-def rope_heads(args, worker, counter):
-    """Per-head norm, then rotate-half on the first ROTARY channels. Blocks are tokens."""
-    a = i64_at(args)
-    heads, depth, half = a[R_HEADS], a[R_DIM], a[R_ROTARY] // 2
-    eps = float32(f64_at(args)[R_EPS])
-    while True:
-        t = fetch_add(counter, 1)
-        if t >= a[R_TOKENS]:
-            return
-        cos, sin = f32_at(a[R_COS] + 4 * t * half), f32_at(a[R_SIN] + 4 * t * half)
-        for head in range(heads):
-            address = a[R_Y] + 4 * (t * heads + head) * depth
-            if a[R_NORM] != 0:
-                normalise(address, address, depth, a[R_NORM], a[R_WEIGHT], 0, eps)
-            y, z = f32_at(address), f32_at(address + 4 * half)
-            for i in range(half):
-                low, high = y[i], z[i]
-                y[i] = low * cos[i] - high * sin[i]
-                z[i] = high * cos[i] + low * sin[i]
 
 
 # Slots of `write_kv`: K and V [T, kv_heads * head_dim]; SLOTS and ROWS say per token which exact slot and which row of it.

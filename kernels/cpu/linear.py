@@ -172,25 +172,3 @@ def many_columns(args, worker, counter):
             for row in range(rows):
                 value = _biased(c[row * columns + t], bias, first + row)
                 out[t * stride + first + row] = value + out[t * stride + first + row] if mode == ADD else value
-
-
-@kernel()
-def gate_rows(args, worker, counter):
-    """y[i] = act(gate[i]) * up[i] over TOKENS rows of DEPTH values. Blocks are rows.
-
-    X is the gate, slot FIRST + WEIGHT the up rows, FIRST + OUT y.
-    """
-    a = i64_at(args)
-    depth, act = a[DEPTH], a[ACT]
-    while True:
-        row = fetch_add(counter, 1)
-        if row >= a[TOKENS]:
-            return
-        start = 4 * row * depth
-        gate, up, out = f32_at(a[X] + start), f32_at(a[FIRST + WEIGHT] + start), f32_at(a[FIRST + OUT] + start)
-        if act == 0:  # the loop-invariant branch is taken out here so that the common case is vectorised
-            for i in range(depth):
-                out[i] = activate(gate[i], 0) * up[i]
-        else:
-            for i in range(depth):
-                out[i] = activate(gate[i], act) * up[i]

@@ -56,7 +56,8 @@ def declines_lookup(call: Call) -> str:
 
 def one_way(linears: Sequence[Linear]) -> bool:
     """Can a gated pair be one job?"""
-    return len({(each.weight.spec.scheme == "codebook", each.weight.spec.group < TILE, gemm.way_of(each.weight.spec.bits))
+    return len({each.weight.spec.scheme if each.weight.spec.is_raw else
+                (each.weight.spec.scheme == "codebook", each.weight.spec.group < TILE, gemm.way_of(each.weight.spec.bits))
                 for each in linears}) == 1
 
 

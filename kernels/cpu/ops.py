@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +19,12 @@ from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
 from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, linear, low_bit, packed
+from . import attention, linear, low_bit, moe, packed, rows
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .jobs import Jobs
+from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
     from ...quant.weight import Linear, Norm, Weight
@@ -33,8 +34,6 @@ if TYPE_CHECKING:  # records of the layer above; the kernels read their fields a
 FEW = 8
 MOST_JOBS = 4096
 LOW_BIT = "low-bit matrix"
-# Below this many multiply-adds a job costs less than waking the other threads.
-SHARE_FROM = 16_384
 
 
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
@@ -47,19 +46,12 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
                   attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide))
     blocks = dims.ctx // attention.PAGE + 3
-    return {"x": chunk * dims.hidden, "y0": chunk * dims.heads * dims.head_dim, "y1": chunk * dims.kv_heads * dims.head_dim,
-            "y2": chunk * dims.kv_heads * dims.head_dim, "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn,
-            "up": chunk * dims.ffn, "panels": columns * wide, "low_panels": low_bit.panel_floats(chunk, wide),
-            "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2)}
-
-
-def _turn(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray | int) -> None:
-    """cos and sin float32 [T, rotary_dim / 2] of positions, in place."""
-    angles = np.asarray(positions, np.float32).reshape(-1, 1) * table.inv_freq
-    scale = np.float32(table.attention_scaling)
-    np.multiply(np.cos(angles), scale, out=cos)
-    np.multiply(np.sin(angles), scale, out=sin)
+    # y0 takes the queries, and later in a layer a branch on its way to the stream
+    return {"x": chunk * dims.hidden, "y0": chunk * max(dims.heads * dims.head_dim, dims.hidden),
+            "y1": chunk * dims.kv_heads * dims.head_dim, "y2": chunk * dims.kv_heads * dims.head_dim,
+            "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
+            "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
+            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2), **moe.plan_workspace(dims, chunk)}
 
 
 def _compiled(call: Call) -> str:
@@ -91,8 +83,11 @@ def default_registry(only: str | None = None, exact: bool = False) -> Registry:
         Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few(low_bit.declines, packed.MOST_COLUMNS), low_bit.run_few),
         Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines, low_bit.run_many),
         Candidate(LOW_BIT, "NumPy reference", never, CpuOps._reference, fallback=True),
-        Candidate("rotate", "compiled", _compiled, CpuOps._rotate),
-        Candidate("rotate", "NumPy reference", never, CpuOps._rotate_reference, fallback=True),
+        Candidate("moe", "compiled", _compiled, moe.run),
+        Candidate("moe", "NumPy reference", never, moe.run_reference, fallback=True),
+        *(each for op, fast, slow in (("rotate", rows.rotate, rows.rotate_reference), ("activate", rows.gate, rows.gate_reference),
+                                      ("add", rows.add, rows.add_reference))
+          for each in (Candidate(op, "compiled", _compiled, fast), Candidate(op, "NumPy reference", never, slow, fallback=True))),
         Candidate("attend", "compiled", _native, LayerPages.compiled),
         Candidate("attend", "compiled, half by shifts", _compiled, LayerPages.compiled, fallback=True),
         Candidate("attend", "NumPy reference", never, LayerPages.reference, fallback=True),
@@ -131,74 +126,95 @@ class CpuOps(Jobs):
         self.args = np.zeros(low_bit.BLOCK_SIZE, np.int64)
         self.reals = self.args.view(np.float64)
         self.where, self.at = address(self.args), self.workspace.address
-        self._angles: tuple[object, object, np.ndarray, np.ndarray] | None = None
-        self._angles_at = (0, 0)
+        self._angles: dict[int, Angles] = {}
         self._step_arrays: dict[int, tuple[np.ndarray, np.ndarray, tuple[int, int]]] = {}
         # Scratch of worker w begins `scratch_stride` * w bytes after `scratch`.
         self.scratch, self.partials = address(self.workspace.take("scratch", 1)), address(self.workspace.take("partials", 1))
         self.scratch_stride = 4 * (self.workspace.floats["scratch"] // pool.workers // 16 * 16)
-        self._rotate_with = self.registry.select(Call("rotate")).candidate.run
+        self._rotate_with, self._add_with = (self.registry.select(Call(op)).candidate.run for op in ("rotate", "add"))
         self._run: dict[tuple[str, bool, str], Callable] = {}
         self._jobs: dict[tuple[int, int, int, int], _Job] = {}
+        self.mixtures = moe.Prepared()
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
 
-    def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0) -> np.ndarray:
-        """Rows of the embedding table as the residual stream x[T, D]."""
+    def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0, places: np.ndarray | None = None,
+              learned: Weight | None = None) -> np.ndarray:
+        """Rows of the embedding table as the residual stream x[T, D], plus rows `places` of a raw table of `learned` positions."""
         x = self.workspace.take("x", len(ids), table.shape[1])
-        if not table.spec.is_raw:
-            low_bit.embed(self, ids, table, scale, x)
-            return x
-        rows = table.parts["data"][ids]
-        if table.spec.scheme == "bf16":
-            np.left_shift(rows, 16, out=x.view(np.uint32), dtype=np.uint32)
+        if table.spec.is_raw:
+            _raw_rows(table, ids, x)
+            if scale != 1.0:
+                x *= np.float32(scale)
         else:
-            x[:] = rows.view(np.float16) if table.spec.scheme == "f16" else rows
-        if scale != 1.0:
-            x *= np.float32(scale)
+            low_bit.embed(self, ids, table, scale, x)
+        if learned is not None:
+            self.flush()
+            x += _raw_rows(learned, places, self.workspace.take("y0", *x.shape))
         return x
 
-    def norm_linear(self, x: np.ndarray, norm: Norm, linears: Sequence[Linear]) -> list[np.ndarray]:
-        """[norm(x) @ W.T + b for each], one pass over x."""
+    def norm_linear(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]) -> list[np.ndarray]:
+        """[norm(x) @ W.T + b for each], one pass over x; without a norm x as it is."""
         if (outs := self._remembered(x, norm, linears, linear.PLAIN, "none")) is not None:
             return outs
         outs = [self.workspace.take(f"y{i}", len(x), each.weight.shape[0]) for i, each in enumerate(linears)]
         self._matrix(x, norm, linears, outs, linear.PLAIN, "none")
         return outs
 
-    def linear_add(self, x: np.ndarray, each: Linear, residual: np.ndarray) -> np.ndarray:
-        """residual + x @ W.T + b, in place."""
-        if self._remembered(x, None, (each,), linear.ADD, "none", residual) is None:
+    def linear_add(self, x: np.ndarray, each: Linear, residual: np.ndarray, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
+        """residual + factor * after(x @ W.T + b), in place; no norm without `after`."""
+        if after is not None or factor != 1.0:
+            (branch,) = self.norm_linear(x, None, (each,))
+            self._add_with(self, branch, after, residual, factor)
+        elif self._remembered(x, None, (each,), linear.ADD, "none", residual) is None:
             self._matrix(x, None, [each], [residual], linear.ADD, "none")
         return residual
 
     def gated_mlp(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
-                  see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
-        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place. `see` is shown what goes into `down`."""
+                  see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
+        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what goes
+        into `down`."""
         outs = self._remembered(x, norm, (gate, up), linear.GATED, act)
         if outs is None:
             outs = [self.workspace.take("gate", len(x), gate.weight.shape[0])]
             self._matrix(x, norm, [gate, up], outs, linear.GATED, act)
         if see is not None:
             see(outs[0])
-        return self.linear_add(outs[0], down, x)
+        return self.linear_add(outs[0], down, x, after, factor)
 
-    def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None) -> np.ndarray:
-        """Scores of the next token, float32 [T, V]; T at most `dims.rows`."""
+    def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[np.ndarray], None] | None = None,
+            after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
+        """`gated_mlp` without a gate: x + down(act(up(n)))."""
+        if (outs := self._remembered(x, norm, (up,), linear.PLAIN, "none")) is None:
+            outs = [self.workspace.take("gate", len(x), up.weight.shape[0])]
+            self._matrix(x, norm, [up], outs, linear.PLAIN, "none")
+        self.gate(outs[0], None, act)
+        if see is not None:
+            see(outs[0])
+        return self.linear_add(outs[0], down, x, after, factor)
+
+    moe = moe.moe
+
+    def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
+        """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""
         if (outs := self._remembered(x, norm, (head,), linear.PLAIN, "none")) is None:
             outs = [self.workspace.take("logits", len(x), head.weight.shape[0])]
             self._matrix(x, norm, [head], outs, linear.PLAIN, "none")
         out = outs[0]
         self.flush()
-        return np.tanh(out / softcap, out=out) * np.float32(softcap) if softcap else out
+        if scale != 1.0:
+            out *= np.float32(scale)
+        if softcap:
+            out /= np.float32(softcap)
+            np.tanh(out, out=out)
+            out *= np.float32(softcap)
+        return out
 
     def rope_heads(self, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
                    norm: Norm | None) -> np.ndarray:
-        """Per-head norm if any, then rotary position on y[T, heads * head_dim], in place."""
-        if table is None and norm is None:
-            return y
-        cos, sin = self._cos_sin(positions, table)
-        self._rotate_with(self, y, heads, head_dim, cos, sin, norm)
+        """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
+        if table is not None or norm is not None:
+            self._rotate_with(self, y, heads, head_dim, rows.angles_of(self, self._angles, positions, table), norm)
         return y
 
     # -- running kernels -------------------------------------------------------------------------------------------------------
@@ -253,39 +269,40 @@ class CpuOps(Jobs):
         self.run(job.kernel, job.where, job.parallel)
         return job.outs
 
-    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
-        """Run a stage as one job, or as a job per kind of weight where several meet."""
+    def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
+                columns: int = 0) -> None:
+        """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
         kinds = [low_bit.kind_of(each.weight) for each in linears]
-        kind, spec = kinds[0], linears[0].weight.spec
-        if len(set(kinds)) > 1 or (kind and mode == linear.GATED and not low_bit.one_way(linears)):
-            self._mixed(x, norm, linears, outs, mode, act, kinds)
-            return
+        if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.one_way(linears)):
+            self._mixed(x, norm, linears, outs, mode, act, kinds, columns)
+        else:
+            self._runner(linears[0], columns or len(x), act)(self, x, norm, linears, outs, mode, act)
+
+    def _runner(self, each: Linear, columns: int, act: str) -> Callable:
+        """What multiplies a matrix like `each` with so many tokens."""
+        kind, spec = low_bit.kind_of(each.weight), each.weight.spec
         limit = packed.MOST_COLUMNS if kind else FEW
-        key = (kind, spec.scheme, len(x) <= limit, act)
+        key = (kind, spec.scheme, columns <= limit, act)
         if key not in self._run:
-            op, columns = LOW_BIT if kind else "matrix", limit if key[2] else limit + 1
-            call = Call(op, spec.scheme, columns, act, spec.bits, kind == low_bit.LOOKED_UP)
+            call = Call(LOW_BIT if kind else "matrix", spec.scheme, min(columns, limit + 1), act, spec.bits, kind == low_bit.LOOKED_UP)
             self._run[key] = self.registry.select(call).candidate.run
-        self._run[key](self, x, norm, linears, outs, mode, act)
+        return self._run[key]
 
     def _mixed(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
-               kinds: Sequence[int]) -> None:
+               kinds: Sequence[int], columns: int) -> None:
         if mode != linear.GATED:
             for kind in dict.fromkeys(kinds):
                 chosen = [i for i, own in enumerate(kinds) if own == kind]
-                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act)
+                self._matrix(x, norm, [linears[i] for i in chosen], [outs[i] for i in chosen], mode, act, columns)
             return
         gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
-        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act)
-        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act)
+        self._matrix(x, norm, linears[:1], [gate], linear.PLAIN, act, columns)
+        self._matrix(x, norm, linears[1:], [up], linear.PLAIN, act, columns)
         self.gate(gate, up, act)
 
-    def gate(self, gate: np.ndarray, up: np.ndarray, act: str) -> None:
-        """gate = act(gate) * up."""
-        self.args[: linear.FIRST + linear.FIELDS] = 0
-        self.args[[linear.X, linear.TOKENS, linear.DEPTH, linear.ACT]] = self.at(gate), *gate.shape, ACTIVATIONS[act]
-        self.args[[linear.FIRST + linear.WEIGHT, linear.FIRST + linear.OUT]] = self.at(up), self.at(gate)
-        self.run(linear.gate_rows, self.where, True, self.args)
+    def gate(self, gate: np.ndarray, up: np.ndarray | None, act: str) -> None:
+        """gate = act(gate) * up, or act(gate)."""
+        self.registry.select(Call("activate", act=act)).candidate.run(self, gate, up, act)
 
     def _fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
               outs: Sequence[np.ndarray]) -> None:
@@ -342,28 +359,12 @@ class CpuOps(Jobs):
             for out, result in zip(outs, results):
                 out[:] = result
 
-    # -- rotary heads ----------------------------------------------------------------------------------------------------------
 
-    def _cos_sin(self, positions: np.ndarray, table: RopeTable | None) -> tuple[np.ndarray, np.ndarray]:
-        """Tables for these positions, made once per step: every layer asks with the same arrays."""
-        if self._angles is None or self._angles[0] is not positions or self._angles[1] is not table:
-            cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
-            if table is not None:
-                _turn(table, cos, sin, positions)
-            self._angles, self._angles_at = (positions, table, cos, sin), (address(cos), address(sin))
-            if table is not None:
-                self.refresh(partial(_turn, table, cos, sin))
-        return self._angles[2], self._angles[3]
-
-    def _rotate(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
-        self.args[:9] = (self.at(y), len(y), heads, head_dim, 2 * cos.shape[1], self._angles_at[0], self._angles_at[1],
-                          0 if norm is None else NORMS[norm.kind], 0 if norm is None else address(norm.weight))
-        self.reals[attention.R_EPS] = 0.0 if norm is None else norm.eps
-        self.run(attention.rope_heads, self.where, y.size >= SHARE_FROM, self.args)
-
-    def _rotate_reference(self, y: np.ndarray, heads: int, head_dim: int, cos: np.ndarray, sin: np.ndarray, norm: Norm | None) -> None:
-        self.flush()
-        split = y.reshape(len(y), heads, head_dim)
-        result = split if norm is None else reference.normalise(split, norm.kind, norm.weight, norm.bias, norm.eps)
-        split[:] = reference.rotate_heads(result, cos, sin)
-
+def _raw_rows(table: Weight, ids: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Rows of a raw table as float32, into `out`."""
+    rows = table.parts["data"][ids]
+    if table.spec.scheme == "bf16":
+        np.left_shift(rows, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        out[:] = rows.view(np.float16) if table.spec.scheme == "f16" else rows
+    return out

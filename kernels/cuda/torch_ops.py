@@ -15,11 +15,12 @@ import torch
 from torch.nn import functional
 
 from ..layout import STORED_TYPES, PageLayout
+from ..reference_moe import Routed, visits
 from ..registry import Call, Candidate, Registry
 from .pages import TorchLayerPages
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Linear, Norm, Weight
+    from ...quant.weight import Expert, Linear, Norm, Weight
     from ...runtime.rope import RopeTable
 
 TILE = 1 << 24  # weights widened at once: 64 MiB of float32
@@ -49,6 +50,12 @@ def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return x * scale * (norm.weight + 1.0 if norm.kind == "rms+1" else norm.weight)
 
 
+def _activated(x: torch.Tensor, act: str) -> torch.Tensor:
+    if act not in ACTIVATE:
+        raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
+    return ACTIVATE[act](x)
+
+
 def default_registry() -> Registry:
     """One way per stored type; torch picks the kernel beneath."""
     stored = lambda kinds: lambda call: "" if call.stored in kinds else f"no product with {call.stored}"  # noqa: E731
@@ -64,54 +71,80 @@ class TorchOps:
     def __init__(self, device: str, registry: Registry | None = None) -> None:
         self.device = torch.device(device)
         self.registry = registry or default_registry()
-        self._angles: tuple[object, object, torch.Tensor, torch.Tensor] | None = None
+        self._angles: dict[int, tuple[object, object, torch.Tensor, torch.Tensor]] = {}
         self._uploads: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
 
     def close(self) -> None:
         """Let go of what was kept between steps."""
-        self._angles = None
+        self._angles.clear()
         self._uploads.clear()
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
 
-    def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0) -> torch.Tensor:
-        """Rows of the embedding table as the residual stream x[T, D]."""
-        return table.parts["data"][torch.from_numpy(ids).to(self.device)].to(torch.float32, copy=True) * scale
+    def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0, places: np.ndarray | None = None,
+              learned: Weight | None = None) -> torch.Tensor:
+        """Rows of the embedding table as the residual stream x[T, D], plus rows `places` of a table of `learned` positions."""
+        x = self._rows(table, ids) * scale
+        return x if learned is None else x + self._rows(learned, places)
 
     def norm_linear(self, x: torch.Tensor, norm: Norm, linears: Sequence[Linear]) -> list[torch.Tensor]:
         """[norm(x) @ W.T + b for each]."""
         n = normalise(x, norm)
         return [self._linear(n, each) for each in linears]
 
-    def linear_add(self, x: torch.Tensor, each: Linear, residual: torch.Tensor) -> torch.Tensor:
-        """residual + x @ W.T + b, in place."""
-        return residual.add_(self._linear(x, each))
+    def linear_add(self, x: torch.Tensor, each: Linear, residual: torch.Tensor, after: Norm | None = None,
+                   factor: float = 1.0) -> torch.Tensor:
+        """residual + factor * after(x @ W.T + b), in place; no norm without `after`."""
+        branch = self._linear(x, each)
+        return residual.add_(branch if after is None else normalise(branch, after), alpha=factor)
 
     def gated_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
-                  see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
-        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place. `see` is shown what goes into `down`.
-
-        Raises ValueError for an unknown activation.
-        """
-        if act not in ACTIVATE:
-            raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
+                  see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
+        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what goes
+        into `down`. Raises ValueError for an unknown activation."""
         n = normalise(x, norm)
-        hidden = ACTIVATE[act](self._linear(n, gate)).mul_(self._linear(n, up))
-        if see is not None:
-            see(hidden)
-        return self.linear_add(hidden, down, x)
+        return self._down(_activated(self._linear(n, gate), act).mul_(self._linear(n, up)), down, x, see, after, factor)
 
-    def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None) -> torch.Tensor:
-        """Scores of the next token, float32 [T, V]."""
-        out = self._linear(normalise(x, norm), head)
+    def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[torch.Tensor], None] | None = None,
+            after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
+        """`gated_mlp` without a gate: x + down(act(up(n)))."""
+        return self._down(_activated(self._linear(normalise(x, norm), up), act), down, x, see, after, factor)
+
+    def moe(self, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
+            see: Callable[[Routed], None] | None = None) -> torch.Tensor:
+        """x + sum over the `top_k` experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place; as in
+        `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
+        n = normalise(x, norm)
+        logits = self._linear(n, router)
+        chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
+        shares = logits.gather(1, chosen).softmax(1) if renormalise else logits.softmax(1).gather(1, chosen)
+        offsets, tokens, places = visits(chosen.cpu().numpy(), len(experts))
+        rows, at = torch.from_numpy(tokens).to(x.device), torch.from_numpy(places).to(x.device)
+        hidden = torch.empty(len(tokens), experts[0].gate.weight.shape[0], device=x.device)
+        results = torch.empty(len(tokens), x.shape[1], device=x.device)
+        for e in np.flatnonzero(np.diff(offsets)):
+            expert, mine = experts[e], slice(offsets[e], offsets[e + 1])
+            inputs = n[rows[mine]]
+            hidden[mine] = _activated(self._linear(inputs, expert.gate), act).mul_(self._linear(inputs, expert.up))
+            results[mine] = self._linear(hidden[mine], expert.down)
+        if see is not None:
+            see(Routed(offsets, tokens, hidden))
+        for j in range(top_k):  # a token's experts in rising order, whatever runs beside it
+            x.addcmul_(shares[:, j, None], results[at[:, j]])
+        return x
+
+    def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
+        """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped."""
+        out = self._linear(normalise(x, norm), head) * scale
         return softcap * torch.tanh(out / softcap) if softcap else out
 
     def rope_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
                    norm: Norm | None) -> torch.Tensor:
-        """Per-head norm if any, then rotary position on y[T, heads * head_dim], in place."""
+        """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
         split = y.view(len(y), heads, head_dim)
         if norm is not None:
-            split.copy_(normalise(split, norm))
+            groups = y.view(len(y), -1, len(norm.weight))
+            groups.copy_(normalise(groups, norm))
         if table is not None:
             cos, sin = self._cos_sin(positions, table)
             half = cos.shape[-1]
@@ -148,6 +181,15 @@ class TorchOps:
 
     # -- beneath ---------------------------------------------------------------------------------------------------------------
 
+    def _rows(self, table: Weight, ids: np.ndarray) -> torch.Tensor:
+        return table.parts["data"][torch.from_numpy(ids).to(self.device)].to(torch.float32, copy=True)
+
+    def _down(self, hidden: torch.Tensor, down: Linear, x: torch.Tensor, see: Callable[[torch.Tensor], None] | None, after: Norm | None,
+              factor: float) -> torch.Tensor:
+        if see is not None:
+            see(hidden)
+        return self.linear_add(hidden, down, x, after, factor)
+
     def _linear(self, x: torch.Tensor, each: Linear) -> torch.Tensor:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
@@ -165,9 +207,14 @@ class TorchOps:
         return out if bias is None else out.add_(bias)
 
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables [T, 1, R/2] for these positions, made once per step on the host, so that every backend turns by the same angles."""
-        if self._angles is None or self._angles[0] is not positions or self._angles[1] is not table:
+        """cos and sin [T, 1, R/2] for these positions, made once per step and table on the host, so that every backend turns by the same
+        angles."""
+        known = self._angles.get(id(table))
+        if known is None or known[0] is not positions or known[1] is not table:
             angles = positions.astype(np.float32)[:, None] * table.inv_freq
             scale = np.float32(table.attention_scaling)
-            self._angles = (positions, table, *(self.from_host(each * scale)[:, None] for each in (np.cos(angles), np.sin(angles))))
-        return self._angles[2], self._angles[3]
+            if len(self._angles) >= UPLOADS:
+                self._angles.clear()
+            known = (positions, table, *(self.from_host(each * scale)[:, None] for each in (np.cos(angles), np.sin(angles))))
+            self._angles[id(table)] = known
+        return known[2], known[3]

@@ -2,7 +2,8 @@
 
 An input that is multiplied by 1/f while its column of weights is multiplied by f changes nothing, and a column that matters more is
 rounded more finely. f costs nothing where what makes the input can be divided: a norm's weight (input_norm -> q, k, v and post_norm ->
-gate, up), or a projection's rows (v -> o, one f for a channel of a KV head and of all query heads that read it; up -> down).
+gate, up), or a projection's rows (v -> o, one f for a channel of a KV head and of all query heads that read it; up -> down, where a gate
+or nothing but ReLU lies between, which commute with f). A norm that a family lacks, or has behind a projection, makes no pair.
 f_k = power_k**a / weight_k**b, power the root mean square of the input and weight the largest in its column; of a few exponents each
 pair takes those that leave the least error in its outputs: b = 1 - a is SmoothQuant's choice, b = 0 that of AWQ (arXiv 2306.00978).
 Then `rtn` rounds.
@@ -31,14 +32,15 @@ ROWS = 1024  # rows of a matrix that judge an exponent
 
 @dataclass(frozen=True)
 class Layout:
-    """What the folding must know of a layer: query heads, KV heads, their width, the kind of its norms and the type in which they, and
-    biases, are stored."""
+    """What the folding must know of a layer: query heads, KV heads, their width, the kind of its norms, the type in which they, and
+    biases, are stored, and the activation of its MLP."""
 
     heads: int
     kv_heads: int
     head_dim: int
     norm_kind: str = "rms"
     stored: str = "bf16"
+    act: str = "silu"
 
 
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: object = None) -> Codes:
@@ -54,8 +56,11 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
     what it did, but for rounding. A pair whose readers are all kept raw, or whose norm is of a kind without weights, is left as it is.
     """
     changed = dict(tensors)
-    for maker, readers in PAIRS:
+    for maker, all_readers in PAIRS:
+        readers = [reader for reader in all_readers if reader in tensors]
         if maker not in tensors or all(specs[reader].is_raw for reader in readers):
+            continue
+        if maker == "up" and "gate" not in tensors and layout.act != "relu":
             continue
         factors = best_factors(maker, [checked(changed[reader]) for reader in readers], [specs[reader] for reader in readers],
                                stats[readers[0]], layout, pool)

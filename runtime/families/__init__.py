@@ -3,8 +3,11 @@
 A family says which config keys it uses, which tensors it has by role, and how a block computes over the ops of a backend. To add
 one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
 
-Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, post_norm, gate, up, down, and `<role>_bias`. Outside the layers:
-embed, norm, head (absent where it is the embedding).
+Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
+post_norm come before attention and MLP, `<matrix>_norm` after that matrix. In a mixture router and `experts.<number>.<role>` take the
+place of gate, up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding).
+
+A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's.
 """
 
 from __future__ import annotations
@@ -19,25 +22,36 @@ import numpy as np
 from ..config_reader import ConfigError, Keys, show
 
 if TYPE_CHECKING:
-    from ...quant.weight import Linear, Norm
+    from ...quant.weight import Expert, Linear, Norm
     from ..cache import LayerCache
     from ..config import ModelConfig
     from ..rope import RopeTable
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi3", "qwen2", "qwen3",
+            "qwen3_moe", "smollm3")
+COMPOSITE: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A tensor that a checkpoint must hold: its name there and its shape."""
+    """A tensor that a checkpoint must hold: its name there and its shape; `also` are other names under which it is published.
+
+    `part_of`: where no tensor has the name, (name, first row, rows) of a stored one of which this is a range of rows.
+    """
 
     name: str
     shape: tuple[int, ...]
+    also: tuple[str, ...] = ()
+    part_of: tuple[str, int, int] | None = None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are per head, over head_dim."""
+    """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
+
+    A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
+    has neither gate, up nor down.
+    """
 
     input_norm: Norm
     q: Linear
@@ -47,13 +61,32 @@ class LayerWeights:
     k_norm: Norm | None
     o: Linear
     post_norm: Norm
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: Linear | None
+    up: Linear | None
+    down: Linear | None
+    o_norm: Norm | None = None
+    down_norm: Norm | None = None
+    router: Linear | None = None
+    experts: tuple[Expert, ...] = ()
+
+
+def expert_role(expert: int, role: str) -> str:
+    """The role of an expert's gate, up or down."""
+    return f"experts.{expert}.{role}"
+
+
+def expert_of(role: str) -> int | None:
+    """The expert that a role belongs to, None for one of the layer."""
+    return int(role.split(".")[1]) if role.startswith("experts.") else None
+
+
+def kind_of(role: str) -> str:
+    """A role without its expert: gate for `experts.7.gate`."""
+    return role.rpartition(".")[2]
 
 
 class Family(Protocol):
-    """What a module of this folder defines."""
+    """What a module of this folder defines. Its lists of keys go before those of `config.py`, which hold for every family."""
 
     KEYS_USED: frozenset[str]
     KEYS_HARMLESS: frozenset[str]
@@ -69,5 +102,5 @@ class Family(Protocol):
 def get(model_type: str) -> Family:
     """The family of a `model_type`. Raises ConfigError naming it and those that are known."""
     if model_type not in FAMILIES:
-        raise ConfigError(f"model type {show(model_type)} is not supported", f"known: {', '.join(FAMILIES)}")
+        raise ConfigError(f"model type {show(model_type)} is not supported", f"known: {', '.join(sorted((*FAMILIES, *COMPOSITE)))}")
     return import_module(f".{model_type}", __name__)

@@ -1,7 +1,8 @@
 """Llama 2, 3, 3.1, 3.2 and their many relatives: the pre-norm decoder block with grouped-query attention and a gated MLP.
 
-The math of a block is written here once. The other families in this folder are this one with other biases, norms or windows, all
-of which are data: a bias sits in its Linear, a per-head norm is an argument of `rope_heads`, a window is bound in the cache.
+The math of a block is written here once. The other families in this folder are this one with other biases, norms, multipliers or
+windows, all of which are data: a bias sits in its Linear, a norm of q and k is an argument of `rope_heads`, a norm after a matrix and a
+multiplier of `linear_add`; windows, scales and caps of scores are bound in the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     }
     norms = {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
     if config.qk_norm:
-        norms |= {"q_norm": ("self_attn.q_norm", head_dim), "k_norm": ("self_attn.k_norm", head_dim)}
+        widths = (q, kv) if config.qk_norm_whole else (head_dim, head_dim)
+        norms |= {"q_norm": ("self_attn.q_norm", widths[0]), "k_norm": ("self_attn.k_norm", widths[1])}
     prefix = f"model.layers.{layer}."
     rules = {role: TensorRule(f"{prefix}{name}.weight", (size,)) for role, (name, size) in norms.items()}
     for role, (name, out, width, biased) in linears.items():
@@ -60,7 +62,23 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the
-    rotation, attn_out and mlp_hidden before `o` and `down`."""
+    rotation, attn_out and mlp_hidden before `o` and `down`; of experts the visits (`Routed`) instead of mlp_hidden."""
+    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    tap("mlp_in", layer, x)
+    if w.experts:
+        own = config.mixture
+        see = partial(tap, "visits", layer)
+        x = ops.moe(x, w.post_norm, w.router, w.experts, own.per_token, own.renormalise, config.hidden_act, see)
+    else:
+        see, factor = partial(tap, "mlp_hidden", layer), config.residual_multiplier
+        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor)
+    tap("block_out", layer, x)
+    return x
+
+
+def attention(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+              layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """The first half of a block."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * head_dim], [T, KVH * head_dim] twice
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, w.q_norm)
@@ -70,8 +88,4 @@ def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np
     tap("v", layer, v)
     attended = kv.attend(q, k, v)  # [T, H * head_dim]
     tap("attn_out", layer, attended)
-    x = ops.linear_add(attended, w.o, x)
-    tap("mlp_in", layer, x)
-    x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
-    tap("block_out", layer, x)
-    return x
+    return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config import Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .llama import block, layer_tensors, outer_tensors
 
@@ -19,4 +19,4 @@ def config(keys: Keys) -> ModelConfig:
     # An absent key is the first release's 4096, null is no window: transformers makes the same difference.
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,))
-    return decoder_config(keys, base, windows=(window,) * keys.integer("num_hidden_layers", high=2048))
+    return decoder_config(keys, base, windows=(window,) * keys.integer("num_hidden_layers", high=MAX_LAYERS))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from ..config import Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from .llama import block, layer_tensors, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "qwen_windows"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "qwen_window",
+           "qwen_windows", "windows_of"]
 
 KEYS_USED = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
 KEYS_HARMLESS = frozenset()
@@ -19,21 +20,28 @@ def config(keys: Keys) -> ModelConfig:
     return decoder_config(keys, Defaults(max_position_embeddings=32_768, num_key_value_heads=32), windows=qwen_windows(keys), qkv_bias=True)
 
 
+def qwen_window(keys: Keys) -> int | None:
+    """How wide windows are where they are used, None where they are switched off."""
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    return window if keys.flag("use_sliding_window", False) else None
+
+
 def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
     """Each layer's window: as `layer_types` says, else sliding from layer `max_window_layers` on; none unless `use_sliding_window`."""
-    layers = keys.integer("num_hidden_layers", high=2048)
-    default = None if keys.holds("sliding_window") else 4096
-    window = keys.integer("sliding_window", default)
-    window = window if keys.flag("use_sliding_window", False) else None
+    layers, window = keys.integer("num_hidden_layers", high=MAX_LAYERS), qwen_window(keys)
     first = keys.integer("max_window_layers", 28, low=0)
-    kinds = keys.words("layer_types", layers)
-    if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(layers))
+    return windows_of(keys, window, ["full_attention" if layer < first or window is None else "sliding_attention"
+                                     for layer in range(layers)])
+
+
+def windows_of(keys: Keys, window: int | None, usual: Sequence[str]) -> tuple[int | None, ...]:
+    """Each layer's window by its type: as `layer_types` says, where that is absent as is `usual` for the family."""
+    kinds = keys.words("layer_types", len(usual)) or tuple(usual)
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention", "attention"):
             raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported",
                               "known: full_attention, sliding_attention")
         if kind == "sliding_attention" and window is None:
             raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
-                              "use_sliding_window and sliding_window must say how wide it is")
+                              "sliding_window must say how wide it is, and use_sliding_window, where there is one, be true")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,96 @@
+"""How fast a large file comes over the loopback: `effllm pull` beside huggingface_hub, from the same server in a process of its own.
+
+Rounds alternate, the better half of each side counts. effllm checks the sha256 while it writes, the library checks the length alone (its
+transfer by chunks, Xet, is off on both sides: the loopback has no such storage).
+
+    python benchmarks/pull_rate.py [--nbytes 1000000000] [--rounds 5] [--discard]
+"""
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+os.environ |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import hub_server
+from hub_server import Hub, running
+from huggingface_hub import snapshot_download
+
+from effllm.runtime.pull.client import Client
+from effllm.runtime.pull.download import download
+from effllm.runtime.pull.repository import describe
+from report import Figure, publish
+
+REPO = "org/large"
+
+
+def serve(nbytes: int) -> None:
+    """Until stdin closes."""
+    hub_server.PIECE = 1 << 20
+    block = random.Random(0).randbytes(1 << 20)
+    hub = Hub()
+    hub.add(REPO, files={"config.json": b"{}", "model.safetensors": (block * (nbytes // len(block) + 1))[:nbytes]})
+    with running(hub):
+        sys.stdout.write(f"{hub.endpoint}\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+
+
+def ours(endpoint: str, cache: Path) -> None:
+    env = {"HOME": str(cache), "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache)}
+    client = Client(env)
+    repository = describe(client, REPO, "main")
+    *_, folder = download(repository, list(repository.files.values()), client, env)
+    assert (folder / "model.safetensors").exists()
+
+
+def theirs(endpoint: str, cache: Path) -> None:
+    assert (Path(snapshot_download(REPO, cache_dir=cache, endpoint=endpoint)) / "model.safetensors").exists()
+
+
+def seconds(pull: Callable[[str, Path], None], endpoint: str) -> float:
+    cache = Path(tempfile.mkdtemp(prefix="effllm-pull-"))
+    try:
+        began = time.perf_counter()
+        pull(endpoint, cache)
+        return time.perf_counter() - began
+    finally:
+        shutil.rmtree(cache)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nbytes", type=int, default=1_000_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--discard", action="store_true", help="print, and keep no results")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.nbytes)
+        return
+    command = [sys.executable, __file__, "--serve", "--nbytes", str(given.nbytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        endpoint = server.stdout.readline().strip()
+        took: dict[Callable, list[float]] = {ours: [], theirs: []}
+        for _ in range(given.rounds):
+            for pull in took:
+                took[pull].append(seconds(pull, endpoint))
+        server.stdin.close()
+    rates = {pull: given.nbytes / 1e9 / fmean(sorted(times)[: (len(times) + 1) // 2]) for pull, times in took.items()}
+    size = f"{given.nbytes / 1e9:g} GB over the loopback, better half of {given.rounds} rounds"
+    publish("pull-rate", "Download rate", __doc__.split("\n\n")[1], [
+        Figure("effllm_gbps", "effllm pull, sha256 checked", size, rates[ours], "GB/s"),
+        Figure("huggingface_hub_gbps", "huggingface_hub, length checked", size, rates[theirs], "GB/s"),
+        Figure("ratio", "effllm / huggingface_hub", "same rounds", rates[ours] / rates[theirs], "x")], keep=not given.discard)
+
+
+if __name__ == "__main__":
+    main()

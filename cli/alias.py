@@ -1,0 +1,59 @@
+"""`effllm alias`: the person's own short names, in a models.yaml of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import UsageError
+from .flags import add_command, flag
+from .options import OUTPUT, Json, complete_model
+from .screen import Screen
+
+EXAMPLES = """examples
+
+  effllm alias                              # yours, and where they are kept
+  effllm alias story fable
+  effllm alias work ./my-model-4bit
+  effllm alias --rm work
+"""
+
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="small letters, digits, dots and dashes", show_default=False)]
+Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="what it stands for: a model that is here, or one of the catalog",
+                                              autocompletion=complete_model, show_default=False)]
+Remove = Annotated[bool, flag(OUTPUT, "--rm", "", "take the name away; the model stays")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "alias", "get and keep models", alias, EXAMPLES)
+
+
+def alias(context: typer.Context, name: Name = None, model: Target = None, rm: Remove = False, json: Json = False) -> None:
+    """Give a model a short name of yours, or list those that you gave."""
+    from ..runtime.aliases import check_alias, own_aliases, own_file, remove_alias, write_alias
+    from ..runtime.catalog import entry_for
+
+    screen = Screen(context.obj)
+    variables = screen.environment.variables
+    if rm:
+        if name is None or model is not None:
+            raise UsageError("--rm takes one NAME", "effllm alias --rm NAME")
+        remove_alias(variables, name)
+        said = f"{name} is no alias any more"
+    elif name is not None:
+        if model is None:
+            raise UsageError("an alias stands for a MODEL", f"effllm alias {name} MODEL")
+        check_alias(name)
+        entry = entry_for(name, model, variables)
+        write_alias(variables, entry)
+        said = f"{name} is {entry.repo or entry.path}" + (f"@{entry.revision}" if entry.revision != "main" else "")
+    else:
+        said = f"kept in {own_file(variables)}"
+    own = own_aliases(variables)
+    if json:
+        screen.json({"file": str(own_file(variables)), "aliases": {entry.alias: entry.to_yaml() for entry in own}})
+        return
+    if name is None:
+        screen.table(("alias", "model", "licence"), [(entry.alias, str(entry.repo or entry.path), entry.licence) for entry in own])
+    screen.note(said)

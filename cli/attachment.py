@@ -1,0 +1,117 @@
+"""Files that a person names in a chat: what goes with a message, where a conversation is written to, and the editor for a long one.
+
+Whatever is wrong with a path is one line; no file is read whole before its size and kind are known, and none is overwritten unasked.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from .. import EffllmError, UsageError
+
+LARGEST_TEXT = 16 << 20  # bytes: more than any context holds
+NO_EDITOR = "name one: export EDITOR=nano"
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A text file that goes with the next message; `tokens` is its length as the model counts."""
+
+    name: str
+    text: str
+    tokens: int
+
+
+def named_path(text: str) -> Path:
+    """The path that a person typed: quotes around it and a ~ at its beginning are understood."""
+    name = text.strip()
+    if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
+        name = name[1:-1]
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{name}: there is no such user", "give the path without ~") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a regular file. Raises UsageError for one that is absent, binary, empty or too large, and for what has no end."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"{path} is not a file", "give the path of a text file")
+        with path.open("rb") as file:
+            data = file.read(LARGEST_TEXT + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{path}: {reason}", "give the path of a text file") from error
+    if len(data) > LARGEST_TEXT:
+        raise UsageError(f"{path} is larger than {LARGEST_TEXT >> 20} MiB", "give a part of it")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start})", "give a text file (`iconv -t utf-8` converts)") from error
+    if "\0" in text:
+        raise UsageError(f"{path} is not a text file: it holds zero bytes", "give a text file")
+    if not text.strip():
+        raise UsageError(f"{path} is empty", "give a file with text in it")
+    return text
+
+
+def with_attachments(attached: list[Attachment], message: str) -> str:
+    """One message: each file under its name, then what was typed."""
+    fence = "```"
+    while any(fence in each.text for each in attached):
+        fence += "`"
+    files = [f"{each.name}:\n{fence}\n{each.text.rstrip()}\n{fence}" for each in attached]
+    return "\n\n".join([*files, message])
+
+
+def written_in_editor(text: str, variables: Mapping[str, str], shown_on: TextIO) -> str:
+    """`text` as a person left it in $VISUAL or $EDITOR, which draws on `shown_on`. Raises EffllmError where there is no editor, where it
+    fails, or where it leaves no text."""
+    command = variables.get("VISUAL") or variables.get("EDITOR") or ""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"the editor {command!r} cannot be understood: {error}", NO_EDITOR) from error
+    if not words:
+        raise UsageError("no editor is named in VISUAL or EDITOR", NO_EDITOR)
+    with tempfile.TemporaryDirectory(prefix="effllm-") as folder:  # private: a message is nobody else's business
+        path = Path(folder) / "message.md"
+        path.write_text(text, encoding="utf-8", errors="replace")
+        code = run_editor([*words, str(path)], shown_on)
+        if code:
+            raise EffllmError(f"{words[0]} ended with code {code}: nothing was sent", "/edit begins again")
+        return read_text(path).strip("\n")
+
+
+def run_editor(command: list[str], shown_on: TextIO) -> int:
+    """Ctrl-C is the editor's while it runs. A handler is used for it, because an ignored signal would stay ignored in the editor."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        return subprocess.run(command, stdout=shown_on, check=False).returncode
+    except OSError as error:
+        raise EffllmError(f"the editor {command[0]} cannot be started: {error.strerror}", NO_EDITOR) from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def completed_paths(typed: str) -> list[str]:
+    """What a path that was begun can become; folders end in a slash."""
+    folder, _, begun = typed.rpartition("/")
+    try:
+        where = named_path(folder + "/") if "/" in typed else Path(".")
+        with os.scandir(where) as entries:
+            found = [entry.name + "/" * entry.is_dir() for entry in entries
+                     if entry.name.startswith(begun) and (begun or not entry.name.startswith("."))]
+    except (OSError, ValueError, EffllmError):
+        return []
+    return sorted(f"{folder}/{name}" if "/" in typed else name for name in found)[:100]

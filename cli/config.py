@@ -1,0 +1,125 @@
+"""`effllm config show`: every setting, its value, and where that comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .flags import add_command, flag, variable
+from .help import PlainGroup
+from .options import OUTPUT, AnswerFlags, AnyModel, EngineFlags, Json, SamplingFlags
+from .screen import Screen
+from .settings import PROJECT_FILE, known
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+EXAMPLES = f"""examples
+
+  effllm config show --origin
+  effllm config show fable --json
+
+A setting is a flag without its dashes, in {PROJECT_FILE} in the working directory or in the user's file (named by --origin):
+
+  temp = 0.5
+  ctx-size = 4096
+
+A flag wins over its variable (EFFLLM_TEMP), that over {PROJECT_FILE}, that over the user's file, that over the model's
+generation_config.json, that over what is built in.
+"""
+BUILT_IN = "built in"
+
+Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "say where each value comes from, and which files were looked for")]
+
+
+@dataclass(frozen=True)
+class Shown:
+    key: str
+    value: object
+    origin: str
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Show settings.")
+    add_command(group, "show", "commands", show, EXAMPLES)
+    app.add_typer(group, name="config", rich_help_panel="this machine")
+
+
+def show(context: typer.Context, model: AnyModel = None, origin: Origin = False, json: Json = False) -> None:
+    """Every setting and its value; with MODEL, the values that this model's own defaults lead to."""
+    from .loading import find
+
+    screen = Screen(context.obj)
+    folder = find(model, screen).folder if model is not None else None
+    shown = list(settings(screen, folder))
+    if json:
+        screen.json({each.key: {"value": each.value, "origin": each.origin} for each in shown})
+        return
+    if not origin:
+        screen.pairs((each.key, written(each.value)) for each in shown)
+        return
+    screen.table(("setting", "value", "from"), [(each.key, written(each.value), each.origin) for each in shown])
+    for path in (PROJECT_FILE, screen.environment.config_folder / "config.toml"):
+        screen.note(f"looked for {path}")
+
+
+def settings(screen: Screen, folder: Path | None) -> Iterator[Shown]:
+    """What holds for each setting, where no flag is given."""
+    environment = screen.environment
+    models_own = own_defaults(screen, folder)
+    built_in = built_in_values()
+    for key, (group, field, kind) in known().items():
+        given = environment.variables.get(variable(key))
+        if given:
+            yield Shown(key, as_typed(given, kind), variable(key))
+        elif setting := environment.settings.get(key):
+            yield Shown(key, setting.value, setting.origin)
+        elif group is SamplingFlags and field in models_own:
+            yield Shown(key, models_own[field], "generation_config.json")
+        else:
+            yield Shown(key, built_in.get(field), BUILT_IN)
+
+
+def as_typed(text: str, kind: type) -> object:
+    """A variable's text as its flag takes it; what does not fit is shown as it is, and refused by the command that uses it."""
+    if kind is bool:
+        return text.lower() in ("1", "true", "t", "yes", "y", "on")
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
+    """Field of SamplerSettings -> what the model's generation_config.json makes of it."""
+    from ..runtime.generation_config import read_generation_config
+    from ..runtime.sampler import SamplerSettings
+
+    content, remarks = read_generation_config(folder) if folder is not None else ({}, [])
+    for remark in remarks:
+        screen.note(remark)
+    own, usual = SamplerSettings.from_generation_config(content), SamplerSettings()
+    stated = content.keys() | ({"temperature"} if content.get("do_sample") is False else set())
+    return {field.name: getattr(own, field.name) for field in fields(SamplerSettings)
+            if field.name in stated or getattr(own, field.name) != getattr(usual, field.name)}
+
+
+def built_in_values() -> dict[str, object]:
+    """Field of a group -> the default of the dataclass that it feeds; None where a default is worked out when it is needed."""
+    from ..runtime.engine import EngineOptions
+    from ..runtime.sampler import SamplerSettings
+
+    values = {field.name: getattr(defaults, field.name) for group, defaults in
+              ((EngineFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in fields(group)}
+    values |= {field.name: None for field in fields(AnswerFlags)}
+    return values | {"predict": -1, "think": "auto", "overflow": EngineOptions().overflow, "keep": False, "stats": False, "markdown": False}
+
+
+def written(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "-" if value is None else ", ".join(map(repr, value)) if isinstance(value, list) else str(value)

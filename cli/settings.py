@@ -1,0 +1,106 @@
+"""Settings that stay: `effllm.toml` in the working directory, then `config.toml` in the user's folder for settings.
+
+A key is the long name of a flag without its dashes (`ctx-size = 4096`), of the flags that say how a model runs and answers; what a single
+command is to do (an output, a yes) is not kept in files. A flag wins over its variable, that over the project's file, that over the
+user's, that over the model's generation_config.json, that over what is built in. A key that is unknown or of the wrong type is one error
+that names its line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from .. import UsageError
+from .flags import names_and_types
+from .options import AnswerFlags, EngineFlags, SamplingFlags, ShowFlags, WeightFlags
+
+GROUPS = (EngineFlags, WeightFlags, SamplingFlags, AnswerFlags, ShowFlags)
+PROJECT_FILE = "effllm.toml"
+LARGEST = 1 << 20  # bytes
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value from a file; `origin` is `FILE:LINE`."""
+
+    value: object
+    origin: str
+
+
+@cache
+def known() -> Mapping[str, tuple[type, str, Any]]:
+    """Key -> (group, field, type), in the order of the help."""
+    return {name: (group, *named) for group in GROUPS for name, named in names_and_types(group).items()}
+
+
+def files(user_folder: Path) -> Iterator[Path]:
+    """Where settings are looked for, the strongest first."""
+    yield Path(PROJECT_FILE)
+    yield user_folder / "config.toml"
+
+
+def read_settings(user_folder: Path) -> dict[str, Setting]:
+    """The settings of all files. Raises UsageError, naming file and line."""
+    found: dict[str, Setting] = {}
+    for path in files(user_folder):
+        for key, setting in read_file(path).items():
+            found.setdefault(key, setting)
+    return found
+
+
+def read_file(path: Path) -> dict[str, Setting]:
+    """The settings of one file; none where it is absent."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "correct or remove this file of settings") from error
+    import tomllib
+
+    try:
+        if len(data) > LARGEST:
+            raise ValueError("it is larger than 1 MiB")
+        text = data.decode("utf-8-sig")
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = re.search(r"at line (\d+)", str(error))
+        where, reason = (f"{path}:{line[1]}", re.sub(r" \(at line.*", "", str(error))) if line else (str(path), str(error))
+        raise UsageError(f"{where}: {reason[:200]}", "settings are lines of TOML, as in `temp = 0.5`") from error
+    return {key: Setting(checked(key, value, f"{path}:{line_of(text, key)}"), f"{path}:{line_of(text, key)}")
+            for key, value in content.items()}
+
+
+def line_of(text: str, key: str) -> int:
+    """The line that sets a key, or opens the table of that name."""
+    begins = re.compile(rf"\s*(?:\[+\s*)?[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
+    return next((number for number, line in enumerate(text.splitlines(), 1) if begins.match(line)), 1)
+
+
+def checked(key: str, value: object, where: str) -> object:
+    """The value, if this key is known and may have it."""
+    if key not in known():
+        close = difflib.get_close_matches(key.replace("_", "-"), list(known()), 1)
+        raise UsageError(f"{where}: there is no setting {key!r}{f', did you mean {close[0]}?' if close else ''}",
+                         "effllm config show lists them")
+    kind = known()[key][2]
+    if get_origin(kind) is Literal:
+        fits, wanted = value in get_args(kind), " or ".join(get_args(kind))
+    elif get_origin(kind) is list:
+        value = [value] if isinstance(value, str) else value
+        fits, wanted = isinstance(value, list) and all(isinstance(each, str) for each in value), "text or a list of texts"
+    elif kind is float:
+        fits, wanted = isinstance(value, int | float) and not isinstance(value, bool), WORDS[kind]
+    else:
+        fits, wanted = type(value) is kind, WORDS[kind]
+    if not fits:
+        raise UsageError(f"{where}: {key} is {wanted}, not {value!r}"[:300], "correct the line, or remove it")
+    return float(value) if kind is float else value

@@ -1,0 +1,160 @@
+"""Kernels around the experts of a mixture: who goes where, rows brought together, many products as one job, and the weighted sum.
+
+One argument block serves all but `each_product`. A visit is a (token, expert) pair; visits are numbered as `reference_moe.py` says. The
+products themselves are those of `linear.py`, `packed.py` and `lut.py`: for a few tokens `group_visits` writes an argument block for every
+expert that is visited, and nothing of the others is read.
+"""
+
+from __future__ import annotations
+
+from numba import float32, int64
+
+from ..compile import inlined, kernel
+from .arithmetic import exp
+from .intrinsics import call_kernel, f32_at, fetch_add, i64_at
+from .linear import FIRST, OUT, TOKENS
+from .linear import X as INPUT
+from .packed import FIELDS
+
+# Slots. X is the residual stream [T, DEPTH]; int64 CHOSEN, PLACES [T, TOP] and OWNERS [T TOP] (a visit's token), OFFSETS [EXPERTS + 1];
+# float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH].
+# Where the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with,
+# LISTS for `each_product`, BLOCKS and COUNTERS.
+(X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
+ LISTS, BLOCKS, COUNTERS) = range(21)
+# Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
+GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
+BLOCK = FIRST + 2 * FIELDS  # int64 slots of an argument block
+LINE = 8  # int64 of a cache line: counters that threads share do not share one
+
+
+@kernel()
+def route_tokens(args, worker, counter):
+    """CHOSEN in rising order and SHARES from LOGITS; of equal logits the lower expert. Blocks are tokens."""
+    a = i64_at(args)
+    experts, top = a[EXPERTS], a[TOP]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[COUNT]:
+            return
+        logit, chosen, share = f32_at(a[LOGITS] + 4 * t * experts), i64_at(a[CHOSEN] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
+        for j in range(top):
+            best = int64(-1)
+            for e in range(experts):
+                if best < 0 or logit[e] > logit[best]:
+                    free = True
+                    for i in range(j):
+                        if chosen[i] == e:
+                            free = False
+                    if free:
+                        best = e
+            at = j  # kept in rising order
+            while at > 0 and chosen[at - 1] > best:
+                chosen[at] = chosen[at - 1]
+                at -= 1
+            chosen[at] = best
+        most = logit[chosen[0]]
+        for j in range(1, top):
+            most = max(most, logit[chosen[j]])
+        total = float32(0.0)
+        for j in range(top):
+            share[j] = exp(logit[chosen[j]] - most)
+            total += share[j]
+        if a[RENORMALISE] == 0:
+            total = float32(0.0)
+            for e in range(experts):
+                total += exp(logit[e] - most)
+        for j in range(top):
+            share[j] /= total
+
+
+@inlined()
+def _prepare(a, which, expert, records, record, count, number, source, target):
+    """Entry `number` of list `which` (0 gate and up, 1 down): the argument block of an expert's product over its visits."""
+    most = min(a[EXPERTS], a[COUNT] * a[TOP])
+    block = a[BLOCKS] + 8 * BLOCK * (which * most + number)
+    to, head, fields = i64_at(block), i64_at(a[HEADS] + 8 * FIRST * which), i64_at(records + 8 * record * expert)
+    for i in range(FIRST):
+        to[i] = head[i]
+    for i in range(record - 1):
+        to[FIRST + i] = fields[1 + i]
+    to[INPUT], to[TOKENS], to[FIRST + OUT] = source, count, target
+    entry, done = i64_at(a[LISTS] + 8 * which * (1 + 3 * most) + 8 * (1 + 3 * number)), a[COUNTERS] + 8 * LINE * (which * most + number)
+    entry[0], entry[1], entry[2] = fields[0], block, done
+    i64_at(done)[0] = 0
+
+
+@kernel()
+def group_visits(args, worker, counter):
+    """OFFSETS, PLACES and OWNERS from CHOSEN, and with GATED the products of a few tokens. One block."""
+    if fetch_add(counter, 1) > 0:
+        return
+    a = i64_at(args)
+    experts, top, depth, width = a[EXPERTS], a[TOP], a[DEPTH], a[WIDTH]
+    offsets, chosen, places, owners = i64_at(a[OFFSETS]), i64_at(a[CHOSEN]), i64_at(a[PLACES]), i64_at(a[OWNERS])
+    for e in range(experts + 1):
+        offsets[e] = 0
+    for i in range(a[COUNT] * top):
+        offsets[chosen[i] + 1] += 1
+    for e in range(experts):
+        offsets[e + 1] += offsets[e]
+    for i in range(a[COUNT] * top):  # each expert's offset runs from its own begin to the next one's
+        place = offsets[chosen[i]]
+        offsets[chosen[i]] = place + 1
+        places[i], owners[place] = place, i // top
+    for e in range(experts, 0, -1):
+        offsets[e] = offsets[e - 1]
+    offsets[0] = 0
+    if a[GATED] == 0:
+        return
+    number = 0
+    for e in range(experts):
+        begin, count = offsets[e], offsets[e + 1] - offsets[e]
+        if count == 0:
+            continue
+        rows, hidden = a[ROWS] + 4 * begin * depth, a[HIDDEN] + 4 * begin * width
+        source = a[X] if a[COUNT] == 1 else rows  # one token is read where it lies
+        _prepare(a, 0, e, a[GATED], GATED_RECORD, count, number, source, hidden)
+        _prepare(a, 1, e, a[DOWN], DOWN_RECORD, count, number, hidden, rows)
+        number += 1
+    most = min(experts, a[COUNT] * top)
+    i64_at(a[LISTS])[0] = number
+    i64_at(a[LISTS] + 8 * (1 + 3 * most))[0] = number
+
+
+@kernel()
+def each_product(args, worker, counter):
+    """A list of kernels, one after the other but without waiting in between: its length, then (kernel, argument block, own counter)."""
+    a = i64_at(args)
+    for i in range(a[0]):
+        call_kernel(a[1 + 3 * i], a[2 + 3 * i], worker, a[3 + 3 * i])
+
+
+@kernel()
+def gather_rows(args, worker, counter):
+    """ROWS of every visit from its token's row of X. Blocks are visits."""
+    a = i64_at(args)
+    depth, owners = a[DEPTH], i64_at(a[OWNERS])
+    while True:
+        visit = fetch_add(counter, 1)
+        if visit >= a[COUNT] * a[TOP]:
+            return
+        source, out = f32_at(a[X] + 4 * owners[visit] * depth), f32_at(a[ROWS] + 4 * visit * depth)
+        for i in range(depth):
+            out[i] = source[i]
+
+
+@kernel({"contract"})
+def combine_visits(args, worker, counter):
+    """X += shares times ROWS, a token's experts in rising order. Blocks are tokens."""
+    a = i64_at(args)
+    depth, top = a[DEPTH], a[TOP]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[COUNT]:
+            return
+        out, places, shares = f32_at(a[X] + 4 * t * depth), i64_at(a[PLACES] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
+        for j in range(top):
+            share, row = shares[j], f32_at(a[ROWS] + 4 * places[j] * depth)
+            for i in range(depth):
+                out[i] += share * row[i]

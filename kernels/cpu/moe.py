@@ -1,0 +1,220 @@
+"""How the CPU backend runs a mixture of experts: the router's product, who goes where, every visited expert's products, the weighted sum.
+
+For a few tokens all of it is noted beforehand and runs without coming back to Python: a kernel picks the experts and writes the argument
+blocks of their products, which then run as one job (`experts.py`). Only what is picked is read. For more tokens Python asks who goes
+where and notes the products of one expert after the other, each expert's weights being read once for all of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_moe
+from ..compile import Kernel
+from ..layout import ACTIVATIONS, NORMS
+from ..reference_moe import Routed
+from ..registry import Call
+from ..workspace import Dims, address
+from . import experts as kernels
+from . import linear, low_bit, lut, packed
+
+if TYPE_CHECKING:
+    from ...quant.weight import Expert, Linear, Norm
+    from .ops import CpuOps
+
+MOST_STAGES = 1024
+See = Callable[[Routed], None]
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers of a mixture, none where there is none."""
+    if not dims.experts:
+        return {}
+    visits, jobs = chunk * dims.top_k, _most_jobs(dims.experts, packed.MOST_COLUMNS * dims.top_k)
+    return {"routes": chunk * dims.experts, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1), "rows": visits * dims.hidden,
+            "hidden": visits * dims.expert_ffn, "products": 2 * jobs}
+
+
+def _most_jobs(experts: int, visits: int) -> int:
+    """int64 of the lists, argument blocks and counters of two products for each expert that is visited."""
+    return 2 + 2 * min(experts, visits) * (3 + kernels.BLOCK + kernels.LINE) + kernels.LINE
+
+
+@dataclass(frozen=True)
+class Table:
+    """A layer's experts as records for `group_visits`; `columns`: the most tokens that it may prepare, 0 where Python has to."""
+
+    experts: Sequence[Expert]
+    gated: np.ndarray
+    down: np.ndarray
+    columns: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A prepared stage of a few tokens, for when the same objects meet again. `kept` is what its jobs read."""
+
+    x: np.ndarray
+    norm: Norm
+    router: Linear
+    asked: tuple[int, bool, str]
+    jobs: tuple[tuple[Kernel, int, bool], ...]
+    kept: tuple[np.ndarray, ...]
+    routed: Routed
+    table: Table
+
+
+class Prepared:
+    """What the ops of a model remember of its mixtures, by the identity of a layer's experts."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Table] = {}
+        self.stages: dict[tuple[int, int], Stage] = {}
+
+
+def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
+        see: See | None = None) -> np.ndarray:
+    """x + sum over the `top_k` experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place.
+
+    `see` is shown the visits; what its arrays hold may be read when the collected jobs have run.
+    """
+    return self.registry.select(Call("moe", act=act)).candidate.run(self, x, norm, router, experts, (top_k, renormalise, act), see)
+
+
+def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
+                  see: See | None) -> np.ndarray:
+    ops.flush()
+    x[:], routed = reference_moe.moe(x, norm, router, experts, *asked)
+    if see is not None:
+        see(routed)
+    return x
+
+
+def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
+        see: See | None) -> np.ndarray:
+    if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
+        few = len(x) <= _table(ops, experts, asked[2]).columns  # then all tokens of a stage are routed as one alone would be
+        ops._matrix(x, norm, [router], [ops.workspace.take("routes", len(x), len(experts))], linear.PLAIN, "none", int(few))
+    stage = ops.mixtures.stages.get((id(experts), len(x)))
+    if stage is None or stage.x is not x or stage.norm is not norm or stage.router is not router or stage.asked != asked:
+        stage = _prepared(ops, x, norm, router, experts, asked)
+    for kept in stage.kept:
+        ops.keep(kept)
+    for kernel, where, parallel in stage.jobs:
+        ops.run(kernel, where, parallel)
+    if len(x) > stage.table.columns:
+        _products(ops, norm, experts, stage, asked[2])
+        ops.run(kernels.combine_visits, address(stage.kept[0]), True)
+    if see is not None:
+        see(stage.routed)
+    return x
+
+
+def _products(ops: CpuOps, norm: Norm, experts: Sequence[Expert], stage: Stage, act: str) -> None:
+    """Note the products of every visited expert over its own rows. All are multiplied as `len(x)` tokens are, so that a token's result does
+    not depend on how many others went where it went."""
+    ops.flush()
+    columns, offsets = len(stage.x), stage.routed.offsets
+    visits, depth, width = len(stage.routed.tokens), stage.x.shape[1], stage.routed.hidden.shape[1]
+    rows, hidden = ops.workspace.take("rows", visits, depth), ops.workspace.take("hidden", visits, width)
+    for e in np.flatnonzero(np.diff(offsets)):
+        begin, end, expert = offsets[e], offsets[e + 1], experts[e]
+        ops._matrix(rows[begin:end], norm, [expert.gate, expert.up], [hidden[begin:end]], linear.GATED, act, columns)
+        ops._matrix(hidden[begin:end], None, [expert.down], [rows[begin:end]], linear.PLAIN, "none", columns)
+
+
+def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str]) -> Stage:
+    """The jobs of a stage up to where Python is needed; remembered for a few tokens."""
+    top_k, renormalise, act = asked
+    (tokens, depth), count, width = x.shape, len(experts), experts[0].gate.weight.shape[0]
+    table = _table(ops, experts, act)
+    visits, few, take = tokens * top_k, tokens <= table.columns, ops.workspace.take
+    numbers = take("visits", 2 * (3 * visits + count + 1)).view(np.int64)
+    chosen, places, owners, offsets = np.split(numbers, [visits, 2 * visits, 3 * visits])
+    rows, hidden, shares = take("rows", visits, depth), take("hidden", visits, width), take("shares", tokens, top_k)
+    most, products = min(count, visits), ops.at(take("products", 2 * _most_jobs(count, visits))) if few else 0
+    heads = np.array([_head(ops, depth, norm, linear.GATED, act, 2), _head(ops, width, None, linear.PLAIN, "none", 1)])
+    blocks = products + 8 * (2 + 6 * most)
+    counters = (blocks + 16 * kernels.BLOCK * most + 63) // 64 * 64
+    logits = take("routes", tokens, count)
+    block = np.array([ops.at(x), tokens, depth, count, top_k, renormalise, ops.at(logits), address(chosen), ops.at(shares),
+                      address(offsets), address(places), address(owners), ops.at(rows), ops.at(hidden), width,
+                      address(table.gated) * few, address(table.down), address(heads), products, blocks, counters], np.int64)
+    where = address(block)
+    jobs = [(kernels.route_tokens, where, not few), (kernels.group_visits, where, False)]
+    if tokens > 1 or not few:  # one token alone is read where it lies
+        jobs.append((kernels.gather_rows, where, not few))
+    if few:
+        jobs += [(kernels.each_product, products, True), (kernels.each_product, products + 8 * (1 + 3 * most), True),
+                 (kernels.combine_visits, where, tokens > 1)]
+    made = Stage(x, norm, router, asked, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table)
+    if few and ops.workspace.holds(x):
+        if len(ops.mixtures.stages) >= MOST_STAGES:
+            ops.mixtures.stages.clear()
+        ops.mixtures.stages[id(experts), tokens] = made
+    return made
+
+
+def _head(ops: CpuOps, depth: int, norm: Norm | None, mode: int, act: str, matrices: int) -> np.ndarray:
+    """What an argument block begins with; input and number of tokens are filled in by the kernel."""
+    kind, weight, bias = (0, 0, 0) if norm is None else (NORMS[norm.kind], address(norm.weight), address(norm.bias))
+    head = np.array([0, 0, depth, kind, weight, bias, 0, ops.scratch, ops.scratch_stride, mode, ACTIVATIONS[act], matrices], np.int64)
+    if norm is not None:
+        head.view(np.float64)[linear.EPS] = norm.eps
+    return head
+
+
+def _table(ops: CpuOps, experts: Sequence[Expert], act: str) -> Table:
+    """The records of a layer's experts, made once."""
+    known = ops.mixtures.tables.get(id(experts))
+    if known is None:
+        columns = _columns(ops, experts, act)
+        gated = np.zeros((len(experts), kernels.GATED_RECORD), np.int64)
+        down = np.zeros((len(experts), kernels.DOWN_RECORD), np.int64)
+        for e, expert in enumerate(experts if columns else ()):
+            for record, linears in ((gated[e], (expert.gate, expert.up)), (down[e], (expert.down,))):
+                fields = [_kernel(linears[0]).address]
+                for each in linears:
+                    fields += _fields(each)
+                record[: len(fields)] = fields
+        if len(ops.mixtures.tables) >= MOST_STAGES:
+            ops.mixtures.tables.clear()
+        known = ops.mixtures.tables[id(experts)] = Table(experts, gated, down, columns)
+    return known
+
+
+def _columns(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
+    """For how many tokens the products of all experts are single jobs of the kernels for a few columns."""
+    from .ops import FEW
+    from .ops import CpuOps as Ops  # which holds `moe`
+
+    limit = packed.MOST_COLUMNS
+    for expert in experts:
+        pair = (expert.gate, expert.up)
+        if len({low_bit.kind_of(each.weight) for each in pair}) > 1 or not low_bit.one_way(pair):
+            return 0
+        for each, activation in ((expert.gate, act), (expert.down, "none")):
+            if each.weight.spec.is_raw:
+                limit = FEW
+            if ops._runner(each, 1, activation) not in (Ops._few, low_bit.run_few):
+                return 0
+    return limit
+
+
+def _kernel(each: Linear) -> Kernel:
+    """What `_few` and `run_few` would run."""
+    if each.weight.spec.is_raw:
+        return linear.few_columns
+    return lut.looked_up_columns if each.weight.looked_up else packed.packed_columns
+
+
+def _fields(each: Linear) -> list[int]:
+    """A matrix in an argument block, its output's address left open."""
+    if each.weight.spec.is_raw:
+        return [*each.fields, 0, each.weight.shape[0]]
+    before, after = each.weight.low_bit_fields
+    return [*before, address(each.bias), 0, each.weight.shape[0], *after]

@@ -1,0 +1,173 @@
+"""What happens to rows of activations between the matrices: rotary heads, the activation of an MLP, adding a branch to the stream.
+
+Each kernel goes over tokens; each has its meaning in `reference.py`, which is also the last candidate. A branch that has a norm of its
+own, or a multiplier, is added here; one that has neither is added by the product that makes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import float32
+
+from .. import reference
+from ..compile import kernel
+from ..layout import ACTIVATIONS, NORMS
+from ..workspace import address
+from .arithmetic import activate, normalise
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+if TYPE_CHECKING:
+    from ...quant.weight import Norm
+    from ...runtime.rope import RopeTable
+    from .ops import CpuOps
+
+SHARE_FROM = 16_384  # values from which a job is worth waking the other threads
+MOST_TABLES = 8  # of a step: a model has two at most
+
+# Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first.
+R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_EPS = range(11)
+# Slots of `activate_rows`: OUT = act(GATE) * UP, or act(GATE) where UP is 0; all [TOKENS, WIDTH].
+G_GATE, G_UP, G_OUT, G_TOKENS, G_WIDTH, G_ACT = range(6)
+# Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is left normed.
+A_BRANCH, A_STREAM, A_TOKENS, A_WIDTH, A_NORM, A_WEIGHT, A_BIAS, A_EPS, A_FACTOR = range(9)
+
+
+@kernel({"contract"})
+def rope_heads(args, worker, counter):
+    """Norms, then rotate-half on the first ROTARY channels of every head. Blocks are tokens."""
+    a = i64_at(args)
+    heads, depth, half, width = a[R_HEADS], a[R_DIM], a[R_ROTARY] // 2, a[R_WIDTH]
+    eps = float32(f64_at(args)[R_EPS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[R_TOKENS]:
+            return
+        row = a[R_Y] + 4 * t * heads * depth
+        if a[R_NORM] != 0:
+            for at in range(0, heads * depth, width):
+                normalise(row + 4 * at, row + 4 * at, width, a[R_NORM], a[R_WEIGHT], 0, eps)
+        cos, sin = f32_at(a[R_COS] + 4 * t * half), f32_at(a[R_SIN] + 4 * t * half)
+        for head in range(heads):
+            y, z = f32_at(row + 4 * head * depth), f32_at(row + 4 * (head * depth + half))
+            for i in range(half):
+                low, high = y[i], z[i]
+                y[i] = low * cos[i] - high * sin[i]
+                z[i] = high * cos[i] + low * sin[i]
+
+
+@kernel()
+def activate_rows(args, worker, counter):
+    """OUT = act(GATE) * UP. Blocks are tokens."""
+    a = i64_at(args)
+    width, act = a[G_WIDTH], a[G_ACT]
+    while True:
+        row = fetch_add(counter, 1)
+        if row >= a[G_TOKENS]:
+            return
+        start = 4 * row * width
+        gate, up, out = f32_at(a[G_GATE] + start), f32_at(a[G_UP] + start), f32_at(a[G_OUT] + start)
+        if a[G_UP] == 0:
+            for i in range(width):
+                out[i] = activate(gate[i], act)
+        elif act == 0:  # the loop-invariant branch is taken out here so that the common case is vectorised
+            for i in range(width):
+                out[i] = activate(gate[i], 0) * up[i]
+        else:
+            for i in range(width):
+                out[i] = activate(gate[i], act) * up[i]
+
+
+@kernel({"contract"})
+def add_rows(args, worker, counter):
+    """STREAM += FACTOR * norm(BRANCH). Blocks are tokens."""
+    a = i64_at(args)
+    width, eps, factor = a[A_WIDTH], float32(f64_at(args)[A_EPS]), float32(f64_at(args)[A_FACTOR])
+    while True:
+        row = fetch_add(counter, 1)
+        if row >= a[A_TOKENS]:
+            return
+        branch = a[A_BRANCH] + 4 * row * width
+        if a[A_NORM] != 0:
+            normalise(branch, branch, width, a[A_NORM], a[A_WEIGHT], a[A_BIAS], eps)
+        y, x = f32_at(branch), f32_at(a[A_STREAM] + 4 * row * width)
+        for i in range(width):
+            x[i] += factor * y[i]
+
+
+@dataclass(frozen=True)
+class Angles:
+    """cos and sin `[T, R/2]` of a step's positions under one table, and their addresses."""
+
+    positions: np.ndarray
+    table: RopeTable | None
+    cos: np.ndarray
+    sin: np.ndarray
+    at: tuple[int, int]
+
+
+def angles_of(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
+    """Made once per step and table: layers ask with the same objects in turn, and `known` keeps what waiting jobs read."""
+    found = known.get(id(table))
+    if found is None or found.positions is not positions or found.table is not table:
+        cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
+        if table is not None:
+            _turn(table, cos, sin, positions)
+            ops.refresh(partial(_turn, table, cos, sin))
+        if len(known) >= MOST_TABLES:
+            known.clear()
+        found = known[id(table)] = Angles(positions, table, cos, sin, (address(cos), address(sin)))
+    return found
+
+
+def _turn(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray | int) -> None:
+    """cos and sin of positions, in place."""
+    angles = np.asarray(positions, np.float32).reshape(-1, 1) * table.inv_freq
+    scale = np.float32(table.attention_scaling)
+    np.multiply(np.cos(angles), scale, out=cos)
+    np.multiply(np.sin(angles), scale, out=sin)
+
+
+def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
+    """Norm, of each head or of the whole row as its weight is long, then rotation; in place."""
+    args, width = ops.args, head_dim if norm is None else len(norm.weight)
+    args[:R_EPS] = (ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, 0 if norm is None else NORMS[norm.kind],
+                    0 if norm is None else address(norm.weight), width)
+    ops.reals[R_EPS] = 0.0 if norm is None else norm.eps
+    ops.run(rope_heads, ops.where, y.size >= SHARE_FROM, args)
+
+
+def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
+    ops.flush()
+    if norm is not None:
+        groups = y.reshape(len(y), -1, len(norm.weight))
+        groups[:] = reference.normalise(groups, norm.kind, norm.weight, norm.bias, norm.eps)
+    split = y.reshape(len(y), heads, head_dim)
+    split[:] = reference.rotate_heads(split, angles.cos, angles.sin)
+
+
+def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:
+    """gated = act(gated) * up, without `up` act(gated)."""
+    ops.args[: G_ACT + 1] = (ops.at(gated), 0 if up is None else ops.at(up), ops.at(gated), *gated.shape, ACTIVATIONS[act])
+    ops.run(activate_rows, ops.where, gated.size >= SHARE_FROM, ops.args)
+
+
+def gate_reference(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:
+    ops.flush()
+    gated[:] = reference.activate(gated.astype(np.float64), act) * (1 if up is None else up)
+
+
+def add(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, factor: float) -> None:
+    """stream += factor * norm(branch)."""
+    ops.args[:A_EPS] = (ops.at(branch), ops.at(stream), *branch.shape, 0 if norm is None else NORMS[norm.kind],
+                        0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias))
+    ops.reals[A_EPS], ops.reals[A_FACTOR] = 0.0 if norm is None else norm.eps, factor
+    ops.run(add_rows, ops.where, branch.size >= SHARE_FROM, ops.args)
+
+
+def add_reference(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, factor: float) -> None:
+    ops.flush()
+    stream[:] = reference.add_branch(stream, branch, norm and (norm.kind, norm.weight, norm.bias, norm.eps), factor)

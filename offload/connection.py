@@ -1,0 +1,248 @@
+"""HTTP for large files: connections that are kept, proxies as the environment names them, bodies read straight into memory.
+
+Nothing is followed, retried or judged here: a redirect and an error status are answers like any other. What never became an answer is a
+`ConnectionFailed`, which says whether trying again could help.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+from urllib.request import proxy_bypass_environment
+
+TIMEOUT_S = 30.0  # without a byte
+CONNECT_TIMEOUT_S = 10.0
+Key = tuple[str, str, int]
+
+
+class ConnectionFailed(Exception):
+    """No answer, or one that broke off. `reason` is for a person."""
+
+    def __init__(self, reason: str, again: bool = True) -> None:
+        super().__init__(reason)
+        self.reason, self.again = reason, again
+
+
+@dataclass(frozen=True)
+class Url:
+    """An absolute address in its parts. `target` is what goes into a request line."""
+
+    scheme: str
+    host: str
+    port: int
+    target: str
+
+    @classmethod
+    def parse(cls, text: str) -> Url:
+        """Raises ConnectionFailed for anything but http and https."""
+        try:
+            parts = urlsplit(text)
+            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        except (ValueError, KeyError):
+            raise ConnectionFailed("the address is not one of http or https", again=False) from None
+        if not parts.hostname or any(ord(c) <= 32 or ord(c) == 127 for c in text):
+            raise ConnectionFailed("the address is malformed", again=False)
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        return cls(parts.scheme, parts.hostname, port, target)
+
+    @property
+    def origin(self) -> Key:
+        """What a credential may be sent to."""
+        return self.scheme, self.host, self.port
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == {"http": 80, "https": 443}[self.scheme] else f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """Where a request goes instead of its own host, and with which credential."""
+
+    host: str
+    port: int
+    authorization: str | None
+
+
+def proxy_for(url: Url, env: Mapping[str, str]) -> Proxy | None:
+    """HTTP(S)_PROXY and ALL_PROXY, small letters first, unless NO_PROXY names the host. Raises ConnectionFailed for a kind not spoken."""
+    names = (f"{url.scheme}_proxy", f"{url.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
+    text = next((env[name] for name in names if env.get(name)), "")
+    excepted = env.get("no_proxy") or env.get("NO_PROXY") or ""
+    if not text or proxy_bypass_environment(url.authority, {"no": excepted}):
+        return None
+    parts = urlsplit(text if "://" in text else f"http://{text}")
+    if parts.scheme != "http" or not parts.hostname:
+        raise ConnectionFailed(f"a proxy of kind {parts.scheme!r} is not supported, http is", again=False)
+    credential = None
+    if parts.username is not None:
+        plain = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        credential = "Basic " + base64.b64encode(plain.encode()).decode()
+    return Proxy(parts.hostname, parts.port or 80, credential)
+
+
+class Response:
+    """An answer whose body is still to be read. `remaining` is None where the server did not say how long it is."""
+
+    def __init__(self, network: Network, key: Key, connection: http.client.HTTPConnection, raw: http.client.HTTPResponse) -> None:
+        self.status, self.headers = raw.status, raw.headers
+        self._network, self._key, self._connection, self._raw = network, key, connection, raw
+        self._received = 0
+
+    @property
+    def remaining(self) -> int | None:
+        return self._raw.length
+
+    def readinto(self, view: memoryview) -> int:
+        """What one read of the socket brings, 0 at the end. Raises ConnectionFailed where the body breaks off."""
+        count = self._readinto(view)
+        self._received += count
+        return count
+
+    def _readinto(self, view: memoryview) -> int:
+        raw = self._raw
+        try:
+            if raw.fp is None:
+                return 0
+            if raw.chunked or raw.length is None:
+                return raw.readinto(view)
+            if raw.length == 0:
+                return 0
+            count = raw.fp.readinto1(view[: raw.length])
+            if not count:
+                raise ConnectionFailed(f"the connection was cut {raw.length} bytes before the end")
+            raw.length -= count
+            return count
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ConnectionFailed(described(error)) from error
+
+    def read(self, limit: int) -> bytes:
+        """The body up to `limit` bytes."""
+        out = memoryview(bytearray(limit))
+        done = 0
+        while done < limit and (count := self.readinto(out[done:])):
+            done += count
+        return bytes(out[:done])
+
+    def header(self, name: str) -> str | None:
+        return self.headers.get(name)
+
+    def close(self) -> None:
+        """Give the connection back if the body was read to its end, else cut it."""
+        raw = self._raw
+        spent = raw.fp is None or raw.length == 0 and not raw.chunked
+        self._network._release(self._key, self._connection, reuse=spent and not raw.will_close, received=self._received)
+        self._received = 0
+        raw.close()
+
+
+class Network:
+    """Connections to any number of hosts, shared by threads; each is used by one request at a time."""
+
+    def __init__(self, env: Mapping[str, str], agent: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._env, self._agent, self._timeout_s = env, agent, timeout_s
+        self._idle: dict[Key, list[http.client.HTTPConnection]] = {}
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._lock = threading.Lock()
+        self._tls: ssl.SSLContext | None = None
+        self.received = 0  # bytes of bodies that were read to their end or given up
+
+    def request(self, method: str, url: Url, headers: Mapping[str, str]) -> Response:
+        """Send and wait for the head of the answer. Raises ConnectionFailed."""
+        proxy = proxy_for(url, self._env)
+        target, own = url.target, {"Host": url.authority, "User-Agent": self._agent, "Accept-Encoding": "identity", **headers}
+        if proxy and url.scheme == "http":
+            target = f"http://{url.authority}{url.target}"
+            if proxy.authorization:
+                own["Proxy-Authorization"] = proxy.authorization
+        kept = True
+        while kept:
+            connection, kept = self._take(url, proxy)
+            try:
+                connection.request(method, target, headers=own)
+                return Response(self, url.origin, connection, connection.getresponse())
+            except (OSError, http.client.HTTPException) as error:
+                self._release(url.origin, connection, reuse=False)
+                # A kept connection may have been closed by the other side long ago: that says nothing about the host.
+                if not kept or isinstance(error, TimeoutError):
+                    again = not isinstance(error, ssl.SSLCertVerificationError)
+                    via = f" through the proxy {proxy.host}:{proxy.port}" if proxy else ""
+                    raise ConnectionFailed(f"{url.authority}{via}: {described(error)}", again) from error
+            except BaseException:
+                self._release(url.origin, connection, reuse=False)
+                raise
+        raise AssertionError("a fresh connection either answers or fails")
+
+    def cut(self) -> None:
+        """Break off every answer that a thread is waiting for or reading. The network stays usable."""
+        with self._lock:
+            busy = list(self._busy)
+        for connection in busy:
+            if connection.sock is not None:
+                try:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # it was gone already
+
+    def _take(self, url: Url, proxy: Proxy | None) -> tuple[http.client.HTTPConnection, bool]:
+        """A connection, and whether it was used before."""
+        with self._lock:
+            kept = self._idle.get(url.origin)
+            connection = kept.pop() if kept else None
+            used = connection is not None
+            if connection is None:
+                connection = self._new(url, proxy)
+            self._busy.add(connection)
+        if not used:
+            try:
+                connection.connect()
+                connection.sock.settimeout(self._timeout_s)
+            except (OSError, http.client.HTTPException) as error:
+                self._release(url.origin, connection, reuse=False)
+                again = not isinstance(error, ssl.SSLCertVerificationError)
+                via = f" through the proxy {proxy.host}:{proxy.port}" if proxy else ""
+                raise ConnectionFailed(f"{url.authority}{via}: {described(error)}", again) from error
+        return connection, used
+
+    def _new(self, url: Url, proxy: Proxy | None) -> http.client.HTTPConnection:
+        host, port = (proxy.host, proxy.port) if proxy else (url.host, url.port)
+        if url.scheme == "http":
+            return http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
+        if proxy:
+            tunnel = {"Proxy-Authorization": proxy.authorization} if proxy.authorization else {}
+            connection.set_tunnel(url.host, url.port, tunnel)
+        return connection
+
+    def _release(self, key: Key, connection: http.client.HTTPConnection, reuse: bool, received: int = 0) -> None:
+        with self._lock:
+            self.received += received
+            self._busy.discard(connection)
+            if reuse:
+                self._idle.setdefault(key, []).append(connection)
+                return
+        connection.close()
+
+
+def described(error: Exception) -> str:
+    """An error of the network in a few words."""
+    if isinstance(error, socket.gaierror):
+        return "the name is not known (no network?)"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({error.verify_message})"
+    if isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected):
+        return "the connection was cut"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

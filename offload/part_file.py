@@ -1,0 +1,176 @@
+"""A file on its way: its bytes in place at their full length, and a journal of which of them have come.
+
+The journal is a line per stretch, appended after the bytes were written, so that a killed process loses at most what it had not noted.
+A journal that does not belong to the file (another length or digest) is no journal: both start afresh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What the finished file must hash to: `sha256` of the bytes, or `git-sha1`, which puts a head of git's before them."""
+
+    algorithm: str
+    value: str
+
+
+class Stretches:
+    """Sets of byte positions as sorted, disjoint [begin, end)."""
+
+    def __init__(self) -> None:
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> int:
+        """How many of the positions are new."""
+        if begin >= end:
+            return 0
+        first, last = bisect_left(self.ends, begin), bisect_right(self.begins, end)
+        before = sum(e - b for b, e in zip(self.begins[first:last], self.ends[first:last]))
+        low = min([begin, *self.begins[first:last]])
+        high = max([end, *self.ends[first:last]])
+        self.begins[first:last], self.ends[first:last] = [low], [high]
+        return high - low - before
+
+    def covered_from(self, position: int) -> int:
+        """The end of the stretch that holds `position`, or `position`."""
+        index = bisect_right(self.begins, position) - 1
+        return max(position, self.ends[index]) if index >= 0 else position
+
+    def missing(self, size: int) -> Iterator[tuple[int, int]]:
+        at = 0
+        for begin, end in zip(self.begins, self.ends):
+            if at < begin:
+                yield at, begin
+            at = end
+        if at < size:
+            yield at, size
+
+    @property
+    def count(self) -> int:
+        return sum(self.ends) - sum(self.begins)
+
+
+def head_line(size: int, digest: Digest | None) -> bytes:
+    return (json.dumps({"format": "effllm-part", "size": size, "digest": digest.value if digest else None}) + "\n").encode()
+
+
+def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) -> tuple[Stretches, int] | None:
+    """What an earlier run noted, and the bytes of the journal that make sense; None where nothing is here of this very file."""
+    try:
+        lines = journal.read_bytes().splitlines(keepends=True)
+        if not lines or lines[0] != head_line(size, digest) or path.stat().st_size != size:
+            return None
+    except OSError:
+        return None
+    stretches, kept = Stretches(), len(lines[0])
+    for line in lines[1:]:
+        words = line.split()
+        if not line.endswith(b"\n") or len(words) != 2 or not all(word.isdigit() for word in words):
+            break  # cut by a kill
+        begin, end = map(int, words)
+        if not begin < end <= size:
+            break
+        stretches.add(begin, end)
+        kept += len(line)
+    return stretches, kept
+
+
+class PartFile:
+    """`path` holds the bytes, `journal` says which. Safe for many writers in one process; other processes are kept out by the caller."""
+
+    def __init__(self, path: Path, journal: Path, size: int, digest: Digest | None) -> None:
+        self.path, self.journal, self.size, self.digest = path, journal, size, digest
+        self._lock = threading.Lock()
+        self._stretches = Stretches()
+        self._head = head_line(size, digest)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._log = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        try:
+            self._take_over()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_over(self) -> None:
+        """Believe what an earlier run noted, if it is about this file."""
+        noted = read_journal(self.path, self.journal, self.size, self.digest)
+        if noted is None:
+            self.restart()
+        else:
+            self._stretches, kept = noted
+            os.ftruncate(self._log, kept)
+
+    @property
+    def held(self) -> int:
+        """Bytes that are here."""
+        with self._lock:
+            return self._stretches.count
+
+    @property
+    def is_complete(self) -> bool:
+        return self.held == self.size
+
+    def covered_from(self, position: int) -> int:
+        with self._lock:
+            return self._stretches.covered_from(position)
+
+    def missing(self) -> list[tuple[int, int]]:
+        with self._lock:
+            return list(self._stretches.missing(self.size))
+
+    def write(self, offset: int, data: memoryview | bytes) -> int:
+        """Put bytes in their place and note them; how many of them had not been here."""
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done:], offset + done)
+        with self._lock:
+            os.write(self._log, b"%d %d\n" % (offset, offset + done))
+            return self._stretches.add(offset, offset + done)
+
+    def readinto(self, offset: int, view: memoryview) -> int:
+        return os.preadv(self._fd, [view], offset)
+
+    def restart(self, keep: int = 0) -> None:
+        """Forget and free everything from `keep` on; the file keeps its length, the disk gets the space back."""
+        with self._lock:
+            self._stretches = Stretches()
+            os.ftruncate(self._log, 0)
+            os.write(self._log, self._head)
+            if keep:
+                self._stretches.add(0, keep)
+                os.write(self._log, b"0 %d\n" % keep)
+            os.ftruncate(self._fd, keep)
+            os.ftruncate(self._fd, self.size)
+
+    def close(self) -> None:
+        for fd in (self._fd, self._log):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._log = -1
+
+    def discard(self) -> None:
+        """Close, and remove both files."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+        self.journal.unlink(missing_ok=True)
+
+    def finish(self, target: Path) -> None:
+        """Close, and give the bytes their final name."""
+        self.close()
+        os.replace(self.path, target)
+        self.journal.unlink(missing_ok=True)

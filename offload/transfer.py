@@ -1,0 +1,349 @@
+"""Many files over many connections: ranges in order, each written where it belongs, hashed as the beginning of a file grows together.
+
+Where bytes come from is the caller's affair (`OpenRange`). A range that breaks off goes on where it stopped; what fails without a byte in
+between is given up after some attempts. The threads live inside `transfer` and are gone when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .. import DownloadFailed, EffllmError
+from .backoff import Backoff
+from .connection import ConnectionFailed, Network
+from .part_file import Digest, PartFile
+
+RANGE_NBYTES = 32 << 20
+PIECE_NBYTES = 1 << 20
+HASH_NBYTES = 4 << 20
+TICK_S = 0.1
+SILENCE_S = 3.0
+LEAVE_S = 3.0  # for a thread that is waiting for a host to answer at all
+DAMAGES = 2  # complete files with a wrong hash before it is given up
+
+
+class Body(Protocol):
+    def readinto(self, view: memoryview) -> int: ...
+    def close(self) -> None: ...
+
+
+class TryAgain(Exception):
+    """No bytes now. `after`: seconds that the server asked to be left alone, by all connections."""
+
+    def __init__(self, reason: str, after: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.after = reason, after
+
+
+class StartOver(Exception):
+    """What is here of the file cannot be continued. `whole`: the server sends it only from beginning to end."""
+
+    def __init__(self, reason: str, whole: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.whole = reason, whole
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A file to be completed. `name` is what a person calls it."""
+
+    name: str
+    part: PartFile
+
+
+OpenRange = Callable[[str, int, int], Body]  # (name, begin, end) -> the bytes; raises TryAgain, StartOver, ConnectionFailed, EffllmError
+
+
+@dataclass(frozen=True)
+class Received:
+    """`nbytes` of all files are here, what earlier runs brought included; never less than before."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Complete:
+    """All bytes of a file are here and their hash is right."""
+
+    wanted: Wanted
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something went wrong and is being tried again."""
+
+    text: str
+
+
+@dataclass
+class _State:
+    wanted: Wanted
+    generation: int = 0  # counts fresh starts: a range of an older one is void
+    damages: int = 0
+    writing: threading.Lock = field(default_factory=threading.Lock)  # so that nothing of an older start lands in a newer
+
+
+@dataclass
+class _Range:
+    state: _State
+    begin: int
+    end: int
+    generation: int
+
+
+def transfer(files: Sequence[Wanted], open_range: OpenRange, network: Network, connections: int = 8,
+             backoff: Backoff | None = None) -> Iterator[Received | Complete | Trouble]:
+    """Complete every file; they are reported in order. Raises the first error that trying again cannot cure; what came is kept."""
+    work = _Work(files, open_range, network, backoff or Backoff())
+    threads = [threading.Thread(target=work.receive, name=f"effllm-receive-{n}", daemon=True) for n in range(min(connections, work.ranges))]
+    threads.append(threading.Thread(target=work.check, name="effllm-check", daemon=True))
+    most = 0
+    try:
+        for thread in threads:
+            thread.start()
+        left = len(files)
+        while left:
+            for event in work.events():
+                left -= isinstance(event, Complete)
+                yield event
+            most = max(most, sum(each.part.held for each in files))
+            yield Received(most)
+    finally:
+        work.stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(LEAVE_S)
+
+
+@dataclass
+class _Work:
+    """What the threads share, under one condition."""
+
+    files: Sequence[Wanted]
+    open_range: OpenRange
+    network: Network
+    backoff: Backoff
+    _queue: deque[_Range] = field(default_factory=deque)
+    _events: deque[Complete | Trouble] = field(default_factory=deque)
+    _failure: Exception | None = None
+    _stopping: bool = False
+    _said: dict[str, float] = field(default_factory=dict)
+    _quiet_until: float = 0.0  # a server that was too busy is left alone by all
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._states = [_State(wanted) for wanted in self.files]
+        for state in self._states:
+            self._enqueue(state)
+
+    def _enqueue(self, state: _State, whole: bool = False) -> None:
+        for begin, end in state.wanted.part.missing():
+            step = state.wanted.part.size if whole else RANGE_NBYTES
+            for at in range(begin, end, step):
+                self._queue.append(_Range(state, at, min(end, at + step), state.generation))
+
+    @property
+    def ranges(self) -> int:
+        """How many are still to be taken, at least one: a file that starts over brings more."""
+        return max(1, len(self._queue))
+
+    # -- the generator's side ----------------------------------------------------------------------------------------------------
+
+    def events(self) -> list[Complete | Trouble]:
+        """What has happened since, after a short wait where nothing has."""
+        with self._changed:
+            if not self._events and self._failure is None:
+                self._changed.wait(TICK_S)
+            found = list(self._events)
+            self._events.clear()
+            if not found and self._failure is not None:
+                raise self._failure
+            return found
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self.network.cut()
+
+    # -- receiving ---------------------------------------------------------------------------------------------------------------
+
+    def receive(self) -> None:
+        """Take range after range until there are none; a fresh start of a file may bring more."""
+        buffer = memoryview(bytearray(PIECE_NBYTES))
+        try:
+            while (piece := self._next()) is not None:
+                self._complete(piece, buffer)
+        except Exception as error:
+            self._fail(error)
+
+    def _next(self) -> _Range | None:
+        with self._changed:
+            while not self._stopping:
+                if self._queue:
+                    return self._queue.popleft()
+                self._changed.wait()
+            return None
+
+    def _complete(self, piece: _Range, buffer: memoryview) -> None:
+        failures = 0
+        while not self._stopping and piece.begin < piece.end and piece.generation == piece.state.generation:
+            before = piece.begin
+            asked = None
+            try:
+                self._stream(piece, buffer)
+                continue
+            except StartOver as error:
+                self._start_over(piece, error)
+                return
+            except TryAgain as error:
+                reason, asked = error.reason, error.after
+            except ConnectionFailed as error:
+                if not error.again:
+                    raise DownloadFailed(error.reason, "check the network, then run the same command again") from error
+                reason = error.reason
+            failures = 1 if piece.begin > before else failures + 1
+            if self._stopping:
+                return
+            self._wait_after(piece.state.wanted.name, failures, reason, asked)
+
+    def _stream(self, piece: _Range, buffer: memoryview) -> None:
+        """Receive from `piece.begin` on, which moves with what is written."""
+        body = self.open_range(piece.state.wanted.name, piece.begin, piece.end)
+        try:
+            while piece.begin < piece.end:
+                room = min(len(buffer), piece.end - piece.begin)
+                filled = 0
+                try:
+                    while filled < room and not self._stopping:
+                        count = body.readinto(buffer[filled:room])
+                        if not count:
+                            raise ConnectionFailed("the answer ended early")
+                        filled += count
+                finally:
+                    self._put(piece, buffer[:filled])
+                if self._stopping or piece.generation != piece.state.generation:
+                    return
+        finally:
+            body.close()
+
+    def _put(self, piece: _Range, data: memoryview) -> None:
+        with piece.state.writing:
+            if piece.generation != piece.state.generation or not len(data):
+                return
+            piece.state.wanted.part.write(piece.begin, data)
+        piece.begin += len(data)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _start_over(self, piece: _Range, error: StartOver) -> None:
+        with self._changed:
+            state = piece.state
+            if piece.generation != state.generation:
+                return
+            state.damages += not error.whole
+            if state.damages > DAMAGES:
+                raise DownloadFailed(f"{state.wanted.name}: {error.reason}", "the hub or something on the way alters it; try again later")
+            self._events.append(Trouble(f"{state.wanted.name}: {error.reason}; fetching it from the beginning"))
+            self._renew(state, error.whole)
+
+    def _renew(self, state: _State, whole: bool) -> None:
+        """Forget a file and queue it again. The condition is held."""
+        with state.writing:
+            state.generation += 1
+            state.wanted.part.restart()
+        self._queue = deque(each for each in self._queue if each.state is not state)
+        self._enqueue(state, whole)
+        self._changed.notify_all()
+
+    def _wait_after(self, name: str, failures: int, reason: str, asked: float | None) -> None:
+        if failures >= self.backoff.attempts or (asked or 0) > self.backoff.patience:
+            wait = f" and asks to come back in {asked:.0f} s" if asked else ""
+            raise DownloadFailed(f"{name}: {reason}{wait}", "what came is kept; the same command goes on from there")
+        delay = self.backoff.delay(failures, asked)
+        with self._changed:
+            until = time.monotonic() + delay
+            if asked:
+                self._quiet_until = max(self._quiet_until, until)
+            if time.monotonic() - self._said.get(reason, -SILENCE_S) >= SILENCE_S:  # connections fail together, and once is enough
+                self._said[reason] = time.monotonic()
+                self._events.append(Trouble(f"{name}: {reason}; trying again in {max(1, round(delay))} s"))
+            while not self._stopping and (left := max(until, self._quiet_until) - time.monotonic()) > 0:
+                self._changed.wait(left)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if self._failure is None and not self._stopping:
+                self._failure = error
+            self._changed.notify_all()
+
+    # -- checking ----------------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Hash each file behind its receivers, in order."""
+        buffer = memoryview(bytearray(HASH_NBYTES))
+        try:
+            for state in self._states:
+                while not self._matches(state, buffer):
+                    if self._stopping:
+                        return
+                with self._changed:
+                    self._events.append(Complete(state.wanted))
+                    self._changed.notify_all()
+        except Exception as error:
+            self._fail(error)
+
+    def _matches(self, state: _State, buffer: memoryview) -> bool:
+        """Wait for all bytes and hash them; False where the process stops or the file has to come again."""
+        part, generation = state.wanted.part, state.generation
+        running = new_hash(part.digest, part.size)
+        at = 0
+        while at < part.size:
+            with self._changed:
+                while not self._stopping and state.generation == generation and (end := part.covered_from(at)) == at:
+                    self._changed.wait(1.0)
+                if self._stopping or state.generation != generation:
+                    return False
+            while at < end:
+                count = part.readinto(at, buffer[: min(len(buffer), end - at)])
+                if not count:
+                    raise EffllmError(f"{part.path} became shorter while it was being written", "run the same command again")
+                if running is not None:
+                    running.update(buffer[:count])
+                at += count
+        if running is None or running.hexdigest() == part.digest.value:
+            return True
+        with self._changed:
+            state.damages += 1
+            if state.damages >= DAMAGES:
+                part.restart()
+                raise DownloadFailed(f"{state.wanted.name}: its checksum is wrong, twice", "the hub or something on the way alters it; "
+                                     "try another network, or later")
+            self._events.append(Trouble(f"{state.wanted.name}: its checksum is wrong; fetching it again"))
+            self._renew(state, whole=False)
+        return False
+
+
+def new_hash(digest: Digest | None, size: int):
+    """A running hash of the digest's kind; None where nothing is to be checked."""
+    if digest is None:
+        return None
+    if digest.algorithm == "git-sha1":
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    return hashlib.sha256()
+
+
+def matches(path: str | os.PathLike, digest: Digest) -> bool:
+    """Whether a file on the disk hashes to `digest`."""
+    with open(path, "rb") as file:
+        running = new_hash(digest, os.fstat(file.fileno()).st_size)
+        while piece := file.read(HASH_NBYTES):
+            running.update(piece)
+    return running.hexdigest() == digest.value

@@ -1,0 +1,162 @@
+"""Short names for models: the packaged `models.yaml`, and over it the person's own in the config folder.
+
+The schema is strict, each key typed and none unknown, and checked here by the reader that also judges a checkpoint's config: a schema
+library costs a tenth of a second, which is a tenth of the time to the first word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from .. import EffllmError, ModelNotFound, UsageError
+from . import hub, storage
+from .config_reader import ConfigError, Keys, show
+
+KEYS = frozenset({"repo", "path", "revision", "licence", "gated", "params", "size_gb", "default_bits", "exclude", "note", "alternative"})
+ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
+PARAMS = re.compile(r"[0-9]+(\.[0-9]+)?[MB]")
+BITS = (2, 3, 4, 5, 6, 8, 16)
+FILE = "models.yaml"
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """One alias. Exactly one of `repo` and `path` (a folder inside the package, or an absolute one) is set. `alternative` is an alias of
+    about the same size that nobody has to be asked for. `own`: the person's, not the package's."""
+
+    alias: str
+    repo: str | None
+    path: str | None
+    revision: str
+    licence: str
+    gated: bool
+    params: str
+    size_bytes: int
+    default_bits: int
+    exclude: str
+    note: str
+    alternative: str = ""
+    own: bool = False
+
+    def to_yaml(self) -> dict[str, object]:
+        """The keys of a file that `parse_catalog` reads back as this entry."""
+        keys: dict[str, object] = {"repo": self.repo} if self.repo else {"path": self.path}
+        if self.revision != "main":
+            keys["revision"] = self.revision
+        keys |= {"licence": self.licence, "gated": self.gated, "params": self.params, "size_gb": self.size_bytes / 1e9,
+                 "default_bits": self.default_bits}
+        return keys | {name: value for name in ("exclude", "note", "alternative") if (value := getattr(self, name))}
+
+
+def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[CatalogEntry, ...]:
+    """Entries of a catalog in YAML, in file order. Raises ConfigError naming the alias and the key."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C parser where PyYAML was built with it
+    try:
+        raw = yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {show(str(error))}") from error
+    if own and raw is None:
+        return ()
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} holds no aliases")
+    return tuple(_entry(alias, values, file, own) for alias, values in raw.items())
+
+
+def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
+    where = f"{file}: {show(alias)}"
+    if not isinstance(alias, str) or not ALIAS.fullmatch(alias) or not isinstance(values, dict):
+        raise ConfigError(f"{where} is not an alias in lower case with its keys")
+    keys = Keys(values, where)
+    if unknown := sorted(str(key) for key in values.keys() - KEYS):
+        raise ConfigError(f"{where}: unknown key {show(unknown[0])}", f"known: {', '.join(sorted(KEYS))}")
+    repo, path = keys.text("repo", None), keys.text("path", None)
+    if (repo is None) == (path is None) or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
+        raise ConfigError(f"{where}: exactly one of repo (org/name) and path must be given")
+    if own and path is not None and not Path(path).is_absolute():
+        raise keys.fail("path", "an absolute path")
+    revision, params, bits = keys.text("revision", "main"), keys.text("params"), keys.integer("default_bits")
+    if not hub.is_revision(revision):
+        raise keys.fail("revision", "a branch, tag or commit")
+    if not PARAMS.fullmatch(params):
+        raise keys.fail("params", "a count such as 135M or 8.0B")
+    if bits not in BITS:
+        raise keys.fail("default_bits", f"one of {BITS}")
+    return CatalogEntry(alias, repo, path, revision, keys.text("licence"), keys.flag("gated"), params,
+                        round(keys.number("size_gb") * 1e9), bits, keys.text("exclude", ""), keys.text("note", ""),
+                        keys.text("alternative", ""), own)
+
+
+@cache
+def packaged() -> tuple[CatalogEntry, ...]:
+    return parse_catalog((files("effllm") / FILE).read_text(encoding="utf-8"))
+
+
+def own_file(env: Mapping[str, str]) -> Path:
+    return storage.config_folder(env) / FILE
+
+
+def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
+    """The person's; none where there is no file. Raises ConfigError naming the file."""
+    path = own_file(env)
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", f"check its permissions: ls -l {path}") from error
+    return parse_catalog(text, str(path), own=True)
+
+
+def catalog(env: Mapping[str, str] | None = None) -> tuple[CatalogEntry, ...]:
+    """All aliases, the person's first among equals; without `env` the packaged ones."""
+    own = own_aliases(env) if env is not None else ()
+    taken = {entry.alias for entry in own}
+    return (*(entry for entry in packaged() if entry.alias not in taken), *own)
+
+
+def entry_folder(entry: CatalogEntry) -> Path:
+    """The folder of an entry with a path."""
+    return Path(entry.path) if entry.own else Path(str(files("effllm") / entry.path))
+
+
+def check_alias(name: str) -> None:
+    if not ALIAS.fullmatch(name):
+        raise UsageError(f"{show(name)} cannot be an alias", "small letters, digits, dots and dashes, such as my-model")
+
+
+def write_alias(env: Mapping[str, str], entry: CatalogEntry) -> None:
+    """Add an alias of the person's, or change it."""
+    check_alias(entry.alias)
+    _write(env, [*(each for each in own_aliases(env) if each.alias != entry.alias), entry])
+
+
+def remove_alias(env: Mapping[str, str], name: str) -> None:
+    """Raises ModelNotFound where the person has no such alias."""
+    known = own_aliases(env)
+    if all(entry.alias != name for entry in known):
+        comes = any(entry.alias == name for entry in packaged())
+        raise ModelNotFound(f"{show(name)} is {'an alias that comes with effllm' if comes else 'no alias of yours'}",
+                            "effllm alias lists yours")
+    _write(env, [entry for entry in known if entry.alias != name])
+
+
+def _write(env: Mapping[str, str], entries: list[CatalogEntry]) -> None:
+    import yaml
+
+    path = own_file(env)
+    head = "# Aliases made by `effllm alias`; the keys are those of effllm's own models.yaml.\n"
+    values = {entry.alias: entry.to_yaml() for entry in entries}
+    text = head + (yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else "")
+    parse_catalog(text, str(path), own=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.write_aside(path, text)
+    except OSError as error:
+        raise EffllmError(f"{path} cannot be written: {error.strerror}", f"check its folder: ls -ld {path.parent}") from error

@@ -1,0 +1,109 @@
+"""Rotary positions as `config.json` states them, in either dialect: `rope_theta` and `rope_scaling`, or `rope_parameters`.
+
+`rope.py` turns the result into frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .config_reader import REQUIRED, ConfigError, Keys, show
+
+MAX_POSITIONS = 2**27
+# Rotary kinds -> the keys of the section that they use, beyond the kind itself and rope_theta.
+ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+                       "original_max_position_embeddings"}),
+    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}),
+}
+ROPE_HARMLESS = frozenset({"finetuned"})
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS."""
+
+    theta: float
+    kind: str
+    params: Mapping[str, object]
+    partial_rotary_factor: float = 1.0
+
+
+def rope_config(keys: Keys, head_dim: int, positions: int, theta: float = 10_000.0, partial: bool = False,
+                aliases: Mapping[str, str] = NO_ALIASES) -> RopeConfig:
+    """Rotary settings from either dialect; the older section wins where both are filled, and a value inside it over the one beside it, as
+    in transformers. `theta` is the family's default; `partial`: it may rotate a part of each head; `aliases`: its other names of kinds."""
+    outer_theta = keys.number("rope_theta", theta, above=1.0)
+    older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
+    name = _section(keys.raw)
+    original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
+    share = keys.number("partial_rotary_factor", 1.0) if partial else None
+    inner = Keys({"partial_rotary_factor": share, **(older or newer or {})}, f"config.json: {name}")
+    return rope_of(inner, head_dim, positions, outer_theta, original, partial, aliases)
+
+
+def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: int | None = None, partial: bool = False,
+            aliases: Mapping[str, str] = NO_ALIASES) -> RopeConfig:
+    """Rotary settings from one section. `theta` and `original` (trained positions) are those stated beside it."""
+    kind = inner.raw.get("rope_type") or inner.raw.get("type") or "default"
+    if any(isinstance(value, dict) for value in inner.raw.values()):
+        raise ConfigError(f"{inner.where} differs by layer type, which is not supported for this family")
+    kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise ConfigError(f"{inner.where} of type {show(kind)} is not supported", f"known: {', '.join(ROPE_KEYS)}")
+    share = inner.number("partial_rotary_factor", 1.0)
+    if share != 1.0 and not partial:
+        raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "this family rotates whole heads")
+    rotary = int(head_dim * share)
+    if not 2 <= rotary <= head_dim or rotary % 2:
+        raise ConfigError(f"{inner.where}: {show(share)} of a head dimension of {head_dim} cannot be rotated",
+                          "an even number of channels can")
+    original = original or inner.integer("original_max_position_embeddings", positions, high=MAX_POSITIONS)
+    return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, _rope_params(inner, kind, rotary, positions, original), share)
+
+
+def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | None]) -> list[str]:
+    """Keys of the rotary section that none of a model's `ropes` uses, with the section's name."""
+    kinds = {rope.kind for rope in ropes if rope is not None}
+    if not kinds:
+        return []
+    name = _section(raw)
+    section = raw.get(name) or {}
+    nested = {f"{name}.{key}": value for key, value in section.items() if isinstance(value, dict)} or {name: section}
+    known = ROPE_HARMLESS.union(*(ROPE_KEYS[kind] for kind in kinds), ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
+    return [f"{where}.{key}" for where, inner in nested.items() for key in sorted(inner.keys() - known)]
+
+
+def _section(raw: Mapping[str, object]) -> str:
+    """Which of the two dialects' sections holds."""
+    return "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+
+
+def _rope_params(inner: Keys, kind: str, rotary: int, positions: int, original: int) -> dict[str, object]:
+    if kind == "default":
+        return {}
+    if kind in ("linear", "dynamic"):
+        return {"factor": inner.number("factor")}
+    params: dict[str, object] = {"original_max_position_embeddings": original}
+    params["factor"] = inner.number("factor", REQUIRED if kind == "llama3" else positions / original)
+    if kind == "llama3":
+        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+        if low >= high:
+            raise ConfigError(f"{inner.where}: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+        return params | {"low_freq_factor": low, "high_freq_factor": high}
+    params["attention_factor"] = inner.number("attention_factor", None)
+    if kind == "longrope":
+        if original < 2:
+            raise ConfigError(f"{inner.where}: original_max_position_embeddings is {original}, expected at least 2")
+        return params | {name: inner.numbers(name, rotary // 2) for name in ("short_factor", "long_factor")}
+    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("mscale", None), ("mscale_all_dim", None)):
+        # 0 stands for "not set" here, as in transformers
+        params[name] = default if inner.raw.get(name) == 0 else inner.number(name, default)
+    return params | {"truncate": inner.flag("truncate", True)}

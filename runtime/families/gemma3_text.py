@@ -1,0 +1,70 @@
+"""Gemma 3, text: Gemma 2 without caps, with norms of q and k, and two rotary tables: one for layers with a window, one for the others.
+
+Checkpoints that take images hold the same tensors under another prefix, beside those of the image encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from ..config_rope import RopeConfig, rope_of
+from . import TensorRule, gemma2, llama
+from .gemma2 import ACT, gemma_features, softcap
+from .llama import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar",
+                       "rope_local_base_freq", "sliding_window", "sliding_window_pattern"})
+# what stands in _sliding_window_pattern is written next to the layer_types that it made
+KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "original_max_position_embeddings"})
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+PREFIXES = ("language_model.model.", "model.language_model.")  # of checkpoints that take images, older and newer
+HEADS = ("language_model.lm_head.weight",)
+# A checkpoint that takes images states of its text part only what differs from these.
+SIZES = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT, sizes=SIZES)
+    pattern, layers = keys.integer("sliding_window_pattern", 6), base.size(keys, "num_hidden_layers")
+    usual = [LOCAL if (layer + 1) % pattern else GLOBAL for layer in range(layers)]
+    features = gemma_features(keys, usual, base.size(keys, "hidden_size"))
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        everywhere, local = two_ropes(keys, head_dim, positions)
+        return tuple(everywhere if window is None else local for window in features["windows"])
+
+    return decoder_config(keys, base, ropes, **features, qk_norm=True,
+                          final_logit_softcapping=softcap(keys, "final_logit_softcapping", None))
+
+
+def two_ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeConfig]:
+    """Rotary positions of layers without and with a window. The older dialect's `rope_scaling` is about the former alone."""
+    sections = keys.section("rope_parameters") or {}
+    stray = sorted(sections.keys() - {GLOBAL, LOCAL})
+    if stray or not all(isinstance(section, dict | None) for section in sections.values()):
+        raise ConfigError("config.json: rope_parameters does not tell full_attention from sliding_attention",
+                          "this family has two sections in it, by the type of the layer")
+    everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
+    thetas = keys.number("rope_theta", 1_000_000.0, above=1.0), keys.number("rope_local_base_freq", 10_000.0, above=1.0)
+    return (rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0]),
+            rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1]))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return _elsewhere_too(gemma2.layer_tensors(config, layer))
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return _elsewhere_too(llama.outer_tensors(config))
+
+
+def _elsewhere_too(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+    """The same tensors, also under the prefixes of checkpoints that take images."""
+    return {role: replace(rule, also=tuple(prefix + rule.name.removeprefix("model.") for prefix in PREFIXES) if role != "head" else HEADS)
+            for role, rule in rules.items()}

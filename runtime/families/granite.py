@@ -1,0 +1,25 @@
+"""Granite 3 (dense): the Llama block with four multipliers: of the embedding, of scores, of each branch, and a divisor of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from .llama import block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "attention_multiplier", "embedding_multiplier", "logits_scaling", "mlp_bias",
+                       "residual_multiplier"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    # An absent attention_multiplier is 1, not the usual root of the head dimension.
+    return decoder_config(
+        keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False),
+        attn_scale=keys.number("attention_multiplier", 1.0), embedding_multiplier=keys.number("embedding_multiplier", 1.0),
+        residual_multiplier=keys.number("residual_multiplier", 1.0), logits_scaling=keys.number("logits_scaling", 1.0))

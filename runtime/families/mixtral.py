@@ -1,0 +1,57 @@
+"""Mixtral: the Mistral block with eight experts in the place of the MLP, of which every token visits two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from . import TensorRule, expert_role, llama
+from .llama import block, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "expert_tensors", "layer_tensors", "mixture", "outer_tensors"]
+
+KEYS_USED = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"})
+KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})  # of training
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
+NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+MOST_EXPERTS = 4096
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    own = mixture(keys, 8, 2, keys.integer("intermediate_size", high=2**22), True, range(layers))
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, theta=1e6)
+    return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * layers, mixture=own)
+
+
+def mixture(keys: Keys, experts: int, per_token: int, width: int, renormalise: bool, layers: Iterable[int]) -> Mixture:
+    """The experts that a config states under either of the two names of their number; `experts` and `per_token` are the defaults."""
+    local = keys.integer("num_local_experts", None, high=MOST_EXPERTS)
+    experts = keys.integer("num_experts", local or experts, high=MOST_EXPERTS)
+    if local not in (None, experts):
+        raise ConfigError(f"config.json: num_experts is {experts} and num_local_experts {local}, which should be the same")
+    per_token = keys.integer("num_experts_per_tok", per_token, high=MOST_EXPERTS)
+    if per_token > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok {per_token} is more than the {experts} experts there are")
+    return Mixture(experts, per_token, width, renormalise, frozenset(layers))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return expert_tensors(config, layer, "block_sparse_moe", NAMES)
+
+
+def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[str, str]) -> dict[str, TensorRule]:
+    """A layer's tensors with router and experts at `place` where the layer has them. `names`: an expert's gate, up and down there."""
+    rules, own = llama.layer_tensors(config, layer), config.mixture
+    if layer not in own.layers:
+        return rules
+    shapes = {"gate": (own.width, config.hidden_size), "up": (own.width, config.hidden_size), "down": (config.hidden_size, own.width)}
+    for role in shapes:
+        del rules[role]
+    prefix = f"model.layers.{layer}.{place}."
+    rules["router"] = TensorRule(f"{prefix}gate.weight", (own.experts, config.hidden_size))
+    for expert in range(own.experts):
+        for role, shape in shapes.items():
+            rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{names[role]}.weight", shape)
+    return rules

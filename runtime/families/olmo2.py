@@ -1,0 +1,31 @@
+"""OLMo 2: the Llama block with its norms behind attention and MLP instead of before, and a norm over all heads of q, and of k, together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule, llama
+from .llama import block, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=2048, eos=(50_279,), norm_eps=1e-5)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: no norm before a matrix, and behind the branch what Llama calls the norm before the MLP."""
+    rules = llama.layer_tensors(config, layer)
+    prefix, shape = f"model.layers.{layer}.", rules.pop("input_norm").shape
+    del rules["post_norm"]
+    return rules | {"o_norm": TensorRule(f"{prefix}post_attention_layernorm.weight", shape),
+                    "down_norm": TensorRule(f"{prefix}post_feedforward_layernorm.weight", shape)}

@@ -1,0 +1,29 @@
+"""OLMoE: the Llama block with 64 experts, and norms over the whole width of q and k before the rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule
+from .llama import block, outer_tensors
+from .mixtral import expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"})
+KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
+    own = mixture(keys, 64, 8, keys.integer("intermediate_size", high=2**22), keys.flag("norm_topk_prob", False), range(layers))
+    base = Defaults(max_position_embeddings=4096, bos=None, eos=(50279,), norm_eps=1e-5)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return expert_tensors(config, layer, "mlp", NAMES)

@@ -1,0 +1,83 @@
+"""OPT: layer norms with biases, learned positions, and an MLP of two matrices with ReLU between.
+
+Row 2 of the table of positions is that of the first token. Scores are scaled before they are summed in the original; the difference is
+rounding. opt-350m, which alone norms behind its branches and has an embedding of another width, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+
+from ..cache import LayerCache
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from ..rope import RopeTable
+from . import LayerWeights, TensorRule
+from .llama import attention
+
+KEYS_USED = frozenset({"activation_function", "enable_bias", "ffn_dim", "word_embed_proj_dim"})
+# What rotary families call by these names, transformers passes over in this one.
+KEYS_HARMLESS = frozenset({
+    "activation_dropout", "dropout", "head_dim", "hidden_act", "init_std", "intermediate_size", "layerdrop", "num_key_value_heads",
+    "original_max_position_embeddings", "output_projection", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+})
+REFUSED_UNLESS: Mapping[str, object] = {"_remove_final_layer_norm": False, "do_layer_norm_before": True,
+                                        "layer_norm_elementwise_affine": True}
+OFFSET = 2
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=2048, bos=2, eos=(2,), tied=True, act=("activation_function", "relu"), rotary=False,
+                    ffn_key="ffn_dim")
+    bias = keys.flag("enable_bias", True)
+    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer", position_offset=OFFSET)
+    width = keys.integer("word_embed_proj_dim", made.hidden_size)
+    if width != made.hidden_size:
+        raise ConfigError(f"config.json: word_embed_proj_dim = {width} is not supported for opt models",
+                          f"this family runs only with that of hidden_size, {made.hidden_size}")
+    return made
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, `[N, K]` as stored."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    linears = {"q": ("self_attn.q_proj", hidden, hidden), "k": ("self_attn.k_proj", hidden, hidden),
+               "v": ("self_attn.v_proj", hidden, hidden), "o": ("self_attn.out_proj", hidden, hidden), "up": ("fc1", ffn, hidden),
+               "down": ("fc2", hidden, ffn)}
+    prefix = f"decoder.layers.{layer}."
+    rules = _norm("input_norm", f"{prefix}self_attn_layer_norm", hidden) | _norm("post_norm", f"{prefix}final_layer_norm", hidden)
+    for role, (name, out, width) in linears.items():
+        rules[role] = _rule(f"{prefix}{name}.weight", (out, width))
+        if config.qkv_bias:
+            rules[f"{role}_bias"] = _rule(f"{prefix}{name}.bias", (out,))
+    return rules
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    """Embedding, positions, last norm and, unless tied to the embedding, the head."""
+    table, places = (config.vocab_size, config.hidden_size), (config.max_position_embeddings + OFFSET, config.hidden_size)
+    rules = {"embed": _rule("decoder.embed_tokens.weight", table), "positions": _rule("decoder.embed_positions.weight", places),
+             **_norm("norm", "decoder.final_layer_norm", config.hidden_size)}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
+
+
+def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """x[T, D] -> x[T, D], with the taps of `llama.block`."""
+    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    tap("mlp_in", layer, x)
+    x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
+    tap("block_out", layer, x)
+    return x
+
+
+def _rule(name: str, shape: tuple[int, ...]) -> TensorRule:
+    """Old checkpoints are of the decoder, without the prefix of the model around it."""
+    return TensorRule(f"model.{name}", shape, also=(name,))
+
+
+def _norm(role: str, name: str, width: int) -> dict[str, TensorRule]:
+    return {role: _rule(f"{name}.weight", (width,)), f"{role}_bias": _rule(f"{name}.bias", (width,))}

@@ -1,0 +1,49 @@
+"""Phi 3, 3.5 and 4: the Llama block whose checkpoints store q, k and v as one matrix, gate and up as another.
+
+Each part is read as a range of rows, under the name that it has in Llama; a converted folder holds the parts by themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama
+from .llama import block, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"auto_map", "partial_rotary_factor", "sliding_window"})
+KEYS_HARMLESS = frozenset({"embd_pdrop"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "layer_types": None,
+                                        "lm_head_bias": False, "mlp_bias": False}
+FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
+LONGROPE = {"su": "longrope", "yarn": "longrope"}  # what it was called before it had a name
+
+
+def config(keys: Keys) -> ModelConfig:
+    for task, name in (keys.section("auto_map") or {}).items():  # the published ones bring the code that became part of transformers
+        if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_phi3\.Phi3\w+", str(name)):
+            raise ConfigError(f"config.json: auto_map names {show(name)}, which is not Phi 3",
+                              "the checkpoint brings its own code, which is never run")
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, partial=True, aliases=LONGROPE),) * layers
+
+    base = Defaults(max_position_embeddings=4096, bos=1, eos=(32_000,), norm_eps=1e-5)
+    return decoder_config(keys, base, ropes, windows=(keys.integer("sliding_window", None),) * layers)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules = llama.layer_tensors(config, layer)
+    for name, roles in FUSED.items():
+        rows = [rules[role].shape[0] for role in roles]
+        for i, role in enumerate(roles):
+            part = (f"model.layers.{layer}.{name}.weight", sum(rows[:i]), sum(rows))
+            rules[role] = replace(rules[role], part_of=part)
+    return rules

@@ -1,0 +1,34 @@
+"""Qwen 3 mixtures (30B-A3B, 235B-A22B): the Qwen 3 block with many small experts in most layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule
+from .llama import block, outer_tensors
+from .mixtral import expert_tensors, mixture
+from .qwen2 import qwen_window
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
+                       "num_experts_per_tok", "num_local_experts", "sliding_window", "use_sliding_window"})
+# Without layer_types the window is that of all layers or of none; max_window_layers is written and not read.
+KEYS_HARMLESS = frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "use_mrope": False}
+NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
+    step, dense = keys.integer("decoder_sparse_step", 1, high=2048), keys.layers("mlp_only_layers", layers)
+    own = mixture(keys, 128, 8, keys.integer("moe_intermediate_size", 768, high=2**22), keys.flag("norm_topk_prob", False),
+                  (layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0))
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4)
+    return decoder_config(keys, base, windows=(qwen_window(keys),) * layers, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return expert_tensors(config, layer, "mlp", NAMES)

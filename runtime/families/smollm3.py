@@ -1,0 +1,43 @@
+"""SmolLM 3: the Llama block, with no rotary positions in every fourth layer (or as listed), which alone may have a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import RopeConfig, rope_config
+from .llama import block, layer_tensors, outer_tensors
+from .qwen2 import windows_of
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "layer_types", "mlp_bias", "no_rope_layer_interval", "no_rope_layers", "sliding_window",
+                       "use_sliding_window"})
+KEYS_HARMLESS = frozenset({"max_window_layers"})
+REFUSED_UNLESS: Mapping[str, object] = {}
+THETA = 2_000_000.0
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias, rotated = keys.flag("attention_bias", False), rotated_layers(keys)
+    window = keys.integer("sliding_window", None)
+    window = window if keys.flag("use_sliding_window", False) else None
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions, THETA)
+        return tuple(rope if here else None for here in rotated)
+
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4, bos=128_000, eos=(128_001,), tied=True)
+    usual = ["full_attention" if here or window is None else "sliding_attention" for here in rotated]
+    return decoder_config(keys, base, ropes, windows=windows_of(keys, window, usual), qkv_bias=bias, o_bias=bias,
+                          mlp_bias=keys.flag("mlp_bias", False))
+
+
+def rotated_layers(keys: Keys) -> tuple[bool, ...]:
+    """Which layers have rotary positions: as `no_rope_layers` lists (where, despite its name, 1 says that they have), else all but the
+    last of every `no_rope_layer_interval`."""
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    interval = keys.integer("no_rope_layer_interval", 4)
+    listed = keys.switches("no_rope_layers", layers)
+    return listed or tuple((layer + 1) % interval != 0 for layer in range(layers))

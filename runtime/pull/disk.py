@@ -1,0 +1,114 @@
+"""The disk under a download: what it lacks, whose turn it is, and how its errors read."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ... import DoesNotFit, EffllmError
+from ...offload.size import format_size
+from ...offload.writer import FULL
+from ..events import Notice
+
+POLL_S = 0.2
+WINDOW_S = 10.0
+
+
+@contextmanager
+def speaking(folder: Path, variable: str) -> Iterator[None]:
+    """A failed write becomes an error with a next step; `variable` names another place for `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise DoesNotFit(f"the disk of {folder} is full",
+                             "make room, then run the same command again: it goes on where it stopped") from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise EffllmError(f"{error.filename or folder} cannot be written: {error.strerror.lower()}",
+                              f"set {variable} to a folder that you may write") from error
+        raise EffllmError(f"{error.filename or folder}: {error.strerror or error}", f"check the disk of {folder}") from error
+
+
+def existing(folder: Path) -> Path:
+    """The nearest folder above that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def free_nbytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(existing(folder)).free
+    except OSError:
+        return 0
+
+
+def source_folder(folder: Path) -> Path:
+    """Where the files lie that `folder` is being made of."""
+    return folder.with_name(f".{folder.name}.source")
+
+
+def allocated(folder: Path) -> int:
+    """Bytes of the disk that the files of a folder take, holes left out."""
+    try:
+        return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(folder))
+    except OSError:
+        return 0
+
+
+def check_space(needs: list[tuple[Path, int]]) -> None:
+    """Raises DoesNotFit where a disk lacks what the folders on it are about to take."""
+    disks: dict[int, tuple[Path, int]] = {}
+    for folder, nbytes in needs:
+        device = existing(folder).stat().st_dev
+        first, before = disks.get(device, (folder, 0))
+        disks[device] = first, before + nbytes
+    for folder, nbytes in disks.values():
+        free = free_nbytes(folder)
+        if nbytes > free:
+            raise DoesNotFit(f"needs {format_size(nbytes)} of the disk of {folder}, which has {format_size(free)} free",
+                             f"make room for {format_size(nbytes - free)}, set HF_HUB_CACHE to a larger disk, or ask for fewer --bits")
+
+
+def locked(path: Path, busy: str) -> Generator[Notice, None, int]:
+    """Wait for a lock that other programs take too; its descriptor is returned. `busy` is said once where that takes time."""
+    said = False
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(path) and os.fstat(fd).st_ino == os.stat(path).st_ino:
+                return fd
+            os.close(fd)  # the file was removed and made again in between
+            continue
+        except BlockingIOError:
+            os.close(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        if not said:
+            said = True
+            yield Notice(busy)
+        time.sleep(POLL_S)
+
+
+class Rate:
+    """Units a second of late."""
+
+    def __init__(self, done: int) -> None:
+        self._points = deque([(time.monotonic(), done)])
+
+    def at(self, done: int) -> float:
+        now = time.monotonic()
+        self._points.append((now, done))
+        while len(self._points) > 2 and now - self._points[0][0] > WINDOW_S:
+            self._points.popleft()
+        then, before = self._points[0]
+        return (done - before) / (now - then) if now > then else 0.0

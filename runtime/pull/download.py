@@ -1,0 +1,159 @@
+"""Files of a plan into the hub cache, laid out as other tools expect them and locked as they lock.
+
+    models--org--name/blobs/<etag>                   the bytes; while they come `<etag>.effllm.incomplete` and a journal beside it
+    models--org--name/snapshots/<commit>/<name>      links to blobs
+    models--org--name/refs/<branch>                  the commit
+    .locks/models--org--name/<etag>.lock             held by whoever writes a blob
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Protocol
+
+from ...offload.part_file import PartFile, read_journal
+from ...offload.transfer import Complete, Received, Trouble, Wanted, transfer
+from .. import hub
+from ..config_reader import show
+from ..events import Notice, Progress
+from .client import Client, DownloadFailed, RemoteFile
+from .disk import Rate, locked, speaking
+from .repository import Repository, companions
+
+PHASE = "downloading"
+DATA, JOURNAL = ".effllm.incomplete", ".effllm-journal.incomplete"
+
+
+class Place(Protocol):
+    """Where files are completed: what is here, what is on its way, and the name that it gets."""
+
+    def is_here(self, file: RemoteFile) -> bool: ...
+    def part(self, file: RemoteFile) -> PartFile: ...
+    def blob(self, file: RemoteFile) -> Path: ...
+    def link(self, file: RemoteFile) -> None: ...
+
+
+class CacheFolder:
+    """Where the files of one repository at one commit lie."""
+
+    def __init__(self, env: Mapping[str, str], repository: Repository) -> None:
+        self.root = hub.repo_folder(env, repository.asked)
+        self.blobs, self.snapshot = self.root / "blobs", self.root / "snapshots" / repository.commit
+        self.locks = hub.cache_folder(env) / ".locks" / self.root.name
+        self._ref = self.root / "refs" / repository.revision if repository.revision != repository.commit else None
+        self._commit = repository.commit
+
+    def blob(self, file: RemoteFile) -> Path:
+        return self.blobs / file.etag
+
+    def part(self, file: RemoteFile) -> PartFile:
+        return PartFile(self.blobs / (file.etag + DATA), self.blobs / (file.etag + JOURNAL), file.size, file.digest)
+
+    def is_here(self, file: RemoteFile) -> bool:
+        try:
+            return self.blob(file).stat().st_size == file.size
+        except OSError:
+            return False
+
+    def held(self, file: RemoteFile) -> int:
+        """Bytes of a file that need not be fetched."""
+        if self.is_here(file):
+            return file.size
+        noted = read_journal(self.blobs / (file.etag + DATA), self.blobs / (file.etag + JOURNAL), file.size, file.digest)
+        return noted[0].count if noted else 0
+
+    def link(self, file: RemoteFile) -> None:
+        """Let the snapshot show a blob that is here."""
+        place = self.snapshot / file.name
+        target = os.path.relpath(self.blob(file), self.snapshot)
+        if place.is_symlink() and os.readlink(place) == target:
+            return
+        aside = self.snapshot / f".{file.name}.{os.getpid()}"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(target)
+        os.replace(aside, place)
+
+    def make(self) -> None:
+        for folder in (self.blobs, self.snapshot, self.locks):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def point(self) -> None:
+        """Let the branch stand for this commit."""
+        if self._ref is None:
+            return
+        self._ref.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._ref.with_name(f".{self._ref.name}.{os.getpid()}")
+        aside.write_text(self._commit, encoding="ascii")
+        os.replace(aside, self._ref)
+
+
+def download(repository: Repository, files: Sequence[RemoteFile], client: Client,
+             env: Mapping[str, str]) -> Iterator[Progress | Notice | Path]:
+    """Complete `files` of a repository; the folder of the snapshot last. What came stays when this is left early.
+
+    Raises DownloadFailed, DoesNotFit for a full disk, EffllmError for one that may not be written, ModelNotFound.
+    """
+    place = CacheFolder(env, repository)
+    first = [file for file in files if file in companions(repository) or file.name == hub.INDEX]
+    with speaking(hub.cache_folder(env), "HF_HUB_CACHE"), ExitStack() as locks:
+        place.make()
+        for etag in sorted({file.etag for file in files}):
+            busy = f"another program is downloading {repository.asked}: waiting for it, then going on with what it left"
+            locks.callback(os.close, (yield from locked(place.locks / f"{etag}.lock", busy)))
+        total = sum({file.etag: file.size for file in files}.values())
+        yield from complete(place, repository, first, client, 0, total)
+        rest = _with_index(place, repository, [file for file in files if file not in first])
+        done = sum({file.etag: file.size for file in first}.values())
+        yield from complete(place, repository, rest, client, done, max(total, done + sum(file.size for file in rest)))
+        place.point()
+    yield place.snapshot
+
+
+def _with_index(place: CacheFolder, repository: Repository, files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """The weights, and those that the index names beyond the usual names."""
+    if not (place.snapshot / hub.INDEX).exists():
+        return list(files)
+    missing = [name for name in hub.missing_files(place.snapshot) if name not in {file.name for file in files}]
+    lost = [name for name in missing if name not in repository.files]
+    if lost:
+        raise DownloadFailed(f"{repository.repo} is not whole: its index names {show(lost[0])}, which it does not have",
+                             "ask who published it, or choose another repository of this model")
+    return [*files, *(repository.files[name] for name in missing)]
+
+
+def complete(place: Place, repository: Repository, files: Sequence[RemoteFile], client: Client, before: int,
+              total: int) -> Iterator[Progress | Notice]:
+    """Fetch what is not here and link everything. `before` and `total` are bytes of the whole download."""
+    by_etag: dict[str, list[RemoteFile]] = {}
+    for file in files:
+        by_etag.setdefault(file.etag, []).append(file)
+    absent = [same[0] for same in by_etag.values() if not place.is_here(same[0])]
+    before += sum(same[0].size for same in by_etag.values()) - sum(file.size for file in absent)
+    for same in by_etag.values():
+        for file in same if same[0] not in absent else ():
+            place.link(file)
+    if not absent:
+        return
+    named = {file.name: file for file in absent}
+    parts = [Wanted(file.name, place.part(file)) for file in absent]
+    try:
+        rate = Rate(sum(wanted.part.held for wanted in parts))
+        events = transfer(parts, lambda name, begin, end: client.open_range(repository.asked, repository.commit, named[name], begin, end),
+                          client.network, backoff=client.backoff)
+        with closing(events):
+            for event in events:
+                if isinstance(event, Received):
+                    yield Progress(PHASE, before + event.nbytes, total, "bytes", rate=rate.at(event.nbytes))
+                elif isinstance(event, Trouble):
+                    yield Notice(event.text)
+                elif isinstance(event, Complete):
+                    file = named[event.wanted.name]
+                    event.wanted.part.finish(place.blob(file))
+                    for same in by_etag[file.etag]:
+                        place.link(same)
+    finally:
+        for wanted in parts:
+            wanted.part.close()

@@ -1,0 +1,247 @@
+"""What a pull would do, before it does it: bytes to load and to keep, disk, memory, speed, licence, gate. From a few kilobytes.
+
+One request describes the repository, one brings config.json; shapes and types of the weights follow from it, so the size of a quantized
+result is exact and the memory is what `effllm plan` would say of the finished model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from ... import DoesNotFit, ModelNotFound, UsageError
+from ...offload.checkpoint import TensorInfo
+from ...offload.writer import held_nbytes
+from ...quant.recipe import Recipe
+from ...quant.spec import QuantSpec
+from .. import families, hub, storage
+from ..aliases import CatalogEntry, catalog
+from ..catalog import find_entry
+from ..config import ModelConfig, parse_config
+from ..container import DTYPES, Container, StoredTensor
+from ..convert_plan import MATRICES
+from ..reference import Reference
+from .client import Client, DownloadFailed, Gated, RemoteFile
+from .disk import allocated, check_space, free_nbytes, source_folder
+from .download import CacheFolder
+from .repository import Repository, companions, describe, named_file, weights
+
+CONFIG_LIMIT = 128 << 10
+RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+ROOF_NBYTES = 256 << 20
+SHARE = 0.8  # of the memory's rate that a decode step reaches
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person asked for: a repository, one format or file of it. `keep`: the published weights too. `bits` is 4bit or None."""
+
+    reference: Reference
+    repo: str
+    revision: str
+    entry: CatalogEntry | None = None
+    bits: str | None = None
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not."""
+
+    fits: bool
+    total_bytes: int
+    budget_bytes: int
+    context: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PullPlan:
+    """`folder` is what will hold the model. Bytes: `total_bytes` of all files, `held_bytes` of them here already, `kept_bytes` on the disk
+    at the end, `disk_bytes` more than now at the worst moment. `tokens_per_s` is an estimate, None where the memory was not measured."""
+
+    wish: Wish
+    repository: Repository
+    files: tuple[RemoteFile, ...]
+    folder: Path
+    total_bytes: int
+    held_bytes: int
+    kept_bytes: int
+    disk_bytes: int
+    disk_free: int
+    licence: str | None
+    memory: Memory | None
+    tokens_per_s: float | None
+    nbytes_read: int
+
+    @property
+    def to_load(self) -> int:
+        return self.total_bytes - self.held_bytes
+
+    @property
+    def is_done(self) -> bool:
+        return self.wish.bits is not None and (self.folder / storage.MARKER).is_file()
+
+    def to_json(self) -> dict[str, object]:
+        memory = self.memory
+        return {"model": self.wish.reference.text, "repo": self.repository.repo, "revision": self.repository.commit,
+                "bits": self.wish.bits, "files": [file.name for file in self.files], "folder": str(self.folder),
+                "bytes_total": self.total_bytes, "bytes_here": self.held_bytes, "bytes_to_load": self.to_load,
+                "bytes_kept": self.kept_bytes, "disk_needed_bytes": self.disk_bytes, "disk_free_bytes": self.disk_free,
+                "licence": self.licence, "gated": self.repository.gated, "parameters": self.repository.parameters,
+                "alternative": self.wish.entry.alternative or None if self.wish.entry else None,
+                "memory": memory and {"fits": memory.fits, "total_bytes": memory.total_bytes, "budget_bytes": memory.budget_bytes,
+                                      "context": memory.context, "reason": memory.reason or None},
+                "tokens_per_s_estimate": self.tokens_per_s, "bytes_read_for_plan": self.nbytes_read}
+
+
+def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = None, keep: bool = False) -> Wish:
+    """Which repository a reference means. Raises ModelNotFound for one that names none, UsageError for a format that does not exist."""
+    bits = bits or reference.variant
+    if bits is not None:
+        QuantSpec.parse(bits)
+    if bits and reference.file:
+        raise UsageError(f"{reference.text}: a file of a repository is pulled as it is", f"effllm pull {reference.base}:{reference.file}")
+    entry = find_entry(catalog(env), reference.name)
+    if entry is not None and entry.repo is None:
+        raise ModelNotFound(f"{entry.alias} needs no download: it is at {entry.path}" if entry.own else
+                            f"{entry.alias} comes with effllm", f"effllm run {entry.alias}")
+    repo = entry.repo if entry else reference.name
+    if entry is None and "/" not in repo:
+        from ..catalog import resolve
+
+        resolve(reference.text, env)  # says what was probably meant
+    return Wish(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits, keep)
+
+
+def plan_pull(wish: Wish, client: Client, env: Mapping[str, str]) -> PullPlan:
+    """Raises ModelNotFound (gated, missing), DownloadFailed, and ConfigError for a model that effllm does not run."""
+    if client.offline:
+        raise DownloadFailed(f"{wish.repo} is not here, and downloads are off (--offline or HF_HUB_OFFLINE)",
+                             "effllm list shows the models that are here")
+    repository = describe(client, wish.repo, wish.revision)
+    place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
+    licence = wish.entry.licence if wish.entry else repository.licence
+    if wish.reference.file is not None:
+        files = [named_file(repository, wish.reference.file)]
+        config = None
+    else:
+        files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
+        config, count = _config(wish, repository, files, licence, client)
+        nbytes_read += count
+    distinct = {file.etag: file for file in files}.values()
+    total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
+    made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
+                    None, None, nbytes_read)
+    if wish.bits is not None and config is not None:
+        made = _with_bits(made, config, env)
+    if config is not None:
+        made = _with_memory(made, config)
+    return made
+
+
+def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
+    """Raises DoesNotFit where a disk is too small; the cache and the folder of what is made may lie on two."""
+    cached = plan.to_load if plan.wish.bits is None or plan.wish.keep else 0
+    check_space([(hub.cache_folder(env), cached), (plan.folder, max(0, plan.disk_bytes - cached))])
+
+
+def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence: str | None, client: Client) -> tuple[ModelConfig, int]:
+    """The model's config, and the bytes that it took."""
+    if "config.json" not in repository.files:
+        raise ModelNotFound(f"{repository.repo} has no config.json, so it is not a model that transformers or effllm could run",
+                            "choose another repository of this model")
+    try:
+        text = client.small_file(wish.repo, repository.commit, repository.files["config.json"], CONFIG_LIMIT)
+    except Gated as error:
+        size = sum(file.size for file in files) / 1e9
+        other = wish.entry.alternative if wish.entry else ""
+        raise Gated(f"{error.message} ({size:.3g} GB, licence {licence or 'not stated'})",
+                    error.hint + (f"; of about the same size without a gate: effllm pull {other}" if other else "")) from error
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        raw = None
+    if not isinstance(raw, dict):
+        raise DownloadFailed(f"config.json of {repository.repo} is not a JSON object", "the hub or something on the way alters it")
+    return parse_config(raw), len(text)
+
+
+def _with_bits(plan: PullPlan, config: ModelConfig, env: Mapping[str, str]) -> PullPlan:
+    """The same with weights quantized as they come: one shard is on the disk at a time, unless the published weights are kept."""
+    folder = storage.own_folder(env, plan.wish.repo, plan.repository.commit, plan.wish.bits)
+    result = sum(info.nbytes for info in ExpectedStore(config, QuantSpec.parse(plan.wish.bits)).tensors.values())
+    beside = sum(file.size for file in companions(plan.repository))
+    place = CacheFolder(env, plan.repository)
+    shards = [file.size for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
+    if plan.wish.keep:
+        return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + result + beside)
+    needed, begun = max(shards, default=0) + result + 2 * beside, held_nbytes(folder) + allocated(source_folder(folder))
+    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - begun), disk_free=free_nbytes(folder))
+
+
+class ExpectedStore:
+    """The tensors that a config asks for, as the planner wants to see them: names, shapes and types, no bytes. `bytes_per_pass` are those
+    that one token reads: all but a table of embeddings that is not the head too, and the experts that it does not visit."""
+
+    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
+        family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
+        groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
+        recipe = None if spec is None else Recipe(spec)
+        stored: dict[str, StoredTensor] = {}
+        experts = 0
+        self.tensors: dict[str, TensorInfo] = {}
+        for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
+            low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
+            own = recipe.spec_for(rule.name, rule.shape, role) if low else raw
+            shape, nbytes = tuple(rule.shape), own.nbytes(rule.shape)
+            stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
+            dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
+            self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), 0, nbytes)
+            experts += nbytes if families.expert_of(role) is not None else 0
+        self.nbytes, self.notices = sum(info.nbytes for info in self.tensors.values()), ()
+        embed, mixture = groups[0]["embed"].name, config.mixture
+        unread = self.tensors[embed].nbytes if "head" in groups[0] else 0
+        unvisited = experts * (mixture.experts - mixture.per_token) // mixture.experts if mixture else 0
+        self.bytes_per_pass = self.nbytes - unread - unvisited
+        bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
+        self.container = None if spec is None else Container(str(spec), bits, stored, {}, {}, {}, {})
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _with_memory(plan: PullPlan, config: ModelConfig) -> PullPlan:
+    """What the planner says of the finished model on this machine, as it is now."""
+    from ...kernels import warm
+    from ..prepare import EngineOptions, prepare_with
+
+    store = ExpectedStore(config, None if plan.wish.bits is None else QuantSpec.parse(plan.wish.bits))
+    options = EngineOptions()
+    try:
+        placement = prepare_with(None, config, store, options, store.container).placement
+    except DoesNotFit as error:
+        return replace(plan, memory=Memory(False, 0, 0, 0, error.message))
+    memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx)
+    if warm.is_cold((warm.RAW,)) or "cuda" in placement.devices:
+        return replace(plan, memory=memory)
+    return replace(plan, memory=memory, tokens_per_s=SHARE * memory_rate(options) / store.bytes_per_pass)
+
+
+def memory_rate(options: object) -> float:
+    """Bytes a second that this machine's memory gives right now."""
+    from ...kernels.cpu.roof import read_bandwidth
+    from ...kernels.threads import ThreadPool
+    from ...offload.memory import anonymous
+    from ..prepare import worker_count
+
+    pool = ThreadPool(worker_count(options))
+    try:
+        memory = anonymous(ROOF_NBYTES)
+        memory.fill(1)
+        return read_bandwidth(pool, memory, passes=3)
+    finally:
+        pool.close()

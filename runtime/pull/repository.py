@@ -1,0 +1,142 @@
+"""What the hub says about a repository, and which of its files a run needs.
+
+Weights are the safetensors at the top level, one copy of them: a repository often has the same weights again as pickles, as the maker's own
+files (`original/`, `consolidated`), for other programs (GGUF, ONNX) or at another precision.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from urllib.parse import quote
+
+from ... import ModelNotFound
+from ..config_reader import show
+from ..hub import COMPANIONS, INDEX, is_repo
+from .client import Client, DownloadFailed, RemoteFile
+
+SINGLE = "model.safetensors"
+SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors")
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,200}")  # a name at the top level; never a way into another folder
+PROGRAMS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".so")
+LARGEST_COMPANION = 256 << 20
+SHA256, SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at a commit. `asked` is the name it was asked for by, `repo` the one it has now; `parameters` None if not told."""
+
+    asked: str
+    repo: str
+    revision: str
+    commit: str
+    files: Mapping[str, RemoteFile]
+    unusable: tuple[str, ...]
+    licence: str | None
+    gated: bool
+    parameters: int | None
+    nbytes_read: int
+
+
+def describe(client: Client, repo: str, revision: str) -> Repository:
+    """Ask the hub, in one request. Raises ModelNotFound and DownloadFailed."""
+    raw, nbytes = client.json(f"/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true", repo)
+    name, commit, siblings = raw.get("id"), raw.get("sha"), raw.get("siblings")
+    if not isinstance(commit, str) or not SHA1.fullmatch(commit) or not isinstance(siblings, list):
+        raise DownloadFailed(f"{client.endpoint} does not answer as a hub does", "check HF_ENDPOINT")
+    files, unusable = {}, []
+    for sibling in siblings:
+        file = _file(sibling)
+        if isinstance(file, RemoteFile):
+            files[file.name] = file
+        elif file:
+            unusable.append(file)
+    safetensors = raw.get("safetensors")
+    total = safetensors.get("total") if isinstance(safetensors, dict) else None
+    return Repository(repo, name if isinstance(name, str) and is_repo(name) else repo, revision, commit, files, tuple(unusable),
+                      _licence(raw), raw.get("gated") not in (None, False), total if _is_count(total) else None, nbytes)
+
+
+def _file(sibling: object) -> RemoteFile | str | None:
+    """A file at the top level; the name of one that lies elsewhere or has no size; None for nothing."""
+    if not isinstance(sibling, dict) or not isinstance(name := sibling.get("rfilename"), str):
+        return None
+    lfs, size, etag = sibling.get("lfs"), sibling.get("size"), sibling.get("blobId")
+    if isinstance(lfs, dict):
+        size, etag = lfs.get("size", size), lfs.get("sha256")
+    good = SHA256 if isinstance(lfs, dict) else SHA1
+    if not PLAIN.fullmatch(name) or not _is_count(size) or not isinstance(etag, str) or not good.fullmatch(etag):
+        return name
+    return RemoteFile(name, size, etag, isinstance(lfs, dict))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
+def _licence(raw: Mapping[str, object]) -> str | None:
+    card, tags = raw.get("cardData"), raw.get("tags")
+    if isinstance(card, dict):
+        for key in ("license_name", "license"):
+            if isinstance(card.get(key), str):
+                return card[key][:40]
+    named = [tag.removeprefix("license:") for tag in tags if isinstance(tag, str) and tag.startswith("license:")] \
+        if isinstance(tags, list) else []
+    return named[0][:40] if named else None
+
+
+def companions(repository: Repository) -> list[RemoteFile]:
+    """The files beside the weights."""
+    return [file for file in repository.files.values() if any(fnmatch(file.name, pattern) for pattern in COMPANIONS)
+            and not file.name.endswith(PROGRAMS) and file.size <= LARGEST_COMPANION]
+
+
+def weights(repository: Repository, exclude: str = "") -> list[RemoteFile]:
+    """One copy of the weights in order, their index first. Raises ModelNotFound where there are none that can be read."""
+    files = {name: file for name, file in repository.files.items() if not (exclude and fnmatch(name, exclude))}
+    if SINGLE in files:
+        return [files[SINGLE]]
+    shards = sorted((name for name in files if SHARD.fullmatch(name)), key=lambda name: int(SHARD.fullmatch(name)[1]))
+    if INDEX in files and shards:
+        return [files[INDEX], *(files[name] for name in shards)]
+    lone = [name for name in files if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter_"))]
+    if len(lone) == 1:
+        return [files[lone[0]]]
+    raise _no_weights(repository, lone)
+
+
+def named_file(repository: Repository, name: str) -> RemoteFile:
+    """The file after a colon. Raises ModelNotFound with the nearest names."""
+    if name in repository.files:
+        return repository.files[name]
+    known = [each for each in repository.files if each.lower().endswith(".gguf")]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    raise ModelNotFound(f"{repository.repo} has no file {show(name)}",
+                        f"did you mean {' or '.join(near)}?" if near else "it has no .gguf files at its top level" if not known
+                        else f"it has {', '.join(known[:4])}")
+
+
+def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
+    names = [*repository.files, *repository.unusable]
+    if "adapter_model.safetensors" in names:
+        return ModelNotFound(f"{repository.repo} is a LoRA adapter, not a model", "pull the model that it was made for")
+    if lone:
+        return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
+                             "choose another repository of this model")
+    ggufs = [name for name in repository.files if name.lower().endswith(".gguf")]
+    if ggufs:
+        return ModelNotFound(f"{repository.repo} holds GGUF files alone", f"name one: effllm pull {repository.asked}:{_preferred(ggufs)}")
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+        return ModelNotFound(f"{repository.repo} holds pickle weights alone: opening one runs whatever code is inside, so effllm refuses",
+                             "choose a repository of this model with .safetensors")
+    return ModelNotFound(f"{repository.repo} holds no weights", "choose another repository")
+
+
+def _preferred(names: Iterable[str]) -> str:
+    """What most people would take of several precisions."""
+    names = sorted(names)
+    return next((name for name in names if "q4_k_m" in name.lower()), names[0])

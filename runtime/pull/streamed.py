@@ -1,0 +1,212 @@
+"""Quantize while the weights arrive: a shard is on the disk until its last tensor is written, then its place is given back.
+
+First come the small files and the head of every shard, so that the whole result is planned from headers as for a local folder. A shard lies
+at its full length from the start, as a hole that fills; its tensors go through `convert` when it is whole and its checksum is right. A
+tensor never spans shards, and the writer takes tensors in any order, so shard by shard gives the bytes that `quantize` would.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...kernels.threads import MOST_WORKERS, ThreadPool
+from ...offload import hardware
+from ...offload.header import MAX_HEADER
+from ...offload.part_file import PartFile
+from ...offload.shards import INDEX as RESULT_INDEX
+from ...offload.shards import index_json
+from ...offload.transfer import Received, Trouble, Wanted, transfer
+from ...offload.writer import FolderWriter
+from ...quant.recipe import Recipe
+from ...quant.spec import QuantSpec
+from .. import hub, storage
+from ..convert import Converted, ConvertOptions, check_target, container, convert, copied, decided, fingerprint
+from ..convert_plan import ConversionPlan, plan_conversion
+from ..convert_tensors import Converter
+from ..events import Notice, Progress
+from .client import Client, DownloadFailed, RemoteFile
+from .disk import Rate, locked, source_folder, speaking
+from .download import PHASE, CacheFolder, complete, download
+from .plan import PullPlan
+
+HEAD_NBYTES = 64 << 10  # holds the header of most shards
+
+
+def quantized(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice | Path]:
+    """Make `plan.folder`; it is the last that is yielded. What is done stays when this is left early."""
+    out, wish = plan.folder, plan.wish
+    with speaking(storage.models_folder(env), "XDG_DATA_HOME"), ExitStack() as held:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = yield from locked(out.with_name(f".{out.name}.lock"), f"another effllm is making {out}: waiting for it")
+        held.callback(os.close, lock)
+        if not (out / storage.MARKER).is_file():
+            check_target(out, False)
+            if wish.keep:
+                yield from _after_download(plan, client, env)
+            else:
+                yield from _as_it_comes(plan, client, env)
+        if wish.revision != plan.repository.commit:
+            storage.note_branch(env, wish.repo, wish.revision, plan.repository.commit)
+    yield out
+
+
+def options_of(plan: PullPlan) -> ConvertOptions:
+    wish = plan.wish
+    source = {"model": wish.entry.alias if wish.entry else wish.repo, "repo": wish.repo, "revision": plan.repository.commit,
+              "licence": plan.licence}
+    return ConvertOptions(Recipe(QuantSpec.parse(wish.bits)), wish.bits, source={key: value for key, value in source.items() if value})
+
+
+def _after_download(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice]:
+    folder = plan.folder
+    for item in download(plan.repository, plan.files, client, env):
+        if isinstance(item, Path):
+            folder = item
+        else:
+            yield item
+    for item in convert(folder, plan.folder, options_of(plan)):
+        if not isinstance(item, Converted):
+            yield item
+
+
+class SourceFolder:
+    """The small files and the growing shards, beside the folder that is made of them; gone when that is whole."""
+
+    def __init__(self, plan: PullPlan, cache: CacheFolder) -> None:
+        self.path = source_folder(plan.folder)
+        self._cache = cache
+
+    def blob(self, file: RemoteFile) -> Path:
+        return self.path / file.name
+
+    def part(self, file: RemoteFile) -> PartFile:
+        return PartFile(self.path / f".{file.name}.incomplete", self.path / f".{file.name}.journal", file.size, file.digest)
+
+    def shard(self, file: RemoteFile) -> PartFile:
+        """The weights under their final name, whatever of them is here."""
+        return PartFile(self.path / file.name, self.path / f".{file.name}.journal", file.size, file.digest)
+
+    def is_here(self, file: RemoteFile) -> bool:
+        """Whether a file is whole; one that another tool has downloaded is linked."""
+        place = self.path / file.name
+        if self._cache.is_here(file):
+            place.unlink(missing_ok=True)
+            place.symlink_to(self._cache.blob(file).resolve())
+        return place.exists() and place.stat().st_size == file.size
+
+    def link(self, file: RemoteFile) -> None:
+        """Nothing to do but for two names of the same content."""
+        place = self.path / file.name
+        if not place.exists():
+            twin = next(path for path in self.path.iterdir() if path.is_file() and path.stat().st_size == file.size)
+            shutil.copyfile(twin, place)
+
+
+@dataclass
+class Shard:
+    """`part` is None for one that lies whole in the cache. `head` ends where the tensors begin."""
+
+    file: RemoteFile
+    part: PartFile | None
+    head: bytes = b""
+
+
+def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice]:
+    source = SourceFolder(plan, CacheFolder(env, plan.repository))
+    source.path.mkdir(exist_ok=True)
+    weights = [file for file in plan.files if file.name.endswith(".safetensors")]
+    small = [file for file in plan.files if file not in weights]
+    yield from complete(source, plan.repository, small, client, 0, plan.total_bytes)
+    lost = [name for name in hub.missing_files(source.path) if name not in {file.name for file in weights}]
+    if lost:
+        raise DownloadFailed(f"{plan.repository.repo} is not whole: its index names {lost[0]}", "choose another repository of this model")
+    shards: list[Shard] = []
+    try:
+        for file in weights:
+            cached = source.is_here(file) and (source.path / file.name).is_symlink()
+            shards.append(Shard(file, None if cached else source.shard(file)))
+            if shards[-1].part is not None:
+                shards[-1].head = _head(shards[-1], plan, client)
+        yield from _convert_shards(plan, source, shards, client, sum(file.size for file in small))
+    finally:
+        for shard in shards:
+            if shard.part is not None:
+                shard.part.close()
+    shutil.rmtree(source.path, ignore_errors=True)
+
+
+def _head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
+    """Everything before the tensors; fetched where it is not here."""
+    file, part = shard.file, shard.part
+
+    def need(end: int) -> bytes:
+        at = part.covered_from(0)
+        if at < end:
+            part.write(at, client.read_range(plan.repository.asked, plan.repository.commit, file, at, end))
+        out = bytearray(end)
+        part.readinto(0, memoryview(out))
+        return bytes(out)
+
+    here = part.covered_from(0)
+    # Of a shard that is done with, the head alone was kept.
+    first = need(min(file.size, HEAD_NBYTES, here if here >= 8 else HEAD_NBYTES))
+    end = 8 + int.from_bytes(first[:8], "little")
+    if not 8 < end <= min(file.size, MAX_HEADER):
+        return first  # opening the folder says what is wrong with it
+    return (first if end <= len(first) else need(end))[:end]
+
+
+def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], client: Client,
+                    before: int) -> Iterator[Progress | Notice]:
+    options = options_of(plan)
+    planned = plan_conversion(source.path, options.recipe)
+    with planned.store:
+        for item in decided(planned, options):
+            if not isinstance(item, ConversionPlan):
+                yield item
+        yield from (Notice(text) for text in (*planned.config.warnings, *planned.notices()))
+        stamps = [(shard.file.name, shard.file.size, shard.file.etag) for shard in shards]
+        pool = ThreadPool(min(MOST_WORKERS, hardware.cpu_threads()))
+        try:
+            with FolderWriter(plan.folder, planned.files, fingerprint(planned, options, (), stamps), storage.MARKER) as writer:
+                if writer.resumed:
+                    yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(planned.jobs)} tensors are made")
+                converter = Converter(planned, options.method, writer, pool, ())
+                for shard in shards:
+                    jobs = [job for job in converter.todo if job.info.file.name == shard.file.name]
+                    if jobs and shard.part is not None:
+                        yield from _fetch(shard, plan, client, before)
+                    yield from converter.convert(jobs)
+                    before += shard.file.size
+                    if shard.part is not None:
+                        shard.part.restart(keep=len(shard.head))
+                texts = {storage.MARKER: container(planned, writer.finished, options, ()).to_json()}
+                if len(planned.files) > 1:
+                    texts[RESULT_INDEX] = index_json(planned.files)
+                writer.commit(copied(source.path), texts)
+        finally:
+            pool.close()
+
+
+def _fetch(shard: Shard, plan: PullPlan, client: Client, before: int) -> Iterator[Progress | Notice]:
+    """Complete a shard; its bytes are those that the hub's checksum names, and its head is the one that was planned with."""
+    repository, part = plan.repository, shard.part
+    rate = Rate(part.held)
+    events = transfer([Wanted(shard.file.name, part)],
+                      lambda name, begin, end: client.open_range(repository.asked, repository.commit, shard.file, begin, end),
+                      client.network, backoff=client.backoff)
+    with closing(events):
+        for event in events:
+            if isinstance(event, Received):
+                yield Progress(PHASE, before + event.nbytes, plan.total_bytes, "bytes", shard.file.name, rate.at(event.nbytes))
+            elif isinstance(event, Trouble):
+                yield Notice(event.text)
+    head = bytearray(len(shard.head))
+    part.readinto(0, memoryview(head))
+    if head != shard.head:
+        raise DownloadFailed(f"{shard.file.name}: its head was damaged on the way", "run the same command again")

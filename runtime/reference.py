@@ -1,0 +1,87 @@
+"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE]`, then `[:4bit]`.
+
+The one parser for every command. It asks the disk one thing alone, whether a name that could be a path is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import UsageError
+from ..quant.spec import DEFAULTS
+from . import hub
+from .config_reader import show
+
+VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
+FILE = re.compile(r"(.+):([A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf)", re.DOTALL | re.IGNORECASE)
+LOOK = "effllm list shows the models that are here; fable comes with effllm"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """`path` is set for what lies on the disk, `name` for an alias or a repository. `variant` is a format (4bit), `file` a file of the
+    repository or folder."""
+
+    text: str
+    name: str = ""
+    path: Path | None = None
+    revision: str | None = None
+    variant: str | None = None
+    file: str | None = None
+
+    @property
+    def base(self) -> str:
+        """The text without format and file."""
+        named = self.name if self.path is None else str(self.path)
+        return named + (f"@{self.revision}" if self.revision else "")
+
+
+def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
+    """Raises UsageError for what has no such form."""
+    text = text.strip()
+    if not text:
+        raise UsageError("no model is named", LOOK)
+    base, variant, file = text, None, None
+    if not exists(Path(text)):
+        if match := VARIANT.fullmatch(base):
+            base, variant = match.groups()
+            if VARIANT.fullmatch(base) and not exists(Path(base)):
+                raise UsageError(f"{show(text)} names two formats", f"leave one away: {show(base)}")
+        if (match := FILE.fullmatch(base)) and not exists(Path(base)):
+            base, file = match.groups()
+    if (path := _as_path(base, env)) is not None:
+        return Reference(text, path=path, variant=variant, file=file)
+    name, revision = _split(base)
+    return Reference(text, name, None, revision, variant, file)
+
+
+def _as_path(text: str, env: Mapping[str, str]) -> Path | None:
+    """The path that a text spells by its form; one that is also a name counts as a path if it has folders in it and exists."""
+    spelled = text.startswith(("/", "./", "../", "~", ".\\")) or text in (".", "..") or text.endswith("/")
+    path = hub.expand(text, env) if text.startswith("~") else Path(text)
+    return path if spelled or len(path.parts) > 1 and exists(path) else None
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """name[@revision]; what follows a colon and is no format is refused by name."""
+    base, colon, variant = text.partition(":")
+    if colon:
+        raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
+                         f"known: {', '.join(DEFAULTS)}, or the name of a .gguf file; or leave it away: {show(base)}")
+    name, at, revision = base.partition("@")
+    if at and not hub.is_revision(revision):
+        raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")
+    return name, revision if at else None
+
+
+def exists(path: Path) -> bool:
+    """Whether something is there; a folder that may not be looked into counts, so that its own error is shown."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
+    except (OSError, ValueError):  # too long a name, a zero byte
+        return False

@@ -1,0 +1,141 @@
+"""What effllm itself keeps on this machine: models that it made, folders that it was told to make, and the person's own files.
+
+    <data>/models/<org>--<repo>/<revision>/<format>/    made by `pull --bits`, `run --bits --keep`
+    <data>/models/<org>--<repo>/refs/<branch>           the commit that a branch stood for when it was pulled
+    <data>/folders.json                                 what `quantize -o` has made elsewhere
+    <config>/models.yaml                                the person's aliases
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import EffllmError
+from . import hub
+
+MARKER = "effllm.json"
+REFS = "refs"
+FORMAT, VERSION = "effllm-folders", 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A model in the data folder. `repo` is an alias for a packaged or local one, whose revision is `local-...`."""
+
+    repo: str
+    revision: str
+    spec: str
+    folder: Path
+
+
+def data_folder(env: Mapping[str, str]) -> Path:
+    return _folder(env, "XDG_DATA_HOME", ".local/share", "user_data_path")
+
+
+def config_folder(env: Mapping[str, str]) -> Path:
+    return _folder(env, "XDG_CONFIG_HOME", ".config", "user_config_path")
+
+
+def _folder(env: Mapping[str, str], variable: str, usual: str, elsewhere: str) -> Path:
+    """Where the platform puts such things; on Linux read from `env`, which the library of other platforms would not ask."""
+    if sys.platform.startswith("linux"):
+        given = env.get(variable, "").strip()
+        return (Path(given) if given else hub.home(env) / usual) / "effllm"
+    import platformdirs
+
+    return getattr(platformdirs, elsewhere)("effllm", appauthor=False)
+
+
+def models_folder(env: Mapping[str, str]) -> Path:
+    return data_folder(env) / "models"
+
+
+def own_folder(env: Mapping[str, str], repo: str, revision: str, spec: str) -> Path:
+    """Where a model of ours lies or would lie."""
+    return models_folder(env) / repo.replace("/", "--") / revision / spec
+
+
+def kept_models(env: Mapping[str, str]) -> Iterator[Kept]:
+    """Whole models in the data folder, in alphabetical order."""
+    for name in hub.names_in(models_folder(env)):
+        repo = models_folder(env) / name
+        for revision in hub.names_in(repo):
+            for spec in hub.names_in(repo / revision) if revision != REFS else ():
+                if not spec.startswith(".") and (repo / revision / spec / MARKER).is_file():
+                    yield Kept(name.replace("--", "/"), revision, spec, repo / revision / spec)
+
+
+def find_kept(env: Mapping[str, str], repo: str, revision: str, spec: str | None) -> list[Kept]:
+    """Kept models of a repository at a branch, a commit or the beginning of one; `spec` None is any format."""
+    if not hub.is_repo(repo) or not hub.is_revision(revision):
+        return []
+    commit = hub.read_ref(models_folder(env) / repo.replace("/", "--") / REFS / revision) or revision
+    return [kept for kept in kept_models(env) if kept.repo == repo and spec in (None, kept.spec)
+            and (kept.revision == commit or hub.COMMIT.fullmatch(commit) and kept.revision.startswith(commit))]
+
+
+def note_branch(env: Mapping[str, str], repo: str, branch: str, commit: str) -> None:
+    """Remember what a branch stands for."""
+    path = models_folder(env) / repo.replace("/", "--") / REFS / branch
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, commit)
+
+
+def registered(env: Mapping[str, str]) -> list[Path]:
+    """Folders that `quantize -o` made and that are still models."""
+    return [path for path in map(Path, _read(data_folder(env) / "folders.json")) if (path / MARKER).is_file()]
+
+
+def register(env: Mapping[str, str], folder: Path) -> None:
+    """Let `list` show a folder, unless it lies where it is found anyway."""
+    folder = Path(os.path.abspath(folder))
+    if models_folder(env) not in folder.parents:
+        _change(env, lambda known: [*(path for path in known if path != str(folder)), str(folder)])
+
+
+def forget(env: Mapping[str, str], folder: Path) -> None:
+    _change(env, lambda known: [path for path in known if path != os.path.abspath(folder)])
+
+
+def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]]) -> None:
+    """One process at a time; what is no model any more is dropped on the way."""
+    path = data_folder(env) / "folders.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(".folders.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = [each for each in how(_read(path)) if (Path(each) / MARKER).is_file()]
+            write_aside(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
+    except OSError as error:
+        raise EffllmError(f"{path} cannot be written: {error.strerror}", f"check its folder: ls -ld {path.parent}") from error
+
+
+def _read(path: Path) -> list[str]:
+    """Absolute paths; a damaged list is an empty one, because the folders themselves are not lost with it."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    folders = raw.get("folders") if isinstance(raw, dict) and raw.get("format") == FORMAT else None
+    return [each for each in folders if isinstance(each, str) and os.path.isabs(each)] if isinstance(folders, list) else []
+
+
+def write_aside(path: Path, text: str) -> None:
+    """A small file that is either old or new."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def stamp(folder: Path) -> str:
+    """Eight digits that stand for a local folder and the state of its files: another model, or a changed one, is kept elsewhere."""
+    import hashlib
+
+    files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in folder.iterdir() if entry.is_file())
+    return hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:8]

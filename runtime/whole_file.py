@@ -1,0 +1,29 @@
+"""Text files that appear whole or not at all: a conversation that is saved, one that is exported."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from .. import EffllmError
+
+
+def write_whole(path: Path, text: str, hint: str) -> None:
+    """Write `text` as UTF-8 under its name in one step; folders on the way are made. What was there before stays until then.
+
+    Raises EffllmError with `hint` as the next step: no permission, a full disk, a folder of that name.
+    """
+    part: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", dir=path.parent)
+        part = Path(name)
+        with open(descriptor, "wb") as file:
+            file.write(text.encode("utf-8", "replace"))
+        os.replace(part, path)
+    except OSError as error:
+        raise EffllmError(f"cannot write {path}: {error.strerror or error}", hint) from None
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)

@@ -1,0 +1,24 @@
+"""What every test shares: the person's own folders are not this machine's."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folders_of_nobody() -> Iterator[None]:
+    """Models that a test keeps and aliases that it writes are seen by tests alone. The cache of compiled kernels is the machine's."""
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    with tempfile.TemporaryDirectory(prefix="effllm-tests-") as place:
+        os.environ.update({name: str(Path(place) / name) for name in VARIABLES})
+        yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value

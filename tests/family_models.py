@@ -1,0 +1,131 @@
+"""Tiny random models of every family, made by transformers, for tests: what a checkpoint means is what transformers makes of it."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+CONTEXT = 512
+RAMP = [1.0 + 0.1 * i for i in range(8)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family with changes to the small config; `shard` and `dtype` are how it is saved, `older` rewrites the config's dialect.
+
+    `images`: the model is saved inside one that takes images.
+    """
+
+    family: str
+    changes: dict[str, object] = field(default_factory=dict)
+    shard: str = "5GB"
+    dtype: str = "float32"
+    older: bool = False
+    images: bool = False
+
+
+def rope(kind: str, **values: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **values}}
+
+
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+TWO_ROPES = {"sliding_window": 40, "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+             "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
+                                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}
+
+FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
+CASES = {
+    "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),
+    "llama, biases": Case("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "num_key_value_heads": 4, "hidden_act":
+                                    "gelu"}),
+    "llama, tied, one KV head": Case("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama, shards, older dialect": Case("llama", rope("linear", factor=4.0), shard="60KB", older=True),
+    "llama, bfloat16": Case("llama", {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64}, dtype="bfloat16"),
+    "llama, float16": Case("llama", {"tie_word_embeddings": True}, dtype="float16"),
+    "llama, linear": Case("llama", rope("linear", factor=2.0)),
+    "llama, dynamic": Case("llama", {**rope("dynamic", factor=2.0), "max_position_embeddings": CONTEXT // 2}),
+    "llama, llama3": Case("llama", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                        original_max_position_embeddings=64)),
+    "llama, yarn": Case("llama", rope("yarn", factor=8.0, original_max_position_embeddings=64)),
+    "llama, longrope": Case("llama", rope("longrope", short_factor=RAMP, long_factor=[4 * x for x in RAMP],
+                                          original_max_position_embeddings=64)),
+    "mistral, window": Case("mistral", {"sliding_window": 40, "num_key_value_heads": 1}),
+    "mistral, window over pages": Case("mistral", {"sliding_window": 150}),
+    "mistral, no window": Case("mistral", {"sliding_window": None}),
+    "qwen2": Case("qwen2", {"tie_word_embeddings": True, "vocab_size": 301}),
+    "qwen2, windows above": Case("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}),
+    "qwen3": Case("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3, mixed layers": Case("qwen3", {"head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 70,
+                                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "phi3": Case("phi3", {"sliding_window": 50, "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}, dtype="bfloat16"),
+    "phi3, longrope over half a head": Case("phi3", {**rope("longrope", short_factor=RAMP[:4], long_factor=[4 * x for x in RAMP[:4]],
+                                                            partial_rotary_factor=0.5), "original_max_position_embeddings": 64}),
+    "gemma2": Case("gemma2", {**CAPS, "head_dim": 12, "attention_bias": True, "sliding_window": 40, "query_pre_attn_scalar": 20}),
+    "gemma2, bfloat16": Case("gemma2", {**CAPS, "head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 90,
+                                        "sliding_window": 150}, dtype="bfloat16"),
+    "gemma3_text": Case("gemma3_text", {**TWO_ROPES, "head_dim": 32, "final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
+    "gemma3": Case("gemma3_text", {**TWO_ROPES, "head_dim": 16, "attention_bias": True}, images=True),
+    "olmo2": Case("olmo2", {"attention_bias": True, "vocab_size": 301}, shard="60KB"),
+    "smollm3": Case("smollm3", {"no_rope_layers": [1, 0, 1], "attention_bias": True, "mlp_bias": True}),
+    "smollm3, windows": Case("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 45}),
+    "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                                "logits_scaling": 7.0, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "opt": Case("opt", {"ffn_dim": 88, "init_std": 0.2}),
+    "opt, no biases": Case("opt", {"hidden_size": 160, "num_attention_heads": 2, "ffn_dim": 88, "init_std": 0.2, "enable_bias": False,
+                                   "activation_function": "gelu", "tie_word_embeddings": False}, dtype="float16"),
+    "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "hidden_act": "gelu"}),
+    "mixtral, window, bfloat16": Case("mixtral", {"num_local_experts": 4, "sliding_window": 40, "tie_word_embeddings": True},
+                                      dtype="bfloat16"),
+    "qwen3_moe": Case("qwen3_moe", {**FEW_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen3_moe, some layers dense": Case("qwen3_moe", {**FEW_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers":
+                                                       [3], "attention_bias": True, "use_sliding_window": True, "sliding_window": 70}),
+    "qwen3_moe, bfloat16": Case("qwen3_moe", {**FEW_EXPERTS, "norm_topk_prob": True}, dtype="bfloat16"),
+    "olmoe": Case("olmoe", {"num_experts": 9, "num_experts_per_tok": 4, "vocab_size": 301, "eos_token_id": None}),
+    "olmoe, one expert, float16": Case("olmoe", {"num_experts": 3, "num_experts_per_tok": 1, "attention_bias": True, "norm_topk_prob": True,
+                                                 "num_key_value_heads": 4, "eos_token_id": None}, dtype="float16"),
+}
+
+
+def written(case: Case, folder: Path) -> PreTrainedModel:
+    """Save a random model in `folder` and return it as transformers reads it, in float32."""
+    config = AutoConfig.for_model(case.family, **{
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.2, "pad_token_id": None,
+        **case.changes})
+    if case.images:
+        sight = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+                 "patch_size": 8}
+        config = AutoConfig.for_model("gemma3", text_config=config.to_dict(), vision_config=sight, mm_tokens_per_image=4)
+    torch.manual_seed(1)
+    model = (AutoModelForImageTextToText if case.images else AutoModelForCausalLM).from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms, which start at 1, and biases, which start at 0
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
+    if case.older:
+        path = folder / "config.json"
+        raw = json.loads(path.read_text())
+        section = raw.pop("rope_parameters")
+        raw |= {"rope_theta": section.pop("rope_theta"), "torch_dtype": raw.pop("dtype"), "rope_scaling":
+                {"type": section.pop("rope_type"), **section}}
+        path.write_text(json.dumps(raw))
+    read = AutoModelForImageTextToText if case.images else AutoModelForCausalLM
+    model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if case.family.startswith("gemma") and case.dtype != "float32":  # the factor has the type of the weights
+        scaled = model.get_input_embeddings()
+        scaled.embed_scale = scaled.embed_scale.to(getattr(torch, case.dtype)).float()
+    return model
+
+
+def oracle(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def text(model: PreTrainedModel, length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, model.config.get_text_config().vocab_size, length).tolist()

@@ -1,0 +1,114 @@
+"""Settings from files: who wins over whom, where a value comes from, and what is wrong with a file, by its line."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.cli.flags import variable
+from effllm.cli.settings import known
+
+
+class Ran:
+    """What a call of `main` wrote and returned."""
+
+    def __init__(self, *argv: str, **variables: str) -> None:
+        self.environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, **variables})
+        self.code = main(argv, self.environment)
+        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory and a user's folder of settings, both empty."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "effllm").mkdir(parents=True)
+    return tmp_path
+
+
+def project(place: Path, text: str) -> None:
+    (place / "effllm.toml").write_text(text)
+
+
+def user(place: Path, text: str) -> None:
+    (place / "home" / "effllm" / "config.toml").write_text(text)
+
+
+def planned(*argv: str, **variables: str) -> int:
+    ran = Ran("plan", "fable", "--json", *argv)
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)["ctx"]
+
+
+def test_each_place_wins_over_the_next(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned() == 2048
+    user(place, "ctx-size = 512\n")
+    assert planned() == 512
+    project(place, "ctx-size = 384\n")
+    assert planned() == 384
+    monkeypatch.setenv("EFFLLM_CTX_SIZE", "256")
+    assert planned() == 256
+    assert planned("-c", "128") == 128
+
+
+def test_show_says_what_holds_and_why(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user(place, "# mine\ntop-k = 7\nkv = '32bit'\n")
+    project(place, 'kv = "16bit"\n\nstop = ["END"]\nstrict = true\n')
+    monkeypatch.setenv("EFFLLM_THREADS", "2")
+    shown = json.loads(Ran("config", "show", "fable", "--json").out)
+    assert shown["kv"] == {"value": "16bit", "origin": "effllm.toml:1"}
+    assert shown["stop"] == {"value": ["END"], "origin": "effllm.toml:3"} and shown["strict"]["value"] is True
+    assert shown["top-k"] == {"value": 7, "origin": f"{place}/home/effllm/config.toml:2"}
+    assert shown["threads"] == {"value": 2, "origin": "EFFLLM_THREADS"}
+    assert shown["repeat-penalty"] == {"value": 1.2, "origin": "generation_config.json"}
+    assert shown["kv-window"] == {"value": 128, "origin": "built in"}
+    assert list(shown) == list(known())
+    assert json.loads(Ran("config", "show", "--json").out)["repeat-penalty"] == {"value": 1.0, "origin": "built in"}
+    table = Ran("config", "show", "--origin")
+    assert "effllm.toml:1" in table.out and "EFFLLM_THREADS" in table.out and "looked for effllm.toml" in table.err
+    assert "effllm.toml" not in Ran("config", "show").out
+
+
+def test_switches_and_numbers_arrive(place: Path) -> None:
+    project(place, "stats = true\ntemp = 0\npredict = 3\nsystem = 'Speak of the sea.'\n")
+    ran = Ran("run", "fable", "Tell me a story.")
+    assert ran.code == 0 and "answer 3 tokens" in ran.err and "stopped after 3 tokens" in ran.err
+    assert "stopped after 2 tokens" in Ran("run", "fable", "Tell me a story.", "-n", "2").err
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("kv = '16bit'\ntmep = 1\n", "effllm.toml:2: there is no setting 'tmep', did you mean temp?"),
+    ("ctx_size = 5\n", "effllm.toml:1: there is no setting 'ctx_size', did you mean ctx-size?"),
+    ("[run]\ntemp = 1\n", "effllm.toml:1: there is no setting 'run'"),
+    ("\n\nyes = true\n", "effllm.toml:3: there is no setting 'yes'"),
+    ("temp = 'hot'\n", "effllm.toml:1: temp is a number, not 'hot'"), ("temp = true\n", "effllm.toml:1: temp is a number, not True"),
+    ("top-k = 1.5\n", "effllm.toml:1: top-k is a whole number, not 1.5"), ("strict = 1\n", "effllm.toml:1: strict is true or false, not 1"),
+    ("device = 'tpu'\n", "effllm.toml:1: device is auto or cpu or cuda, not 'tpu'"),
+    ("stop = [1]\n", "effllm.toml:1: stop is text or a list of texts"), ("a = 1\ntemp = = 2\n", "effllm.toml:2: "),
+    ("\udc80", "effllm.toml: ")])
+def test_a_file_that_is_wrong_is_one_line_with_its_place(place: Path, text: str, said: str) -> None:
+    (place / "effllm.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    for command in (("plan", "fable"), ("config", "show")):
+        ran = Ran(*command)
+        lines = ran.err.splitlines()
+        assert ran.code == 2 and ran.out == "" and len(lines) == 2 and lines[0].startswith(f"effllm: {said}"), ran.err
+    assert Ran("plan", "--help").code == 0 and Ran("--version").code == 0, "help is there, whatever the file says"
+
+
+def test_a_file_that_cannot_be_read_is_one_line(place: Path) -> None:
+    (place / "effllm.toml").mkdir()
+    ran = Ran("plan", "fable")
+    assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml: Is a directory\nhint: ")
+
+
+def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:
+    shown = json.loads(Ran("config", "show", "--json").out)
+    assert {"temp", "ctx-size", "bits", "think", "markdown", "stats"} <= shown.keys()
+    assert not {"json", "yes", "debug", "output", "file", "raw"} & shown.keys(), "what one command is to do is no setting"
+    for key, entry in shown.items():
+        assert entry["origin"] == "built in" or os.environ.get(variable(key)), key

@@ -1,0 +1,392 @@
+"""`effllm pull` against a hub on the loopback: what it asks for, where files go, what it says beforehand, and what can be in the way."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub, Reply, Repo, Request, etag, running
+from pulls import FABLE, Person, on_disk, sharded, tiny
+
+REPO = "org/name"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)
+
+
+# -- what comes, and where it goes ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_pulled_listed_shown_verified_run_and_removed(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, FABLE)
+    pulled = person.types("pull", REPO, "--json").json
+    folder = person.snapshot(REPO, repo.commit)
+    assert Path(pulled["folder"]) == folder and on_disk(folder) == repo.files
+    assert pulled["bytes_loaded"] == sum(map(len, repo.files.values())) == pulled["plan"]["bytes_to_load"]
+    rows = {model["name"]: model for model in person.types("list", "--json").json["models"]}
+    assert rows[REPO]["source"] == "hub cache" and rows[REPO]["bits_per_weight"] == 16 and rows[REPO]["revision"] == repo.commit
+    assert person.types("show", REPO, "--json").json["revision"] == repo.commit
+    assert person.types("verify", REPO, "--json").json == {"files": 6, "bytes": pulled["bytes_loaded"], "damaged": []}
+    assert person.types("run", REPO, "Once upon", "--raw", "-n", "3", "--temp", "0").out.strip()
+    assert person.types("rm", REPO, "-y").code == 0
+    assert not folder.exists() and person.types("run", REPO, "hi").code == 3
+
+
+def test_other_tools_find_the_files(hub: Hub, person: Person) -> None:
+    from huggingface_hub import hf_hub_download, scan_cache_dir, snapshot_download
+
+    repo = hub.add(REPO, files=tiny())
+    assert person.types("pull", REPO).code == 0
+    cache = person.home / "hf" / "hub"
+    assert snapshot_download(REPO, cache_dir=cache, local_files_only=True) == str(person.snapshot(REPO, repo.commit))
+    path = hf_hub_download(REPO, "model.safetensors", cache_dir=cache, local_files_only=True)
+    assert Path(path).is_symlink() and Path(path).resolve().name == etag("model.safetensors", repo.files["model.safetensors"])
+    report = scan_cache_dir(cache)
+    (found,) = report.repos
+    assert not report.warnings and found.repo_id == REPO and found.size_on_disk == sum(map(len, repo.files.values()))
+
+
+def test_what_another_tool_has_downloaded_is_not_fetched_again(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with that the library of the hub says that this server is one."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    repo = hub.add(REPO, files=tiny())
+    info = HfApi(endpoint=hub.endpoint).model_info(REPO, files_metadata=True)
+    assert info.sha == repo.commit and {each.rfilename: each.size for each in info.siblings} == {k: len(v) for k, v in repo.files.items()}
+    snapshot_download(REPO, cache_dir=person.home / "hf" / "hub", endpoint=hub.endpoint)
+    hub.forget()
+    assert person.types("pull", REPO, "--json").json["bytes_loaded"] == 0
+    assert not hub.asked("model.safetensors") and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_one_copy_of_the_weights_and_no_pickles(hub: Hub, person: Person) -> None:
+    unwanted = {"pytorch_model.bin": b"x", "consolidated.safetensors": b"x", "original/model.safetensors": b"x", "onnx/model.onnx": b"x",
+                "model.fp16.safetensors": b"x", "model-q4.gguf": b"x", "tf_model.h5": b"x", "modeling_custom.py": b"x",
+                "tokenizer.bin": b"x", ".gitattributes": b"x", "adapter_model.safetensors": b"x"}
+    wanted = tiny() | {"LICENSE": b"l", "chat_template.jinja": b"t", "generation_config.json": b"{}", "tokenizer.model": b"m"}
+    repo = hub.add(REPO, files=wanted | unwanted)
+    assert person.types("pull", REPO).code == 0
+    assert set(on_disk(person.snapshot(REPO, repo.commit))) == set(wanted)
+    assert not [request for request in hub.requests for name in unwanted if name in request.path]
+
+
+def test_shards_and_their_index(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=sharded(FABLE))
+    assert person.types("pull", REPO).code == 0
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert person.types("run", REPO, "Once", "--raw", "-n", "2").code == 0
+    lost = hub.add("org/lost", files={name: content for name, content in sharded(FABLE).items() if "00002" not in name})
+    assert "00002" in person.types("pull", "org/lost").refused(6)
+    assert person.types("run", "org/lost", "hi").code == 3 and lost.commit
+
+
+@pytest.mark.parametrize(("files", "said"), [
+    ({"pytorch_model.bin": b"x"}, "pickle"), ({"model-Q4_K_M.gguf": b"x", "model-F16.gguf": b"x"}, f"effllm pull {REPO}:model-Q4_K_M.gguf"),
+    ({"adapter_model.safetensors": b"x"}, "LoRA"), ({"a.safetensors": b"x", "b.safetensors": b"x"}, "no index"), ({}, "no weights")])
+def test_repositories_without_usable_weights(hub: Hub, person: Person, files: dict[str, bytes], said: str) -> None:
+    hub.add(REPO, files={"config.json": tiny()["config.json"], **files})
+    assert said in person.types("pull", REPO).refused(3)
+
+
+def test_one_file_after_a_colon(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=tiny() | {"model-Q4_K_M.gguf": b"g" * 1000, "model-F16.gguf": b"f" * 2000})
+    assert person.types("pull", f"{REPO}:model-F16.gguf").code == 0
+    assert on_disk(person.snapshot(REPO, repo.commit)) == {"model-F16.gguf": b"f" * 2000}
+    assert "model-Q4_K_M.gguf" in person.types("pull", f"{REPO}:model-Q4_K_S.gguf").refused(3)
+
+
+def test_revisions(hub: Hub, person: Person) -> None:
+    old = hub.add(REPO, files=tiny(seed=1), branches=("main", "v1.0"))
+    assert person.types("pull", f"{REPO}@v1.0").code == 0
+    new = hub.add(REPO, files=tiny(seed=2))
+    assert person.types("pull", REPO).code == 0
+    assert on_disk(person.snapshot(REPO, old.commit)) == old.files and on_disk(person.snapshot(REPO, new.commit)) == new.files
+    refs = person.snapshot(REPO, new.commit).parents[1] / "refs"
+    assert (refs / "v1.0").read_text() == old.commit and (refs / "main").read_text() == new.commit
+    assert "no such revision" in person.types("pull", f"{REPO}@v2").refused(3)
+    hub.forget()
+    assert person.types("pull", f"{REPO}@{new.commit}").code == 0 and not (refs / new.commit).exists()
+
+
+def test_a_repository_that_was_renamed(hub: Hub, person: Person) -> None:
+    hub.add("org/new", files=tiny())
+    hub.add("org/old", files=tiny(), renamed_to="org/new")
+    ran = person.types("pull", "org/old")
+    assert ran.code == 0 and "org/old is called org/new now" in ran.err
+    assert person.types("verify", "org/old").code == 0  # found by the name that was typed
+
+
+# -- before anything is loaded ------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_takes_kilobytes(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=sharded(FABLE))
+    hub.forget()
+    plan = person.types("pull", REPO, "--dry-run", "--json").json
+    assert sum(hub.served.values()) <= 300_000 and plan["bytes_read_for_plan"] <= 300_000
+    assert plan["bytes_total"] == plan["bytes_to_load"] == plan["bytes_kept"] == sum(map(len, repo.files.values()))
+    assert plan["licence"] == "apache-2.0" and plan["gated"] is False and plan["disk_free_bytes"] > 0 and plan["memory"]["fits"]
+    said = person.types("pull", REPO, "--dry-run").err
+    assert all(word in said for word in ("licence", "download", "kept", "disk", "memory"))
+    assert not (person.home / "hf").exists()
+
+
+def test_ollama_10920_hours_of_download_for_a_model_that_cannot_run(hub: Hub, person: Person) -> None:
+    huge = json.loads(tiny()["config.json"]) | {"hidden_size": 65536, "intermediate_size": 1 << 18, "num_hidden_layers": 200,
+                                                "num_attention_heads": 512}
+    hub.add(REPO, files=tiny() | {"config.json": json.dumps(huge).encode()})
+    assert "--bits 4" in person.types("pull", REPO).refused(4)
+    assert "-y" in person.types("pull", REPO, "--bits", "2").refused(4)
+    assert person.types("pull", REPO, answers="n\n").code == 4
+    assert not hub.asked("model.safetensors")
+    assert person.types("pull", REPO, answers="y\n").code == 0
+    assert person.types("pull", REPO, "-y").code == 0
+
+
+def test_ollama_14255_disk_space_is_looked_at_first(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effllm.runtime.pull import disk
+
+    hub.add(REPO, files=tiny())
+    monkeypatch.setattr(disk, "free_nbytes", lambda folder: 1_000_000)
+    assert "976.56 KiB free" in person.types("pull", REPO).refused(4)
+    assert not hub.asked("model.safetensors")
+
+
+def test_a_model_of_another_family_is_refused_before_it_is_loaded(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=tiny() | {"config.json": b'{"model_type": "mamba9"}'})
+    assert "mamba9" in person.types("pull", REPO).refused(1)
+    assert not hub.asked("model.safetensors")
+
+
+# -- gates and tokens ----------------------------------------------------------------------------------------------------------------
+
+
+def test_localgpt_799_a_gated_repository_is_not_reported_as_missing(hub: Hub, person: Person) -> None:
+    hub.add("meta-llama/Llama-3.1-8B-Instruct", files=tiny(), gate="good")
+    said = person.types("pull", "llama3").refused(3)
+    for word in ("gated", "ask for access at", "/meta-llama/Llama-3.1-8B-Instruct", "hf auth login", "effllm pull qwen3-8b", "llama3.1"):
+        assert word in said, said
+    assert "this token has none yet" in person.types("pull", "llama3", HF_TOKEN="other").refused(3)
+    ran = person.types("pull", "llama3", HF_TOKEN="good")
+    assert ran.code == 0 and "gated" in ran.err
+
+
+def test_the_token_goes_to_the_hub_and_nowhere_else(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=tiny(), gate="t0ps3cret")
+    (person.home / "hf").mkdir()
+    (person.home / "hf" / "token").write_text("t0ps3cret\n")
+    ran = person.types("pull", REPO)
+    assert ran.code == 0 and "t0ps3cret" not in ran.err + ran.out
+    to_storage = [request for request in hub.requests if hub.storage.endswith(f":{request.port}")]
+    to_hub = [request for request in hub.requests if hub.endpoint.endswith(f":{request.port}")]
+    assert to_storage and not any("authorization" in request.headers for request in to_storage)
+    assert to_hub and all(request.headers["authorization"] == "Bearer t0ps3cret" for request in to_hub)
+    hub.forget()
+    person.types("pull", REPO, "--dry-run", HF_TOKEN="", HF_HUB_DISABLE_IMPLICIT_TOKEN="1")
+    assert not any("authorization" in request.headers for request in hub.requests)
+
+
+@pytest.mark.parametrize(("token", "said"), [(None, "it is private"), ("other", "the token may not see it"),
+                                             ("expired", "does not accept")])
+def test_what_is_missing_or_private(hub: Hub, person: Person, token: str | None, said: str) -> None:
+    hub.add(REPO, files=tiny(), gate="good", private=True)
+    given = {"HF_TOKEN": token} if token else {}
+    refused = person.types("pull", REPO, **given).refused(3)
+    assert said in refused and "expired" not in refused
+    if token != "expired":
+        assert said in person.types("pull", "org/nothing-like-it", **given).refused(3)
+
+
+# -- a bad network -------------------------------------------------------------------------------------------------------------------
+
+
+def always(status: int, headers: dict[str, str] | None = None, body: bytes = b"", word: str = "", times: int = 1000) -> object:
+    """Answers requests whose path holds `word`, for a number of times."""
+    left = [times]
+
+    def disturb(request: Request) -> Reply | None:
+        if word not in request.path or not left[0]:
+            return None
+        left[0] -= 1
+        return status, headers or {}, body
+
+    return disturb
+
+
+def test_a_rate_limit_is_waited_for_and_one_that_lasts_is_said(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=tiny())
+    hub.disturb = always(429, {"Retry-After": "0"}, word="model.safetensors", times=2)
+    ran = person.types("pull", REPO)
+    assert ran.code == 0 and "too many requests; trying again" in ran.err
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    hub.disturb = always(429, {"Retry-After": "3600"})
+    said = person.types("pull", "org/name@main").refused(6)
+    assert "3600 s" in said and "hf auth login" in said
+
+
+def test_server_errors_and_cuts_are_tried_again(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=tiny())
+    hub.disturb, hub.cut_after, hub.cuts = always(503, word="tokenizer", times=1), 300_000, 2
+    ran = person.types("pull", REPO)
+    assert ran.code == 0 and "the server answered 503" in ran.err and "cut" in ran.err
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert hub.served["model.safetensors"] == len(repo.files["model.safetensors"]), "what came before a cut came twice"
+
+
+def test_a_sign_in_page_instead_of_the_hub(hub: Hub, person: Person) -> None:
+    page = b"<!DOCTYPE html><html><body>Welcome to the hotel</body></html>"
+    hub.add(REPO, files=tiny())
+    for word in ("/api/", "config.json", "model.safetensors"):
+        hub.disturb = always(200, {"Content-Type": "text/html"}, page, word)
+        said = person.types("pull", REPO).refused(6)
+        assert "sign" in said and "browser" in said
+    assert not [name for name in person.blobs(REPO) if name == etag("model.safetensors", tiny()["model.safetensors"])]
+
+
+def test_no_network_and_offline(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=tiny())
+    unreachable = Person(person.home, "http://127.0.0.1:9")
+    assert "cannot be reached: 127.0.0.1:9: connection refused" in unreachable.types("pull", REPO).refused(6)
+    for words, variables in ((("--offline",), {}), ((), {"HF_HUB_OFFLINE": "1"})):
+        assert "downloads are off" in person.types("pull", REPO, *words, **variables).refused(6)
+    assert not hub.requests
+    assert person.types("pull", REPO).code == 0
+    hub.forget()
+    ran = person.types("pull", REPO, "--offline")
+    assert ran.code == 0 and "everything is here" in ran.err and not hub.requests
+    assert person.types("pull", "org/other", HF_ENDPOINT="ftp://x").refused(1)
+
+
+def test_wrong_bytes_never_get_a_final_name(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=tiny())
+    good = repo.files["model.safetensors"]
+    hub.swap["model.safetensors"] = good[:-1] + bytes([good[-1] ^ 1])
+    assert "checksum is wrong" in person.types("pull", REPO).refused(6)
+    assert etag("model.safetensors", good) not in person.blobs(REPO)
+    hub.swap.clear()
+    assert person.types("pull", REPO).code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    hub.add("org/small", files=repo.files)
+    hub.swap["config.json"] = repo.files["config.json"].replace(b"16", b"61")
+    assert "config.json: its checksum is wrong" in person.types("pull", "org/small").refused(6)
+
+
+def test_a_server_without_ranges(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effllm.offload import transfer
+
+    monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 19)
+    repo, hub.ranges = hub.add(REPO, files=tiny()), False
+    ran = person.types("pull", REPO)
+    assert ran.code == 0 and "no ranges" in ran.err and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_a_mirror_that_sends_the_bytes_itself(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effllm.offload import transfer
+
+    monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 19)
+    repo, hub.direct = hub.add(REPO, files=tiny(), gate="good"), True
+    assert person.types("pull", REPO, HF_TOKEN="good").code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert hub.served["model.safetensors"] == len(repo.files["model.safetensors"])
+    assert len({request.range for request in hub.asked("model.safetensors")}) > 3
+
+
+def test_bytes_of_two_versions_are_not_mixed(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effllm.offload import transfer
+
+    monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 19)
+    repo = hub.add(REPO, files=tiny())
+    hub.tags["model.safetensors"] = iter(["one"] * 2 + ["two"] * 100)
+    ran = person.types("pull", REPO)
+    assert ran.code == 0 and "changed on the server" in ran.err and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_an_address_of_the_storage_that_has_expired(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effllm.offload import transfer
+
+    monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 18)
+    repo, seen = hub.add(REPO, files=tiny()), [0]
+
+    def expire(request: Request) -> Reply | None:
+        if "signed" in request.path and "model.safetensors" in request.path:
+            seen[0] += 1
+            return (403, {}, b"expired") if seen[0] == 5 else None
+        return None
+
+    hub.disturb = expire
+    assert person.types("pull", REPO).code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert len(hub.asked("/resolve/")) > len(repo.files)
+
+
+def test_a_cache_that_may_not_be_written(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=tiny())
+    (person.home / "file").write_text("")
+    said = person.types("pull", REPO, HF_HUB_CACHE=str(person.home / "file" / "cache"))
+    assert said.code == 1 and "Traceback" not in said.err and "hint" in said.err
+
+
+def test_a_proxy_is_used_and_exceptions_are_made(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=tiny())
+    proxied = Person(person.home, "http://hub.invalid", {"HTTP_PROXY": hub.endpoint.replace("http://", "http://me:pa%20ss@")})
+    proxied.types("pull", REPO, "--dry-run")
+    (first, *_) = hub.requests
+    assert first.path.startswith("http://hub.invalid/api/models/") and first.headers["proxy-authorization"] == "Basic bWU6cGEgc3M="
+    hub.forget()
+    direct = Person(person.home, "http://hub.invalid", proxied.variables | {"NO_PROXY": "localhost,.invalid"})
+    assert "name is not known" in direct.types("pull", REPO, "--dry-run").refused(6) and not hub.requests
+    assert "socks5" in person.types("pull", REPO, HTTP_PROXY="socks5://127.0.0.1:1").refused(6)
+
+
+# -- run offers it -------------------------------------------------------------------------------------------------------------------
+
+
+def test_run_of_an_absent_model_asks_once_at_a_terminal(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, FABLE)
+    words = ("run", REPO, "Once", "--raw", "-n", "2")
+    said = person.types(*words).refused(3)
+    assert f"effllm pull {REPO}" in said and not hub.requests
+    declined = person.types(*words, answers="n\n")
+    assert declined.code == 3 and "download" in declined.err and not hub.asked("model.safetensors")
+    ran = person.types(*words, answers="y\n")
+    assert ran.code == 0 and ran.out.strip() and ran.err.count("[Y/n]") == 1
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    hub.forget()
+    assert person.types(*words).code == 0 and not hub.requests
+
+
+def test_run_with_yes_and_bits(hub: Hub, person: Person) -> None:
+    hub.add(REPO, FABLE)
+    ran = person.types("run", REPO, "Once", "--raw", "-n", "2", "--bits", "4", "-y")
+    assert ran.code == 0 and ran.out.strip()
+    assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable", f"{REPO}:4bit"]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (("pull", "fable"), 3, "comes with effllm"), (("pull", "./folder"), 2, "is a path"), (("pull", "lama3"), 3, "did you mean llama3"),
+    (("pull", REPO, "--keep"), 2, "--bits 4 --keep"), (("pull", f"{REPO}:4bit", "--bits", "3"), 2, "disagree"),
+    (("pull", REPO, "--bits", "7"), 2, "7bit"), (("pull", f"{REPO}:a.gguf", "--bits", "4"), 2, "as it is"),
+    (("pull", "word"), 3, "no model 'word'"), (("pull", REPO + "@../x"), 2, "no revision")])
+def test_requests_that_make_no_sense(person: Person, hub: Hub, words: tuple[str, ...], code: int, said: str) -> None:
+    assert said in person.types(*words).refused(code)
+    assert not hub.requests
+
+
+def test_the_hub_is_not_believed(hub: Hub, person: Person) -> None:
+    repo: Repo = hub.add(REPO, files=tiny())
+    good = {"id": REPO, "sha": repo.commit, "siblings": []}
+    for change in ({"sha": "../../x"}, {"siblings": 5}, {"sha": None}):
+        hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | change).encode(), "/api/")
+        assert "does not answer as a hub" in person.types("pull", REPO).refused(6)
+    evil = [{"rfilename": "../../../evil.safetensors", "size": 3, "blobId": "0" * 40}, {"rfilename": "model.safetensors", "size": -1,
+            "blobId": "0" * 40}, {"rfilename": "config.json", "size": 1, "blobId": "../x"}]
+    hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | {"siblings": evil}).encode(), "/api/")
+    assert "no weights" in person.types("pull", REPO).refused(3)

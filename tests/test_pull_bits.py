@@ -1,0 +1,168 @@
+"""Quantizing as the shards come: the same bytes as from a folder, one shard on the disk at a time, over kills too."""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import check_whole
+from hub_server import Hub, running
+from pulls import FABLE, MINUTE, Person, on_disk, sharded
+from test_pull_resume import wait_until, weights_served
+
+from effllm.runtime.container import read_container
+from effllm.runtime.events import Progress
+from effllm.runtime.pull.client import Client
+from effllm.runtime.pull.plan import plan_pull, wish_of
+from effllm.runtime.pull.pull import pull_model
+from effllm.runtime.reference import parse_reference
+
+REPO = "org/name"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        hub.add(REPO, files=sharded(FABLE))
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)
+
+
+@pytest.fixture(scope="module")
+def from_folder(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights that `quantize` makes."""
+    place = tmp_path_factory.mktemp("folder")
+    person = Person(place, "http://127.0.0.1:9")
+    assert person.types("quantize", FABLE, "-o", place / "out", "--bits", "4").code == 0
+    return (place / "out" / "model.safetensors").read_bytes()
+
+
+def kept(person: Person, hub: Hub, spec: str = "4bit") -> Path:
+    return person.home / "data" / "effllm" / "models" / "org--name" / hub.repos[REPO].commit / spec
+
+
+def weights(hub: Hub) -> int:
+    return sum(len(content) for name, content in hub.repos[REPO].files.items() if name.endswith(".safetensors"))
+
+
+def allocated(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+
+
+def test_the_bytes_are_those_that_quantize_makes(hub: Hub, person: Person, from_folder: bytes) -> None:
+    ran = person.types("pull", REPO, "--bits", "4")
+    assert ran.code == 0, ran.err
+    folder = kept(person, hub)
+    check_whole(folder, FABLE)
+    assert (folder / "model.safetensors").read_bytes() == from_folder
+    made = read_container(folder)
+    assert made.source["repo"] == REPO and made.source["revision"] == hub.repos[REPO].commit and made.source["licence"] == "apache-2.0"
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".4bit.lock", "4bit"] and not person.blobs(REPO)
+    assert weights_served(hub) == weights(hub)
+    assert f"effllm run {REPO}:4bit" in ran.err
+    # It is found by its name with and without the format; the whole model is not claimed to be here.
+    for name in (f"{REPO}:4bit", f"{REPO}@main:4bit", f"{REPO}@{hub.repos[REPO].commit[:10]}:4bit", REPO):
+        ran = person.types("run", name, "Once", "--raw", "-n", "2", "--temp", "0")
+        assert ran.code == 0 and ("the full ones are not on this machine" in ran.err) == (":4bit" not in name), ran.err
+    assert person.types("show", f"{REPO}:4bit", "--json").json["quantized"]["source"]["repo"] == REPO
+    assert person.types("verify", f"{REPO}:4bit").code == 0
+    hub.forget()
+    assert "everything is here" in person.types("pull", REPO, "--bits", "4").err and not weights_served(hub)
+
+
+def test_the_plan_knows_the_size_of_the_result(hub: Hub, person: Person) -> None:
+    plan = person.types("pull", REPO, "--bits", "4", "--dry-run", "--json").json
+    assert plan["bytes_read_for_plan"] <= 300_000 and not weights_served(hub)
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    size = sum(path.stat().st_size for path in kept(person, hub).iterdir())
+    assert plan["bytes_kept"] == pytest.approx(size, rel=0.03) and plan["folder"] == str(kept(person, hub))
+
+
+def test_no_more_than_one_shard_beside_the_result(hub: Hub, person: Person) -> None:
+    client = Client(person.env)
+    wish = wish_of(parse_reference(f"{REPO}:4bit", person.env), person.env)
+    plan = plan_pull(wish, client, person.env)
+    peak, phases = 0, []
+    for item in pull_model(plan, client, person.env):
+        peak = max(peak, allocated(person.home))
+        if isinstance(item, Progress):
+            phases.append(item.phase)
+    result = allocated(kept(person, hub))
+    largest = max(len(content) for name, content in hub.repos[REPO].files.items() if name.endswith(".safetensors"))
+    assert {"downloading", "quantizing"} <= set(phases)
+    assert result < peak <= 1.05 * (largest + result), (peak, largest, result)
+    assert peak <= plan.disk_bytes * 1.02
+
+
+@pytest.mark.slow
+def test_killed_anywhere_it_ends_with_the_same_bytes(hub: Hub, person: Person, from_folder: bytes) -> None:
+    hub.rate = 6e6
+    rng, kills = random.Random(), 0
+    for _ in range(4):
+        process = person.starts("pull", REPO, "--bits", "4")
+        goal = weights_served(hub) + rng.uniform(0.1, 0.4) * weights(hub)
+        if wait_until(lambda goal=goal: weights_served(hub) >= goal, process):
+            process.kill()
+            kills += 1
+        process.communicate(timeout=MINUTE)
+    hub.rate = None
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    assert (kept(person, hub) / "model.safetensors").read_bytes() == from_folder
+    assert kills and weights_served(hub) <= weights(hub) + kills * (2 << 20), "more than what was in flight came twice"
+
+
+def test_stopped_between_shards_nothing_is_done_again(hub: Hub, person: Person, from_folder: bytes) -> None:
+    client = Client(person.env)
+    wish = wish_of(parse_reference(f"{REPO}:4bit", person.env), person.env)
+    running_pull = pull_model(plan_pull(wish, client, person.env), client, person.env)
+    for item in running_pull:
+        if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:
+            break
+    running_pull.close()
+    assert not kept(person, hub).exists()
+    ran = person.types("pull", REPO, "--bits", "4")
+    assert ran.code == 0 and "going on where an earlier run stopped" in ran.err
+    assert weights_served(hub) == weights(hub) and (kept(person, hub) / "model.safetensors").read_bytes() == from_folder
+
+
+def test_keep_leaves_the_published_weights_for_other_tools(hub: Hub, person: Person, from_folder: bytes) -> None:
+    assert person.types("pull", REPO, "--bits", "4", "--keep").code == 0
+    assert on_disk(person.snapshot(REPO, hub.repos[REPO].commit)) == hub.repos[REPO].files
+    assert (kept(person, hub) / "model.safetensors").read_bytes() == from_folder
+    assert {model["name"] for model in person.types("list", "--json").json["models"]} == {"fable", REPO, f"{REPO}:4bit"}
+
+
+def test_what_the_cache_holds_is_not_loaded_again(hub: Hub, person: Person, from_folder: bytes) -> None:
+    assert person.types("pull", REPO).code == 0
+    hub.forget()
+    ran = person.types("pull", f"{REPO}:4bit")
+    assert ran.code == 0 and "made of what was here" in ran.err and not weights_served(hub)
+    assert (kept(person, hub) / "model.safetensors").read_bytes() == from_folder
+    assert on_disk(person.snapshot(REPO, hub.repos[REPO].commit)) == hub.repos[REPO].files
+
+
+def test_a_shard_with_wrong_bytes_is_never_quantized(hub: Hub, person: Person) -> None:
+    name = "model-00002-of-00003.safetensors"
+    good = hub.repos[REPO].files[name]
+    hub.swap[name] = good[:-2] + bytes([good[-2] ^ 1, good[-1]])
+    assert "checksum is wrong" in person.types("pull", REPO, "--bits", "4").refused(6)
+    assert not kept(person, hub).exists()
+    hub.swap.clear()
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    check_whole(kept(person, hub), FABLE)
+
+
+def test_a_single_file_of_weights(hub: Hub, person: Person, from_folder: bytes) -> None:
+    hub.add("org/one", FABLE)
+    assert person.types("pull", "org/one:4bit").code == 0
+    (folder,) = (person.home / "data" / "effllm" / "models" / "org--one").glob("*/4bit")
+    assert (folder / "model.safetensors").read_bytes() == from_folder
+    assert json.loads((folder / "effllm.json").read_text())["spec"] == "4bit"

@@ -1,0 +1,277 @@
+"""Pulls that are stopped, killed, doubled: what came is never lost, never fetched again, and only the right bytes get a name."""
+
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub, Reply, Request, etag, running
+from pulls import MINUTE, Person, on_disk, tiny
+
+from effllm.offload import transfer
+from effllm.offload.backoff import Backoff, retry_after
+from effllm.offload.connection import ConnectionFailed, Url, proxy_for
+from effllm.offload.part_file import Digest, PartFile, Stretches, read_journal
+from effllm.runtime.events import Notice, Progress
+from effllm.runtime.pull.client import Client
+from effllm.runtime.pull.plan import plan_pull, wish_of
+from effllm.runtime.pull.pull import Pulled, pull_model
+from effllm.runtime.reference import parse_reference
+
+REPO = "org/name"
+SHARDS, SHARD_NBYTES = 3, 12_000_000
+IN_FLIGHT = 1 << 20  # that a server has sent and a killed reader has not seen
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)
+
+
+def large() -> dict[str, bytes]:
+    """Three shards of random bytes and an index."""
+    files, rng = tiny(), random.Random(3)
+    del files["model.safetensors"]
+    names = [f"model-{n:05}-of-{SHARDS:05}.safetensors" for n in range(1, SHARDS + 1)]
+    index = ", ".join(f'"tensor.{n}": "{name}"' for n, name in enumerate(names))
+    return files | {name: rng.randbytes(SHARD_NBYTES) for name in names} | \
+        {"model.safetensors.index.json": ('{"weight_map": {' + index + "}}").encode()}
+
+
+def wait_until(condition, process: subprocess.Popen) -> bool:
+    """False where the process ended first."""
+    while not condition():
+        if process.poll() is not None:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def weights_served(hub: Hub) -> int:
+    return sum(count for name, count in hub.served.items() if name.endswith(".safetensors"))
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_huggingface_hub_4196_a_killed_download_goes_on_in_the_next_process(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=large())
+    hub.rate = 6e6
+    total, kills, at = SHARDS * SHARD_NBYTES, 0, 0.0
+    rng = random.Random(os.urandom(8))
+    while at < total:
+        at += rng.uniform(0.2, 0.3) * total
+        process = person.starts("pull", REPO)
+        if wait_until(lambda goal=at: weights_served(hub) >= goal, process):
+            process.kill()
+            kills += 1
+        process.communicate(timeout=MINUTE)
+        if process.returncode == 0:
+            break
+    hub.rate = None
+    ran = person.types("pull", REPO)
+    assert ran.code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files and kills >= 3
+    lost = kills * SHARDS * (transfer.PIECE_NBYTES + IN_FLIGHT)
+    assert total <= weights_served(hub) <= total + lost, f"{weights_served(hub) - total} bytes came twice after {kills} kills"
+    begins = [int(request.range.removeprefix("bytes=").partition("-")[0]) for request in hub.requests if request.range]
+    assert any(begin > transfer.PIECE_NBYTES for begin in begins), "no process went on where another had stopped"
+
+
+def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=large())
+    hub.rate = 3e6
+    process = person.starts("pull", REPO)
+    assert wait_until(lambda: weights_served(hub) > 9_000_000, process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=MINUTE)
+    assert process.returncode == 130 and f"effllm pull {REPO} goes on from here" in said and "Traceback" not in said
+    hub.rate, before = None, weights_served(hub)
+    again = person.types("pull", REPO)
+    assert again.code == 0 and "here already" in again.err
+    assert weights_served(hub) - before <= SHARDS * SHARD_NBYTES - 5_000_000
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+@pytest.mark.slow
+def test_two_pulls_of_one_model_share_the_work(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=large())
+    hub.rate = 2e5
+    first = person.starts("pull", REPO)
+    assert wait_until(lambda: weights_served(hub) > 500_000, first)
+    second = person.starts("pull", REPO)
+    said = ""
+    while "another program is downloading" not in said:
+        line = second.stderr.readline()
+        assert line, f"it ended without a word: {said}"
+        said += line
+    hub.rate = None
+    others = [process.communicate(timeout=MINUTE)[1] for process in (first, second)]
+    assert first.returncode == second.returncode == 0, others
+    assert "another program" not in others[0]
+    assert weights_served(hub) == SHARDS * SHARD_NBYTES and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_a_lock_of_the_hubs_own_library_is_respected(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=tiny())
+    name = etag("model.safetensors", repo.files["model.safetensors"])
+    lock = person.home / "hf" / "hub" / ".locks" / "models--org--name" / f"{name}.lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = person.starts("pull", REPO)
+        said = ""
+        while "waiting for it" not in said:
+            line = process.stderr.readline()
+            assert line, "it ended without waiting"
+            said += line
+        assert not hub.asked("model.safetensors")
+    assert process.wait(MINUTE) == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    process.communicate()
+
+
+# -- progress ------------------------------------------------------------------------------------------------------------------------
+
+
+def events(person: Person, attempts: int = 6) -> list[object]:
+    client = Client(person.env, backoff=Backoff(attempts, first=0.01))
+    wish = wish_of(parse_reference(REPO, person.env), person.env)
+    return list(pull_model(plan_pull(wish, client, person.env), client, person.env))
+
+
+def test_ollama_8484_progress_never_runs_backwards(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a file turns out to be wrong and comes again."""
+    monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 18)
+    repo = hub.add(REPO, files=tiny(4_000_000))
+    hub.rate, hub.cut_after, hub.cuts = 4e6, 100_000, 3
+    hub.tags["model.safetensors"] = iter(["one"] * 6 + ["two"] * 100)
+    told = events(person)
+    done = [item.done for item in told if isinstance(item, Progress)]
+    assert done == sorted(done) and len(set(done)) > 3 and {item.total for item in told if isinstance(item, Progress)} == {done[-1]}
+    assert all(item.rate is not None and item.rate >= 0 for item in told if isinstance(item, Progress))
+    assert any("changed on the server" in item.text for item in told if isinstance(item, Notice))
+    assert isinstance(told[-1], Pulled) and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_a_hub_that_stays_down_is_given_up_with_what_came_kept(hub: Hub, person: Person) -> None:
+    from effllm import DownloadFailed
+
+    repo = hub.add(REPO, files=tiny(4_000_000))
+    hub.cut_after, hub.cuts = 1_500_000, 1
+
+    def down(request: Request) -> Reply | None:
+        return (502, {}, b"") if hub.served["model.safetensors"] >= 1_500_000 else None
+
+    hub.disturb = down
+    with pytest.raises(DownloadFailed, match="502"):
+        events(person, attempts=3)
+    hub.disturb = None
+    events(person)
+    assert hub.served["model.safetensors"] == len(repo.files["model.safetensors"])
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_ollama_8280_the_rate_is_that_of_late_and_the_time_left_follows_from_it() -> None:
+    """What an earlier run brought says nothing about this one's line."""
+    from effllm.cli.screen import describe, duration
+
+    text = describe(Progress("downloading", 3 << 30, 4 << 30, "bytes", rate=float(8 << 20)), elapsed=1.0)
+    assert text.split("  ") == ["downloading", "3.00 GiB of 4.00 GiB", "75%", "8.00 MiB/s", "2:08 min left"]
+    assert "left" not in describe(Progress("downloading", 3 << 30, 4 << 30, "bytes", rate=0.0), elapsed=1.0)
+    assert [duration(seconds) for seconds in (0.4, 59, 60, 3599, 12_000)] == ["0 s", "59 s", "1:00 min", "59:59 min", "3:20 h"]
+
+
+# -- the pieces ------------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=30))
+def test_stretches_are_sets_of_positions(pairs: list[tuple[int, int]]) -> None:
+    stretches, model = Stretches(), set()
+    for begin, end in pairs:
+        new = set(range(begin, end)) - model
+        assert stretches.add(begin, end) == len(new)
+        model |= new
+        assert stretches.count == len(model)
+    for position in range(62):
+        end = position
+        while end in model:
+            end += 1
+        assert stretches.covered_from(position) == end
+    assert {at for begin, end in stretches.missing(60) for at in range(begin, end)} == set(range(60)) - model
+
+
+def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
+    data, journal, digest = tmp_path / "data", tmp_path / "journal", Digest("sha256", "0" * 64)
+    part = PartFile(data, journal, 100, digest)
+    part.write(10, b"a" * 20)
+    part.write(50, b"b" * 10)
+    part.close()
+    whole = journal.read_bytes()
+    for torn, held in ((whole, 30), (whole[:-1], 20), (whole + b"70 9", 30), (whole + b"90 101\n", 30), (whole + b"x y\n60 70\n", 30),
+                       (whole + b"60 70\n", 40), (b"", 0), (b"{}\n10 30\n", 0)):
+        journal.write_bytes(torn)
+        again = PartFile(data, journal, 100, digest)
+        assert again.held == held, torn
+        again.write(0, b"c")
+        again.close()
+        noted = read_journal(data, journal, 100, digest)
+        assert noted is not None and noted[0].count == held + 1
+        data.write_bytes(bytes(100))
+    journal.write_bytes(whole)
+    assert read_journal(data, journal, 101, digest) is None and read_journal(data, journal, 100, Digest("sha256", "1" * 64)) is None
+    os.truncate(data, 50)
+    assert PartFile(data, journal, 100, digest).held == 0
+
+
+def test_what_is_given_back_is_free_and_the_head_stays(tmp_path: Path) -> None:
+    part = PartFile(tmp_path / "data", tmp_path / "journal", 1 << 22, None)
+    part.write(0, b"h" * 5000 + os.urandom((1 << 22) - 5000))
+    os.sync()
+    part.restart(keep=5000)
+    part.close()
+    status = (tmp_path / "data").stat()
+    assert status.st_size == 1 << 22 and status.st_blocks * 512 <= 64 << 10
+    again = PartFile(tmp_path / "data", tmp_path / "journal", 1 << 22, None)
+    assert again.held == 5000 and (tmp_path / "data").read_bytes()[:5000] == b"h" * 5000
+
+
+def test_delays_grow_and_a_servers_wish_comes_first() -> None:
+    backoff = Backoff(first=1.0, longest=8.0)
+    for failures, most in ((1, 1), (2, 2), (3, 4), (4, 8), (9, 8)):
+        delays = [backoff.delay(failures) for _ in range(50)]
+        assert most / 2 <= min(delays) and max(delays) <= most and len(set(delays)) > 1
+    assert backoff.delay(1, 30.0) == 30.0
+    assert retry_after("120", 0) == 120 and retry_after(None, 0) is None and retry_after("soon", 0) is None
+    assert retry_after("Thu, 01 Jan 1970 00:01:00 GMT", 10) == 50 and retry_after("Thu, 01 Jan 1970 00:00:00 GMT", 10) == 0
+
+
+def test_addresses_and_proxies() -> None:
+    url = Url.parse("https://hub.example:8443/a%20b?c=d#e")
+    assert (url.scheme, url.host, url.port, url.target, url.authority) == ("https", "hub.example", 8443, "/a%20b?c=d", "hub.example:8443")
+    assert Url.parse("http://[::1]/").authority == "[::1]"
+    for bad in ("ftp://x/", "hub", "http:///a", "http://a b/", "http://a/\r\nX: y", "http://a:b/", "file:///etc/passwd"):
+        with pytest.raises(ConnectionFailed):
+            Url.parse(bad)
+    env = {"HTTPS_PROXY": "http://u:p@proxy:3128", "NO_PROXY": "internal,.corp"}
+    proxy = proxy_for(url, env)
+    assert (proxy.host, proxy.port, proxy.authorization) == ("proxy", 3128, "Basic dTpw")
+    for host in ("internal", "a.corp"):
+        assert proxy_for(Url.parse(f"https://{host}/"), env) is None
+    assert proxy_for(Url.parse("http://hub.example/"), env) is None
+    assert proxy_for(url, {"all_proxy": "proxy:1", "no_proxy": "*"}) is None and proxy_for(url, {"all_proxy": "proxy:1"}).port == 1

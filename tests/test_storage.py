@@ -1,0 +1,259 @@
+"""MODEL taken apart, what effllm keeps and where, aliases of one's own, and removing without touching what is others'."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub, running
+from pulls import FABLE, Person, sharded, tiny
+
+from effllm import EffllmError, UsageError
+from effllm.runtime import storage
+from effllm.runtime.aliases import own_file
+from effllm.runtime.catalog import local_models, model_names, resolve
+from effllm.runtime.reference import parse_reference
+
+REPO = "org/name"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)
+
+
+# -- references ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "name", "revision", "variant", "file"), [
+    ("llama3", "llama3", None, None, None), ("org/name", "org/name", None, None, None), ("org/name@v1.0", "org/name", "v1.0", None, None),
+    ("llama3:4bit", "llama3", None, "4bit", None), ("org/name@refs/pr/1:ternary", "org/name", "refs/pr/1", "ternary", None),
+    ("org/name:a-Q4_0.gguf", "org/name", None, None, "a-Q4_0.gguf"), ("org/name@v1:B.GGUF", "org/name", "v1", None, "B.GGUF"),
+    ("org/name:b.gguf:4bit", "org/name", None, "4bit", "b.gguf"), (" llama3 ", "llama3", None, None, None)])
+def test_names(text: str, name: str, revision: str | None, variant: str | None, file: str | None) -> None:
+    found = parse_reference(text, {"HOME": "/nowhere"})
+    assert (found.name, found.revision, found.variant, found.file, found.path) == (name, revision, variant, file, None)
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "odd@name:4bit").mkdir()
+    monkeypatch.chdir(tmp_path)
+    env = {"HOME": str(tmp_path)}
+    for text, path, variant, file in (("./org", Path("org"), None, None), ("org/name", Path("org/name"), None, None),
+                                      ("org/name:4bit", Path("org/name"), "4bit", None), ("~/org", tmp_path / "org", None, None),
+                                      ("./org:m.gguf", Path("org"), None, "m.gguf"), ("./odd@name:4bit", Path("odd@name:4bit"), None, None),
+                                      ("/a/b.gguf", Path("/a/b.gguf"), None, None), ("~", tmp_path, None, None)):
+        found = parse_reference(text, env)
+        assert (found.path, found.variant, found.file, found.name) == (path, variant, file, ""), text
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "no model"), ("a:4bit:3bit", "two formats"), ("a:9bit", "no format"),
+                                            ("a@", "no revision"), ("a@../b", "no revision")])
+def test_what_has_no_such_form(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_reference(text, {})
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_reference_or_one_line(text: str) -> None:
+    try:
+        found = parse_reference(text, {"HOME": "/nowhere"})
+    except EffllmError as error:
+        assert error.message.isprintable() and error.hint.isprintable()
+    else:
+        assert bool(found.name) != (found.path is not None) or found.path is not None or not found.base
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variables", [{}, {"XDG_DATA_HOME": "{0}/d", "XDG_CONFIG_HOME": "{0}/c"}, {"XDG_DATA_HOME": " "}])
+def test_folders_are_where_the_platform_puts_them(tmp_path: Path, variables: dict[str, str]) -> None:
+    env = {"HOME": str(tmp_path), **{name: value.format(tmp_path) for name, value in variables.items()}}
+    code = "import platformdirs as p; print(p.user_data_path('effllm', appauthor=False), p.user_config_path('effllm', appauthor=False))"
+    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout.split()
+    assert [str(storage.data_folder(env)), str(storage.config_folder(env))] == theirs
+
+
+def test_a_folder_made_elsewhere_is_listed_until_it_is_gone(person: Person) -> None:
+    out = person.home / "elsewhere" / "fable-4bit"
+    out.parent.mkdir()
+    assert person.types("quantize", "fable", "-o", out, "--bits", "4").code == 0
+    rows = {model["name"]: model for model in person.types("list", "--json").json["models"]}
+    assert rows[str(out)]["source"] == "folder" and 4 < rows[str(out)]["bits_per_weight"] < 5
+    assert rows[str(out)]["context"] == 2048 and rows[str(out)]["chat_template"] is True
+    (out / "mine.txt").write_text("mine")
+    assert "mine.txt" in person.types("rm", out).refused(2) and (out / "effllm.json").exists()
+    (out / "mine.txt").unlink()
+    assert person.types("rm", out).code == 0 and not out.exists() and out.parent.exists()
+    assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable"]
+
+
+def test_a_damaged_list_of_folders_is_an_empty_one(person: Person) -> None:
+    path = person.home / "data" / "effllm" / "folders.json"
+    path.parent.mkdir(parents=True)
+    for text in ("", "{", "[]", '{"format": "effllm-folders", "folders": [1, "relative", "/absent"]}', "\xff"):
+        path.write_bytes(text.encode("latin-1"))
+        assert storage.registered(person.env) == []
+    storage.register(person.env, FABLE)
+    assert json.loads(path.read_text())["folders"] == []  # no model that effllm made
+
+
+def test_every_name_that_is_listed_leads_to_its_folder(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=sharded(FABLE))
+    for words in ((REPO,), (REPO, "--bits", "4"), (f"{REPO}:3bit",)):
+        assert person.types("pull", *words).code == 0
+    assert person.types("run", "fable", "Once", "--raw", "-n", "1", "--bits", "2", "--keep").code == 0
+    models = local_models(person.env)
+    assert [model.name for model in models] == ["fable", "fable:2bit", f"{REPO}:3bit", f"{REPO}:4bit", REPO]
+    assert sorted(model_names(person.env)) == sorted(model.name for model in models)
+    for model in models:
+        assert resolve(model.name, person.env).folder == model.folder
+    said = person.types("list").out.splitlines()
+    assert said[0].split() == ["model", "family", "parameters", "bits", "size", "context", "licence", "from"] and len(said) == 6
+
+
+# -- aliases ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_alias_of_ones_own(hub: Hub, person: Person) -> None:
+    assert person.types("alias", "story", "fable").code == 0
+    assert person.types("run", "story", "Once", "--raw", "-n", "2").code == 0
+    assert person.types("alias", "big", "llama3@v9").code == 0
+    assert "effllm pull big" in person.types("run", "big", "hi").refused(3)
+    hub.add(REPO, FABLE)
+    assert person.types("pull", REPO).code == 0 and person.types("alias", "mine", REPO).code == 0
+    assert resolve("mine", person.env).folder == resolve(REPO, person.env).folder
+    listed = person.types("alias", "--json").json
+    assert list(listed["aliases"]) == ["story", "big", "mine"] and listed["aliases"]["big"]["revision"] == "v9"
+    assert listed["aliases"]["big"]["gated"] is True and listed["aliases"]["mine"]["repo"] == REPO
+    assert "mine" in person.types("alias").out
+    names = [model["name"] for model in person.types("list", "--json").json["models"]]
+    assert "story" in names and "mine" in names
+    assert person.types("alias", "--rm", "story").code == 0 and "did you mean" not in person.types("alias", "--rm", "mine").err
+    assert person.types("run", "story", "hi").code == 3
+    assert "comes with effllm" in person.types("alias", "--rm", "llama3").refused(3)
+
+
+def test_ones_own_alias_comes_before_the_packaged_one(person: Person) -> None:
+    assert person.types("alias", "llama3", "qwen3-4b").code == 0
+    assert "Qwen/Qwen3-4B" in person.types("run", "llama3", "hi").refused(3)
+    assert person.types("alias", "--rm", "llama3").code == 0
+    assert "Llama-3.1" in person.types("run", "llama3", "hi").refused(3)
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (("x",), 2, "stands for a MODEL"), (("X!", "fable"), 2, "cannot be an alias"), (("x", "org/unknown"), 3, "effllm pull org/unknown"),
+    (("--rm",), 2, "one NAME"), (("--rm", "nothing"), 3, "no alias of yours"), (("x", "fable:4bit"), 2, "would be quantized"),
+    (("x", "fabel"), 3, "did you mean fable")])
+def test_aliases_that_cannot_be(person: Person, words: tuple[str, ...], code: int, said: str) -> None:
+    assert said in person.types("alias", *words).refused(code)
+    assert not own_file(person.env).exists()
+
+
+def test_a_broken_file_of_aliases_is_named(person: Person) -> None:
+    path = own_file(person.env)
+    path.parent.mkdir(parents=True)
+    for text, said in (("{", "not valid YAML"), ("a: {path: relative, licence: x, gated: false, params: 1M, size_gb: 1, default_bits: 4}",
+                                                 "absolute"), ("a: {repo: org/name, license: MIT}", "license")):
+        path.write_text(text)
+        ran = person.types("run", "llama3", "hi")
+        assert ran.code == 1 and said in ran.err and str(path) in ran.err
+    path.write_text("")
+    assert person.types("list").code == 0
+
+
+# -- removing --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_shared_cache_is_not_touched_without_a_yes(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=tiny())
+    assert person.types("pull", REPO).code == 0
+    folder = person.snapshot(REPO, repo.commit)
+    said = person.types("rm", REPO).refused(2)
+    assert "other programs share" in said and "-y" in said and folder.exists()
+    assert person.types("rm", REPO, answers="n\n").code == 0 and folder.exists()
+    planned = person.types("rm", REPO, "--dry-run", "--json").json
+    assert planned["removed"] is False and planned["owner"] == "hub cache" and folder.exists()
+    assert planned["bytes"] >= sum(map(len, repo.files.values()))
+    assert person.types("rm", REPO, answers="y\n").code == 0 and not folder.parents[1].exists()
+
+
+def test_a_revision_takes_only_its_own_files(hub: Hub, person: Person) -> None:
+    old = hub.add(REPO, files=tiny(seed=1), branches=("main", "v1"))
+    assert person.types("pull", f"{REPO}@v1").code == 0
+    new = hub.add(REPO, files=tiny(seed=2))
+    assert person.types("pull", REPO).code == 0
+    assert person.types("rm", f"{REPO}@v1", "-y").code == 0
+    assert not person.snapshot(REPO, old.commit).exists()
+    assert person.types("verify", REPO, "--json").json["damaged"] == []
+    assert len(person.blobs(REPO)) == len(new.files)
+    from huggingface_hub import scan_cache_dir
+
+    assert not scan_cache_dir(person.home / "hf" / "hub").warnings
+
+
+def test_folders_of_a_person_are_never_removed(person: Person) -> None:
+    folder = person.home / "model"
+    folder.mkdir()
+    for path in FABLE.iterdir():
+        (folder / path.name).symlink_to(path)
+    assert "was not made by effllm" in person.types("rm", folder, "-y").refused(2)
+    assert "comes with effllm" in person.types("rm", "fable", "-y").refused(2)
+    assert len(list(folder.iterdir())) == len(list(FABLE.iterdir()))
+
+
+def test_a_model_of_our_own_and_a_part_of_a_download(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=sharded(FABLE))
+    assert person.types("pull", f"{REPO}:4bit").code == 0
+    hub.swap["model-00003-of-00003.safetensors"] = b"x" * len(hub.repos[REPO].files["model-00003-of-00003.safetensors"])
+    assert person.types("pull", REPO).code == 6
+    assert person.types("rm", f"{REPO}:4bit").code == 0
+    assert not (person.home / "data" / "effllm" / "models" / "org--name").exists()
+    assert person.blobs(REPO) and person.types("rm", REPO, "-y").code == 0 and not person.blobs(REPO)
+    assert f"effllm pull {REPO}" in person.types("rm", REPO).refused(3)
+
+
+def test_verify_names_a_damaged_download(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=tiny())
+    assert person.types("pull", REPO).code == 0
+    blob = (person.snapshot(REPO, repo.commit) / "model.safetensors").resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\x00")
+    assert "model.safetensors" in person.types("verify", REPO).refused(1)
+
+
+# -- the shell --------------------------------------------------------------------------------------------------------------------
+
+
+def test_ollama_925_the_shell_completes_commands_and_models(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=tiny())
+    assert person.types("pull", REPO).code == 0
+
+    def completed(words: str) -> list[str]:
+        env = {**os.environ, **person.env, "_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        ran = subprocess.run([sys.executable, "-P", "-m", "effllm"], env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert not ran.stderr
+        return ran.stdout.split()
+
+    assert {"run", "rm"} <= set(completed("effllm r")) and completed("effllm run org/") == [REPO] and "fable" in completed("effllm show ")
+
+
+def test_names_for_the_shell_come_without_heavy_imports() -> None:
+    code = ("import os, sys\nimport effllm.cli.app\nfrom effllm.cli.options import complete_model\nassert 'fable' in complete_model('')\n"
+            "print(sorted({'numpy', 'numba', 'torch', 'pydantic', 'huggingface_hub', 'jinja2', 'tokenizers', 'rich', 'ssl', 'http.client'}"
+            " & set(sys.modules)))")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
