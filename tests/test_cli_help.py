@@ -1,6 +1,7 @@
 """Help pages against a golden file, and the flags behind them: names, variables, defaults, lean start-up.
 
-After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.txt again; the difference is then read in review.
+After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.txt and docs/commands.md again; the difference is then
+read in review.
 """
 
 import os
@@ -18,6 +19,7 @@ from effllm.cli.app import build
 from effllm.cli.options import AnswerFlags, EngineFlags, SamplingFlags
 
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
+REFERENCE = Path(__file__).parent.parent / "docs" / "commands.md"
 WIDTH = 100
 MINUTE = 60
 # What a flag feeds -> what its help calls the default, where that is not the value of the dataclass in words.
@@ -55,6 +57,19 @@ def all_pages() -> str:
 
 def test_pages_are_the_golden_ones() -> None:
     assert all_pages() == GOLDEN.read_text(encoding="utf-8"), "if this change is wanted: python tests/test_cli_help.py"
+
+
+def reference(pages: str) -> str:
+    """The pages as a document."""
+    parts = ["# Commands\n\nThe help pages of every command, as `--help` prints them.\n"]
+    for page in pages.split("==== ")[1:]:
+        title, _, body = page.partition("\n")
+        parts.append(f"## {title.removesuffix(' --help')}\n\n```text\n{body.strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def test_the_reference_has_the_same_pages() -> None:
+    assert REFERENCE.read_text(encoding="utf-8") == reference(GOLDEN.read_text(encoding="utf-8")), "python tests/test_cli_help.py"
 
 
 def test_every_flag_has_its_variable_and_a_description() -> None:
@@ -158,3 +173,4 @@ def test_a_variable_stands_for_its_flag_and_the_flag_wins() -> None:
 if __name__ == "__main__":
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(all_pages(), encoding="utf-8")
+    REFERENCE.write_text(reference(GOLDEN.read_text(encoding="utf-8")), encoding="utf-8")
