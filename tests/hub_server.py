@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -38,7 +39,7 @@ class Repo:
     def commit(self) -> str:
         digest = hashlib.sha1()
         for name, content in sorted(self.files.items()):
-            digest.update(name.encode() + hashlib.sha256(content).digest())
+            digest.update(name.encode() + sha256(content))
         return digest.hexdigest()
 
 
@@ -56,7 +57,23 @@ class Request:
 
 def etag(name: str, content: bytes) -> str:
     if name.endswith(LFS_SUFFIXES):
-        return hashlib.sha256(content).hexdigest()
+        return sha256(content).hex()
+    return git_sha1(content)
+
+
+@lru_cache(16)
+def sha256(content: bytes) -> bytes:
+    """Remembered: a large file is asked for by many ranges."""
+    return hashlib.sha256(content).digest()
+
+
+@lru_cache(16)
+def md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
+
+
+@lru_cache(16)
+def git_sha1(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -166,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(404, "RevisionNotFound", "Invalid rev id", body)
         siblings = []
         for file, content in repo.files.items():
-            sibling = {"rfilename": file, "size": len(content), "blobId": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
+            sibling = {"rfilename": file, "size": len(content), "blobId": git_sha1(content)}
             if file.endswith(LFS_SUFFIXES):
                 sibling["lfs"] = {"sha256": etag(file, content), "size": len(content), "pointerSize": 134}
             siblings.append(sibling)
@@ -220,7 +237,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_file(self, name: str, file: str, headers: dict[str, str], request: Request, body: bool) -> None:
         content = self.hub.swap.get(file, self.hub.repos[name].files[file])
-        tag = next(self.hub.tags[file]) if file in self.hub.tags else hashlib.md5(content).hexdigest()
+        tag = next(self.hub.tags[file]) if file in self.hub.tags else md5(content)
         headers = {"ETag": f'"{tag}"', "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"} | headers
         begin, end, status = 0, len(content), 200
         if request.range and self.hub.ranges:
