@@ -6,6 +6,8 @@ Files stay open from header to last read: a folder that is replaced meanwhile ca
 descriptor per shard.
 """
 
+from __future__ import annotations
+
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -13,11 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from .. import ModelNotFound
 from .header import AGAIN, MAX_HEADER, CheckpointError, TensorInfo, damaged, parse_json, pread_exactly, pread_into, read_header, shown
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["CheckpointError", "OpenFile", "TensorInfo", "TensorStore", "open_regular"]
 
@@ -51,7 +55,7 @@ class TensorStore:
         self._opened = opened
 
     @classmethod
-    def open(cls, folder: Path | str) -> "TensorStore":
+    def open(cls, folder: Path | str) -> TensorStore:
         """Read and check the headers in `folder`; ModelNotFound where it cannot be read, CheckpointError where it is damaged."""
         folder = Path(folder)
         index, paths = _weight_files(folder)
@@ -74,6 +78,8 @@ class TensorStore:
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         """Bytes (uint8) of rows [row_begin, row_end) of the first dimension; a scalar is one row."""
+        import numpy as np  # a list of models reads headers alone, and this would be a third of its time
+
         rows = info.shape[0] if info.shape else 1
         row_end = rows if row_end is None else row_end
         if not 0 <= row_begin <= row_end <= rows:
@@ -125,7 +131,7 @@ class TensorStore:
         opened, self._opened = self._opened, {}
         _close(opened)
 
-    def __enter__(self) -> "TensorStore":
+    def __enter__(self) -> TensorStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

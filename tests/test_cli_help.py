@@ -151,6 +151,14 @@ def test_help_loads_nothing_that_a_bare_app_would_not() -> None:
                          "prompt_toolkit", "yaml", "psutil", "asyncio"}
 
 
+def test_a_list_of_models_reads_headers_alone() -> None:
+    code = ("import sys\nfrom effllm.cli.app import main\ncode = main(['list'])\n"
+            "sys.stderr.write(' '.join(sorted(sys.modules)))\nsys.exit(code)")
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=MINUTE, check=True)
+    assert "fable" in ran.stdout
+    assert not {name.split(".")[0] for name in ran.stderr.split()} & {"torch", "numba", "numpy", "huggingface_hub", "pydantic", "tokenizers"}
+
+
 def test_pages_are_plain_text_outside_a_terminal() -> None:
     assert "\x1b" not in GOLDEN.read_text(encoding="utf-8")
     assert all(len(line) <= WIDTH for line in GOLDEN.read_text(encoding="utf-8").splitlines())

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from ..config_reader import ConfigError, Keys, show
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ...quant.weight import Expert, Linear, Norm
     from ..cache import LayerCache
     from ..config import ModelConfig

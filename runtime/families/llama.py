@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..cache import LayerCache
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..rope import RopeTable
 from . import LayerWeights, TensorRule
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..cache import LayerCache
+    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
 KEYS_HARMLESS = frozenset()

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..cache import LayerCache
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from ..rope import RopeTable
 from . import LayerWeights, TensorRule
 from .llama import attention
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..cache import LayerCache
+    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"activation_function", "enable_bias", "ffn_dim", "word_embed_proj_dim"})
 # What rotary families call by these names, transformers passes over in this one.
