@@ -204,7 +204,7 @@ def peer() -> object:
 
 
 def greedy(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    engine, answers = opened(path, "16bit"), []
+    engine, answers = opened(path, "32bit"), []
     try:
         for ids in prompts:
             engine.reset()
@@ -218,9 +218,11 @@ def greedy(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "least"), [("F16", 10), ("Q8_0", 8), ("Q4_0", 9)])
+@pytest.mark.parametrize(("kind", "least"), [("F16", 10), ("Q8_0", 9), ("Q4_0", 9)])
 def test_llama_cpp_answers_the_same(tmp_path: Path, peer: object, kind: str, least: int) -> None:
-    """Its tokenizer cuts the prompts as ours does, and its greedy answers are ours; where one parts, two tokens were as likely."""
+    """Its tokenizer cuts the prompts as ours does, and its greedy answers are ours; where one parts, two tokens were as likely.
+
+    The file is what is compared, so our cache adds no rounding: at 16 bits, 8 of 10 answers from Q8_0 are equal."""
     path = tmp_path / "fable.gguf"
     exported(FABLE, path, kind)
     tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
@@ -239,7 +241,7 @@ def test_llama_cpp_answers_the_same(tmp_path: Path, peer: object, kind: str, lea
     ours = greedy(path, prompts, 64)
     same = sum(one == two for one, two in zip(ours, theirs))
     assert same >= least, f"{same} of {len(PROMPTS)} answers are equal"
-    engine = opened(path, "16bit")
+    engine = opened(path, "32bit")
     try:
         for ids, one, two in zip(prompts, ours, theirs):
             if one != two:
