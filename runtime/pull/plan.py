@@ -99,7 +99,8 @@ class PullPlan:
 
 
 def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = None, keep: bool = False) -> Wish:
-    """Which repository a reference means. Raises ModelNotFound for one that names none, UsageError for a format that does not exist."""
+    """Which repository a reference means. Raises ModelNotFound for one that names none, UsageError for a model that is
+    here without a hub and for a format that does not exist."""
     bits = bits or reference.variant
     if bits is not None:
         QuantSpec.parse(bits)
@@ -107,8 +108,8 @@ def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = Non
         raise UsageError(f"{reference.text}: a file of a repository is pulled as it is", f"effllm pull {reference.base}:{reference.file}")
     entry = find_entry(catalog(env), reference.name)
     if entry is not None and entry.repo is None:
-        raise ModelNotFound(f"{entry.alias} needs no download: it is at {entry.path}" if entry.own else
-                            f"{entry.alias} comes with effllm", f"effllm run {entry.alias}")
+        raise UsageError(f"{entry.alias} needs no download: it is at {entry.path}" if entry.own else
+                         f"{entry.alias} needs no download: it comes with effllm", f"effllm run {entry.alias}")
     repo = entry.repo if entry else reference.name
     if entry is None and "/" not in repo:
         from ..catalog import resolve
