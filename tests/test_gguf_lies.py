@@ -88,7 +88,8 @@ def test_tensors_that_lie(tmp_path: Path, tensors: dict[str, object], named: str
 
 def test_a_claim_of_terabytes_needs_no_memory(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(small_model(
-        {"llama.block_count": 2000, "llama.embedding_length": 1 << 20, "llama.feed_forward_length": 1 << 22, "llama.context_length": 1 << 24},
+        {"llama.block_count": 2000, "llama.embedding_length": 1 << 20, "llama.feed_forward_length": 1 << 22,
+         "llama.context_length": 1 << 24},
         {"token_embd.weight": ((1 << 20, 1 << 20), Q8_0, 64)}))
     tracemalloc.start()
     try:

@@ -22,7 +22,8 @@ from effllm.offload.size import parse_size
 
 REPO = "org/name"
 WEIGHTS = 6_000_000
-FULL = re.compile(r"the disk of (\S+) is full: ([\d.]+ \w+) are still to come, ([\d.]+ \w+) are free\nhint: make room for ([\d.]+ \w+), then ")
+FULL = re.compile(r"the disk of (\S+) is full: ([\d.]+ \w+) are still to come, ([\d.]+ \w+) are free\n"
+                  r"hint: make room for ([\d.]+ \w+), then ")
 
 
 @pytest.fixture

@@ -112,8 +112,8 @@ def download(repository: Repository, files: Sequence[RemoteFile], client: Client
     if place.is_whole(files) and len(_with_index(place, repository, files)) == len(files):
         yield place.snapshot
         return
-    absent = {file.etag: file for file in files}.values()
-    with speaking(hub.cache_folder(env), "HF_HUB_CACHE", lambda: sum(file.size - place.held(file) for file in absent)), ExitStack() as locks:
+    each = {file.etag: file for file in files}.values()
+    with speaking(hub.cache_folder(env), "HF_HUB_CACHE", lambda: sum(file.size - place.held(file) for file in each)), ExitStack() as locks:
         place.make()
         for etag in sorted({file.etag for file in files}):
             busy = f"another program is downloading {repository.asked}: waiting for it, then going on with what it left"
