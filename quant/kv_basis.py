@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from .kv_record import CHANNELS, WIDTHS
+from ..kernels.kv_layout import CHANNELS, WIDTHS
 
 RIDGE = 1e-3  # of the mean power: a moment from few tokens must not promise silent directions
 

@@ -11,26 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..kernels.kv_layout import CHANNELS, GROUP_K, MEAN_K, ROTATED_K, TAIL, TAIL_OFFSET, RecordLayout, pack_widths, unpack_widths
 from ..kernels.layout import HEADER_NBYTES, PAGE, PageHeader
 from .kv_basis import KVBasis
 from .kv_grid import decode_k, decode_v, encode_k, encode_v, first_v
-from .kv_record import (
-    CHANNELS,
-    GROUP_K,
-    MEAN_K,
-    ROTATED_K,
-    TAIL,
-    TAIL_OFFSET,
-    RecordLayout,
-    pack_k,
-    pack_scales,
-    pack_v,
-    pack_widths,
-    unpack_k,
-    unpack_scales,
-    unpack_v,
-    unpack_widths,
-)
+from .kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 
 LONE_PAIR = 8.0  # a RoPE pair of this many times the mean power keeps a page's K from being mixed: it would drown the other channels
 

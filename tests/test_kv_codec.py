@@ -7,25 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effllm.kernels.kv_layout import CHANNELS, MEAN_BITS, PLANES, TAIL_OFFSET, WIDTHS, RecordLayout, pack_widths, unpack_widths
 from effllm.kernels.layout import HEADER_NBYTES, PAGE, PageHeader
 from effllm.quant.kv_basis import KVBasis, allocate, hadamard
 from effllm.quant.kv_codec import decode, encode
-from effllm.quant.kv_record import (
-    CHANNELS,
-    MEAN_BITS,
-    PLANES,
-    TAIL_OFFSET,
-    WIDTHS,
-    RecordLayout,
-    pack_k,
-    pack_scales,
-    pack_v,
-    pack_widths,
-    unpack_k,
-    unpack_scales,
-    unpack_v,
-    unpack_widths,
-)
+from effllm.quant.kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 
 SIZES = (64, 80, 96, 128, 256)
 GOLDEN = {8: 2078481202, 6: 921266520, 5: 1206394795, 4: 1159713893, 3: 2519626853, 2: 1098413978}
