@@ -1,24 +1,28 @@
 """`effllm`: the application, its commands, and `main`.
 
 A command module imports nothing but flags; what it needs to work is imported in its body, so that `--help` loads neither NumPy nor
-Numba nor the hub. `program` parses and calls, and catches nothing; every exception ends in `errors.guarded`.
+Numba nor the hub. Where the line names a command, that one alone is built: the flags of all the others would be a third of the start.
+`program` parses and calls, and catches nothing; every exception ends in `errors.guarded`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from .. import __version__
-from . import alias, bench, chat, config, doctor, export, list_, plan, pull, quantize, rm, run, show, verify
-from . import eval as evaluation
 from .environment import Environment
 from .errors import guarded
 from .help import PlainGroup
 
+# Command -> its module, in the order of the help page.
+COMMANDS = {"run": "run", "chat": "chat", "pull": "pull", "rm": "rm", "alias": "alias", "list": "list_", "show": "show", "plan": "plan",
+            "quantize": "quantize", "export": "export", "verify": "verify", "bench": "bench", "eval": "eval", "doctor": "doctor",
+            "config": "config"}
 HELP = "Run large language models on the machine you have."
 EXAMPLES = """examples
 
@@ -53,17 +57,28 @@ def root(context: typer.Context, version: Version = False) -> None:
         context.obj.write(context.get_help() + "\n")
 
 
-def build() -> typer.Typer:
+def named(argv: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """The command that a line is about, typed or to be completed by the shell; None where all of them are."""
+    words = [word for word in argv if not word.startswith("-")][:1]
+    if "_EFFLLM_COMPLETE" in variables:
+        line = variables.get("COMP_WORDS") or variables.get("_TYPER_COMPLETE_ARGS") or ""
+        words = line.split()[1:]
+        words = words if len(words) > 1 or line[-1:].isspace() else []  # the last word is still being typed
+    return words[0] if words and words[0] in COMMANDS else None
+
+
+def build(only: str | None = None) -> typer.Typer:
+    """The application, or as much of it as one command needs."""
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(name="effllm", cls=PlainGroup, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
     app.callback(cls=PlainGroup, invoke_without_command=True, help=HELP, epilog=EXAMPLES)(root)
-    for module in (run, chat, pull, rm, alias, list_, show, plan, quantize, export, verify, bench, evaluation, doctor, config):
-        module.register(app)
+    for module in COMMANDS.values() if only is None else (COMMANDS[only],):
+        import_module(f".{module}", __package__).register(app)
     return app
 
 
 def program(argv: Sequence[str], environment: Environment) -> int:
-    command = typer.main.get_command(build())
+    command = typer.main.get_command(build(named(argv, environment.variables)))
     code = command.main(args=list(argv), prog_name="effllm", standalone_mode=False, obj=environment)
     return code or 0
 

@@ -1,8 +1,8 @@
 """What a person sees. The answer goes to stdout, everything else to stderr, and each is asked on its own whether it is a terminal.
 
 On a terminal, control characters are removed from all text (a model may write escape sequences); into a pipe the text goes as it is.
-Progress is one line redrawn in place, or, where nothing can be redrawn, a plain line now and then. `rich` draws tables and is loaded
-only for them: the path to the first token does not pay for it.
+Progress is one line redrawn in place, or, where nothing can be redrawn, a plain line now and then. `rich` draws the tables that have to
+be wrapped or measured, and is loaded only for them: neither the first token nor a list pays for it.
 """
 
 from __future__ import annotations
@@ -86,16 +86,28 @@ class Screen:
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> None:
         """Columns on stdout; numbers (`right`) are set flush right. Wrapped on a terminal, never in a pipe."""
+        clean = sanitize if self._safe else str
+        cells = [[clean(cell) for cell in row] for row in rows]
+        lines = columns([headings, *cells] if any(headings) else cells, right)
+        if all(line.isascii() and line.isprintable() and (not self._safe or len(line) <= self.environment.width) for line in lines):
+            if any(headings) and self.environment.is_styled(self.environment.stdout):
+                lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
+            self.clear()
+            self.environment.write("".join(f"{line}\n" for line in lines))
+        else:
+            self._drawn_table(headings, cells, right)
+
+    def _drawn_table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> None:
+        """By the library, which knows how wide characters are and where to break them."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        clean = sanitize if self._safe else str
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(headings), header_style="bold")
         for index, heading in enumerate(headings):
             table.add_column(heading, justify="right" if index in set(right) else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(clean(cell)) for cell in row))
+            table.add_row(*(Text(cell) for cell in row))
         styled = self.environment.is_styled(self.environment.stdout)
         console = Console(file=self.environment.stdout, width=self.environment.width if self._safe else 10_000, force_terminal=styled,
                           no_color=not styled, highlight=False, _environ=self.environment.variables)
@@ -171,6 +183,13 @@ class Screen:
             self.environment.stderr.flush()
         except OSError:
             return  # a closed stderr loses remarks, never the answer
+
+
+def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Rows of cells as lines, two spaces between columns."""
+    widths, flush = [max(map(len, column)) for column in zip(*rows)], set(right)
+    return ["  ".join(cell.rjust(width) if index in flush else cell.ljust(width)
+                      for index, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
 
 
 def describe(event: Progress, elapsed: float) -> str:

@@ -48,14 +48,15 @@ Value = Scalar | list[str] | np.ndarray
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is the weight's, rows first (the file writes it the other way round); `offset` is from the file's
-    start; a row is `row_nbytes` long."""
+    """Where one tensor lies. `shape` is the weight's, rows first (the file writes it the other way round); `offset` is from the start of
+    `file`; a row is `row_nbytes` long."""
 
     name: str
     type: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    file: Path
 
     @property
     def rows(self) -> int:
@@ -150,7 +151,7 @@ def _placed(path: Path, entries: list, begin: int, size: int, alignment: int) ->
             damaged(path, f"has tensor {shown(name)} at offset {offset}, which is no multiple of the alignment {alignment}")
         if begin + offset + nbytes > size:
             damaged(path, f"is cut short: tensor {shown(name)} ends at byte {begin + offset + nbytes}, the file at {size}")
-        found[name] = GgufTensor(name, label, shape, begin + offset, nbytes)
+        found[name] = GgufTensor(name, label, shape, begin + offset, nbytes, path)
     for one, two in pairwise(sorted(found.values(), key=lambda tensor: tensor.offset)):
         if one.offset + one.nbytes > two.offset:
             damaged(path, f"has tensors {shown(one.name)} and {shown(two.name)} that overlap")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,12 @@ LAYER = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
          "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
          "post_feedforward_layernorm": "post_ffw_norm"}
+BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+ROUTER = {"block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp"}
+EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps", "gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps",
+           "up_proj": "ffn_up_exps"}
+INTERLEAVED = ("llama", "granite", "smollm3")
 FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 TYPES = gguf.GGMLQuantizationType
 
@@ -41,17 +48,18 @@ def peer_name(name: str, arch: str) -> str:
         return NAMES[name]
     _, _, index, rest = name.split(".", 3)
     part, _, kind = rest.rpartition(".")
-    return f"blk.{index}.{(LAYER | FUSED | (GEMMA if arch.startswith('gemma') else {}))[part]}.{kind}"
+    own = GEMMA if arch.startswith("gemma") else BEHIND if arch == "olmo2" else {}
+    return f"blk.{index}.{(LAYER | FUSED | ROUTER | own)[part]}.{kind}"
 
 
 def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama",
-                change: Callable[[gguf.GGUFWriter], None] | None = None) -> dict[str, np.ndarray]:
+                change: Callable[[gguf.GGUFWriter], None] | None = None, per_file: int = 0) -> dict[str, np.ndarray]:
     """The model of `folder` as a file with matrices of `kind`; returns what its weights mean, under their names in the folder.
 
-    `change` may add keys.
+    `change` may add keys; `per_file` tensors go into each of several files, where that is not 0.
     """
     raw = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_file)
     writer.add_block_count(raw["num_hidden_layers"])
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
@@ -60,21 +68,29 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
     writer.add_head_count_kv(raw["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_rope_freq_base(float(raw.get("rope_theta", 10000.0)))
-    if "head_dim" in raw:
+    if raw.get("head_dim"):
         writer.add_key_length(raw["head_dim"])
         writer.add_value_length(raw["head_dim"])
     if change is not None:
         change(writer)
-    meant = {}
+    meant, experts = {}, {}
     for name, values in weights(folder).items():
+        if found := EXPERT.fullmatch(name):
+            experts.setdefault(f"blk.{found[1].rpartition('.')[2]}.{EXPERTS[found[3]]}.weight", {})[int(found[2])] = (name, values)
+            continue
         heads = raw["num_attention_heads"] if ".q_proj." in name else raw["num_key_value_heads"] if ".k_proj." in name else 0
-        stored = interleaved(values, heads) if arch == "llama" and heads else values
+        stored = interleaved(values, heads) if arch in INTERLEAVED and heads else values
         stored = stored + np.float32(1) if arch.startswith("gemma") and "norm" in name else stored
-        own = TYPES[kind] if values.ndim > 1 else TYPES.F32
+        own = TYPES[kind] if values.ndim > 1 and "ffn_gate_inp" not in peer_name(name, arch) else TYPES.F32
         data = gguf.quants.quantize(stored, own)
         writer.add_tensor(peer_name(name, arch), data, raw_dtype=own)
         back = gguf.quants.dequantize(data, own).reshape(values.shape)
-        meant[name] = separated(back, heads) if arch == "llama" and heads else back
+        meant[name] = separated(back, heads) if arch in INTERLEAVED and heads else back
+    for name, found in experts.items():
+        data = gguf.quants.quantize(np.stack([found[number][1] for number in range(len(found))]), TYPES[kind])
+        writer.add_tensor(name, data, raw_dtype=TYPES[kind])
+        back = gguf.quants.dequantize(data, TYPES[kind])
+        meant |= {found[number][0]: back[number].reshape(found[number][1].shape) for number in found}
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import effllm
+from effllm.cli.app import COMMANDS, named
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cli", "kernels", "offload", "quant", "runtime")
@@ -259,6 +260,37 @@ def test_import_and_help_load_nothing_heavy() -> None:
     assert not {"torch", "numba", "numpy", "huggingface_hub", "typer", "rich"} & set(loaded["after_import"])
     heavy = {"torch", "numba", "llvmlite", "numpy", "huggingface_hub", "transformers", "tokenizers", "jinja2", "pydantic", "prompt_toolkit"}
     assert not heavy & set(loaded["after_help"])
+
+
+def test_a_list_and_a_completed_name_load_little() -> None:
+    """One command's flags, no library for tables, none for arrays: a list is a tenth of a second over a program that does nothing."""
+    for argv, variables in ((["list"], {}), (["list", "--all"], {}), (["list", "--json"], {}),
+                            ([], {"_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": "effllm show f", "COMP_CWORD": "2"})):
+        loaded = in_fresh_interpreter(
+            "import io, json, os, sys\n"
+            f"os.environ.update({variables!r})\n"
+            "from effllm.cli.app import main\n"
+            f"sys.argv, real, sys.stdout = ['effllm', *{argv!r}], sys.stdout, io.StringIO()\n"
+            "try:\n    code = main()\n"
+            "except SystemExit as stop:\n    code = stop.code or 0\n"
+            "page, sys.stdout = sys.stdout.getvalue(), real\n"
+            "print(json.dumps({'code': code, 'page': page, 'modules': sorted(sys.modules)}))\n")
+        assert loaded["code"] == 0 and "fable" in loaded["page"], argv
+        modules = set(loaded["modules"])
+        assert not {"rich", "numpy", "numba", "pydantic", "jinja2", "tokenizers", "ssl", "http.client", "psutil"} & modules, argv
+        commands = {name for name in modules if name.startswith("effllm.cli.") and name.removeprefix("effllm.cli.") in COMMANDS.values()}
+        assert len(commands) == 1, commands
+
+
+def test_the_table_of_commands_is_the_folder() -> None:
+    """And a line is about the command that it names, however it is typed or completed."""
+    files = {file.stem for file in (ROOT / "cli").glob("*.py") if "\ndef register(" in file.read_text(encoding="utf-8")}
+    assert set(COMMANDS.values()) == files
+    assert [named(line.split(), {}) for line in ("list --all", "--debug run x", "--help", "", "lst", "x list")] == \
+        ["list", "run", None, None, None, None]
+    complete = {"_EFFLLM_COMPLETE": "complete_bash"}
+    for words, command in (("effllm ", None), ("effllm ru", None), ("effllm run", None), ("effllm run ", "run"), ("effllm rm x", "rm")):
+        assert named([], complete | {"COMP_WORDS": words}) == named([], complete | {"_TYPER_COMPLETE_ARGS": words}) == command, words
 
 
 def test_import_has_no_side_effects() -> None:

@@ -113,6 +113,25 @@ def test_tables_are_wrapped_for_no_pipe() -> None:
     assert lines[1].endswith(" 1") and lines[2].endswith("22")
 
 
+def test_a_table_without_the_library_is_the_librarys() -> None:
+    """The same lines, whichever of the two draws them; what does not fit, or is wide, goes to the library."""
+    headings, right = ("model", "size", ""), (1,)
+    rows = [("a", "1.5 MiB", "x"), ("longer name", "100 B", ""), ("", "2", "note with  spaces")]
+    plain, drawn = screen(), screen()
+    plain.table(headings, rows, right)
+    drawn._drawn_table(headings, rows, right)
+    assert texts(plain)[0] == texts(drawn)[0]
+    narrow = screen(out=Terminal(), TERM="xterm")
+    narrow.table(("a", "b"), [("x" * 70, "y" * 70)])
+    assert max(map(len, texts(narrow)[0].splitlines())) <= 80 and texts(narrow)[0].count("y") == 70
+    wide = screen()
+    wide.table(("a", "b"), [("狐", "1"), ("ab", "2")])
+    assert texts(wide)[0].splitlines()[1:] == ["狐  1", "ab  2"]
+    bold = screen(out=Terminal(), TERM="xterm")
+    bold.table(("a", "b"), [("x", "y")])
+    assert texts(bold)[0] == "\x1b[1ma  b\x1b[0m\nx  y\n"
+
+
 def test_markup_in_names_is_text() -> None:
     shown = screen()
     shown.pairs([("model", "[/INST] [bold]x[/bold]")])

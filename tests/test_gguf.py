@@ -264,12 +264,12 @@ def key(name: str, value: object):
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    (key("llama.expert_count", 8), "llama.expert_count = 8"),
+    (key("llama.expert_count", 8), "blk.0.ffn_down.weight"), (key("llama.expert_shared_count", 1), "llama.expert_shared_count = 1"),
     (key("llama.attention.value_length", 24), "llama.attention.value_length 24"),
     (key("llama.rope.dimension_count", 32), "llama.rope.dimension_count 32"),
     (key("llama.final_logit_softcapping", 30.0), "llama.final_logit_softcapping"),
     (key("llama.rope.scaling.type", "su"), "llama.rope.scaling.type 'su'"),
-    (key("split.count", 3), "one of 3 parts"),
+    (key("split.count", 3), "one of 3 parts of a split model"),
 ])
 def test_what_no_family_runs_is_refused_by_name(tmp_path: Path, change: object, named: str) -> None:
     source = small(tmp_path / "source", "llama")

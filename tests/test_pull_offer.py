@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, Repo, always, running
 from pulls import FABLE, Person, on_disk, tiny
 
@@ -66,3 +67,22 @@ def test_the_hub_is_not_believed(hub: Hub, person: Person) -> None:
             "blobId": "0" * 40}, {"rfilename": "config.json", "size": 1, "blobId": "../x"}]
     hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | {"siblings": evil}).encode(), "/api/")
     assert "no weights" in person.types("pull", REPO).refused(3)
+
+
+def test_all_parts_of_a_split_gguf_file_come(hub: Hub, person: Person, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    write_model(FABLE, folder / "fable.gguf", "Q8_0", change=add_fable_tokenizer, per_file=20)
+    parts = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(parts) == 3
+    repo = hub.add(REPO, files=parts | {"other.gguf": b"x"})
+    for name in parts:
+        person.types("rm", REPO, "-y")
+        hub.forget()
+        assert person.types("pull", f"{REPO}:{name}").code == 0
+        assert on_disk(person.snapshot(REPO, repo.commit)) == parts and not hub.asked("other.gguf")
+    last = sorted(parts)[-1]
+    ran = person.types("run", f"{REPO}:{last}", "Hi", "-n", "2")
+    assert ran.code == 0 and ran.out.strip(), ran.err
+    hub.add("org/lost", files={name: raw for name, raw in parts.items() if name != last})
+    assert last in person.types("pull", f"org/lost:{sorted(parts)[0]}").refused(3)

@@ -1,7 +1,8 @@
 """What GGUF architectures call things: the family that runs one, its tensors' names, its keys, and how its rows and norms were changed.
 
 A writer of llama files interleaves the rows of q and k of every head, because that architecture turns neighbours where the checkpoints
-turn halves; one of gemma files adds one to the norms. Both are undone on the way in. A new family is an entry in ARCHITECTURES.
+turn halves; one of gemma files adds one to the norms. Both are undone on the way in. The experts of a layer lie in one tensor, one after
+the other. A new family is an entry in ARCHITECTURES.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...offload.header import CheckpointError, shown
-from ..families import FAMILIES
+from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
 
 # The parts of a tensor's name: in the file -> in a checkpoint of the Hugging Face kind.
 OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -19,13 +20,18 @@ LAYER = {
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
+# Of a mixture: the matrices of all experts, and the router; older files have `ffn_gate.3` instead, a tensor for every expert.
+EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
+SINGLE_EXPERTS = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
+ROUTER = "ffn_gate_inp"
 # Divisors of the rotary frequencies: part of the config, not weights. One for all lengths, or one for short texts and one for long ones.
 FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 DIVISORS = (FACTORS, LONG, SHORT)
 # Key below the architecture's name -> the one value that changes nothing.
 NEUTRAL: Mapping[str, object] = {
     "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
-    "embedding_scale": 1.0, "expert_count": 0, "expert_used_count": 0, "final_logit_softcapping": 0.0, "logit_scale": 1.0,
+    "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,
+    "final_logit_softcapping": 0.0, "logit_scale": 1.0,
     "pooling_type": 0, "residual_scale": 1.0, "use_parallel_residual": False,
 }
 HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
@@ -36,7 +42,8 @@ class Architecture:
     """`family` runs it; `config` is what its config.json says beside the translated keys, `keys` are translated beside the usual ones.
 
     `interleaved`: q and k rows are; `norm_offset` was added to every norm; `layer_names` go before LAYER; `fused`: part of a tensor's name
-    -> the parts that lie in it one after the other, of q, k, v or of equal height. `partial`: not all of a head need turn.
+    -> the parts that lie in it one after the other, of q, k, v or of equal height. `partial`: not all of a head need turn. `experts`:
+    where a layer of a checkpoint has them, and what it calls their three matrices.
     """
 
     family: str
@@ -47,21 +54,35 @@ class Architecture:
     layer_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False
+    experts: tuple[str, Mapping[str, str]] | None = None
 
 
 _GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
                 "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {"config": {"hidden_activation": "gelu_pytorch_tanh"}, "norm_offset": 1.0, "layer_names": _GEMMA_NAMES}
+_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 ARCHITECTURES = {
-    "llama": Architecture("llama", interleaved=True),
+    "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+                          experts=("block_sparse_moe", mixtral.NAMES)),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
     "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq"}, **_GEMMA),
+    "granite": Architecture("granite", interleaved=True, keys={
+        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling"}),
+    "olmo2": Architecture("olmo2", layer_names=_BEHIND),
+    "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
+    "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
+                             keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}),
+    "smollm3": Architecture("smollm3", interleaved=True),
     "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
 }
-BY_FAMILY = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # a model's family -> what its files are called
+# A model's family -> what its files are called.
+BY_FAMILY = {"gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"} | {
+    name: name for name in ("gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "smollm3")}
 
 
 def architecture(path: object, name: object) -> Architecture:
@@ -74,25 +95,42 @@ def architecture(path: object, name: object) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def own_names(name: str, found: Architecture) -> tuple[str, ...] | None:
-    """The names in a checkpoint folder of what lies in a tensor; None for one that no family has."""
+def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ...] | None:
+    """The names in a checkpoint folder of what lies in a tensor, of a model with so many `experts`; None for one that no family has."""
     if name in OUTER:
         return (OUTER[name],)
     first, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
     part, _, kind = rest.rpartition(".")
-    own = [found.layer_names.get(each) or LAYER.get(each) for each in found.fused.get(part, (part,))]
+    if experts and found.experts is not None:
+        own = _of_experts(part, experts, *found.experts)
+    else:
+        own = []
+    own = own or [found.layer_names.get(each) or LAYER.get(each) for each in found.fused.get(part, (part,))]
     if first != "blk" or not index.isdecimal() or None in own or kind not in ("weight", "bias"):
         return None
     return tuple(f"model.layers.{int(index)}.{each}.{kind}" for each in own)
 
 
-def file_name(name: str, found: Architecture) -> str:
-    """The way back. Raises KeyError for a tensor that the architecture has no name for."""
-    for theirs, ours in OUTER.items():
-        if ours == name:
-            return theirs
-    _, _, index, rest = name.split(".", 3)
-    part, _, kind = rest.rpartition(".")
-    names = {ours: theirs for theirs, ours in (LAYER | dict(found.layer_names)).items()}
-    return f"blk.{index}.{names[part]}.{kind}"
+def _of_experts(part: str, experts: int, place: str, names: Mapping[str, str]) -> list[str]:
+    """What a tensor of experts or a router is called; empty for another."""
+    if part == ROUTER:
+        return [f"{place}.gate"]
+    base, _, number = part.partition(".")
+    if number.isdecimal() and base in SINGLE_EXPERTS and int(number) < experts:
+        return [f"{place}.experts.{int(number)}.{names[SINGLE_EXPERTS[base]]}"]
+    return [f"{place}.experts.{expert}.{names[EXPERTS[part]]}" for expert in range(experts)] if part in EXPERTS else []
+
+
+# Role of a tensor of a family -> the part of its name in a file.
+ROLES = {
+    "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "post_norm": "ffn_norm", "q": "attn_q",
+    "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o_norm": "post_attention_norm",
+    "down_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": ROUTER,
+}
+
+
+def file_part(role: str) -> str:
+    """What a tensor of a role is called in a file, without its layer and kind. Raises KeyError for a role that files do not have."""
+    own = ROLES[kind_of(role).removesuffix("_bias")]
+    return f"{own}_exps" if expert_of(role) is not None else own

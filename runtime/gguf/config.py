@@ -105,7 +105,7 @@ def _single(path: Path, key: str, value: Value) -> object:
 
 def _tensor(header: GgufHeader, name: str) -> GgufTensor:
     if name not in header.tensors:
-        raise CheckpointError(f"{header.path} holds no tensor {name}", "it is a vocabulary or a part of a split model: give a whole one")
+        raise CheckpointError(f"{header.path} holds no tensor {name}", "it holds a vocabulary alone: give the file of a model")
     return header.tensors[name]
 
 
@@ -127,7 +127,13 @@ def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Archite
 def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     """What tensors, not keys, say about the family."""
     window = raw.pop("sliding_window", None)
-    if raw["model_type"] == "llama":
+    if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
+        del raw["num_local_experts"]
+        raw.pop("num_experts_per_tok", None)
+    if raw["model_type"] == "llama" and "num_local_experts" in raw:
+        raw |= {"model_type": "mixtral", "sliding_window": window}
+        raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    elif raw["model_type"] == "llama":
         biased = "blk.0.attn_q.bias" in header.tensors
         if window:
             raw |= {"model_type": "mistral", "sliding_window": window}
@@ -136,8 +142,13 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     elif window and raw["model_type"].startswith("qwen"):
         raw |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-    elif raw["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+    elif raw["model_type"] in ("gemma2", "gemma3_text", "phi3") or window:
         raw["sliding_window"] = window
+    elif raw["model_type"] == "granite":
+        biased = "blk.0.attn_q.bias" in header.tensors
+        raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
+        if "attention_multiplier" not in raw:
+            damaged(header.path, "lacks key granite.attention.scale")
     if (layers := OTHER_SCALE.get(header.metadata["general.architecture"])) is not None and isinstance(raw["num_attention_heads"], int):
         whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
@@ -145,9 +156,6 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
 
 def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
     data, path = header.metadata, header.path
-    parts = data.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise CheckpointError(f"{path} is one of {parts} parts of a split model", "join them first: llama-gguf-split --merge FIRST OUT")
     for key, neutral in NEUTRAL.items():
         value = None if key in found.keys else data.get(f"{name}.{key}")
         if value is not None and (isinstance(value, np.ndarray | list) or value != neutral):

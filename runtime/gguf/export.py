@@ -27,17 +27,17 @@ from ..config import ModelConfig, read_config
 from ..container import read_container
 from ..convert_plan import MATRICES
 from ..events import Notice, Progress
+from ..families import expert_of, kind_of
 from ..model import ModelTensor, check_tensors
-from ..rope import rope_table
 from ..source import open_store
 from ..text import Tokenizer
-from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, Architecture, file_name
+from .architectures import BY_FAMILY, Architecture, file_part
+from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .store import separated
 
-TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 BLOCK, HEADS = 32, ("embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
-QUANTIZATION_VERSION = 2
+HEADED = ("olmo2", "olmoe")  # their files hold a head, also where it is the embedding
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,12 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor and what it becomes. `heads`: rows are interleaved within so many."""
+    """A tensor of the file and what lies in it, one after the other. `heads`: rows are interleaved within so many; `offset` is added."""
 
-    tensor: ModelTensor
     planned: PlannedTensor
+    tensors: tuple[ModelTensor, ...]
     heads: int = 0
+    offset: float = 0.0
 
 
 def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False) -> Iterator[Progress | Notice | Exported]:
@@ -72,14 +73,12 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     out = Path(os.path.abspath(out))
     _check_target(out, replace)
     config, container = read_config(source), read_container(source)
-    found = _architecture(config)
+    found = exported_as(config)
     with open_store(source, wide="f32") as store:
         jobs = list(_jobs(check_tensors(config, store, container), config, found, kind))
         metadata = config_metadata(config, name, kind) | _tokenizer(source, config)
-        factors = rotary_divisors(config)
-        planned = [job.planned for job in jobs]
-        if factors is not None:
-            planned.insert(0, PlannedTensor(FACTORS, "F32", factors.shape))
+        factors = rotary_tensors(config)
+        planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, container is not None)
         head = gguf_head(metadata, planned)
         total = len(head) + sum(padded(tensor.nbytes) for tensor in planned)
@@ -89,14 +88,14 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         done = len(head)
         with NewFile(out) as file:
             file.write(head)
-            if factors is not None:
-                file.write(factors.tobytes() + bytes(padded(factors.nbytes) - factors.nbytes))
-                done += padded(factors.nbytes)
+            for values in factors.values():
+                file.write(values.tobytes() + bytes(padded(values.nbytes) - values.nbytes))
+                done += padded(values.nbytes)
             for job in jobs:
                 for piece in _pieces(store, job):
                     file.write(memoryview(piece).cast("B"))
                     done += piece.nbytes
-                    yield Progress("exporting", done, total, "bytes", job.tensor.name)
+                    yield Progress("exporting", done, total, "bytes", job.planned.name)
                 gap = padded(job.planned.nbytes) - job.planned.nbytes
                 file.write(bytes(gap))
                 done += gap
@@ -115,61 +114,6 @@ def _check_target(out: Path, replace: bool) -> None:
         raise UsageError(f"{out} exists", "--force replaces a file, or give another place with -o")
 
 
-def _architecture(config: ModelConfig) -> Architecture:
-    if config.family not in BY_FAMILY:
-        raise EffllmError(f"{config.family} models are not exported as GGUF", f"exported are {', '.join(BY_FAMILY)}")
-    if config.o_bias or config.mlp_bias:
-        raise EffllmError("a model with biases on o or in its feed-forward has no place for them in a GGUF file of its family",
-                          "leave it in its folder")
-    if config.hidden_act != "silu":
-        raise EffllmError(f"a GGUF file of the {config.family} family means silu, this model has {config.hidden_act}",
-                          "leave it in its folder")
-    if config.family == "mistral" or set(config.windows) == {None}:
-        return ARCHITECTURES[BY_FAMILY[config.family]]
-    raise EffllmError("a GGUF file of this family has no sliding window, and this model has one", "leave it in its folder")
-
-
-def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
-    """The keys that describe the model, tokenizer apart."""
-    arch = BY_FAMILY[config.family]
-    out: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name, "general.file_type": TYPES[kind],
-                             "general.quantization_version": QUANTIZATION_VERSION}
-    keys: dict[str, Value] = {
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads, "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim, "rope.dimension_count": config.head_dim,
-        "rope.freq_base": float(config.rope.theta), "vocab_size": config.vocab_size}
-    if config.windows[0] is not None:
-        keys["attention.sliding_window"] = config.windows[0]
-    params = config.rope.params
-    if config.rope.kind == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(params["factor"])}
-    elif config.rope.kind == "yarn":
-        if params["attention_factor"] is not None or params["mscale"] or params["mscale_all_dim"] or not params["truncate"]:
-            raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", "leave it in its folder")
-        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(params["factor"]),
-                 "rope.scaling.original_context_length": int(params["original_max_position_embeddings"]),
-                 "rope.scaling.yarn_beta_fast": float(params["beta_fast"]), "rope.scaling.yarn_beta_slow": float(params["beta_slow"])}
-    return out | {f"{arch}.{key}": value for key, value in keys.items()}
-
-
-def rotary_divisors(config: ModelConfig) -> np.ndarray | None:
-    """What FACTORS holds, float32 [head_dim / 2]; None where plain or scaled positions need none. Raises EffllmError for kinds that depend
-    on the length."""
-    kind, params = config.rope.kind, config.rope.params
-    if kind in ("default", "linear", "yarn"):
-        return None
-    if kind == "longrope" and params["short_factor"] == params["long_factor"] and params["attention_factor"] == 1.0:
-        return np.array(params["long_factor"], "<f4")
-    if kind != "llama3":
-        raise EffllmError(f"rotary positions of kind {kind} depend on the length of the text, which a GGUF file cannot state",
-                          "leave it in its folder")
-    plain = config.rope.theta ** (-np.arange(0, config.head_dim, 2, np.float64) / config.head_dim)
-    stretched = rope_table(config.rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings).inv_freq
-    return (plain / stretched).astype("<f4")
-
-
 def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
     """The keys of the tokenizer: those of a GGUF file as they are, a folder's translated."""
     if is_gguf(source):
@@ -182,15 +126,30 @@ def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
 
 
 def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig, found: Architecture, kind: str) -> Iterator[_Job]:
-    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-    for roles in tensors.values():
+    """The tensors of the file in the model's order: what is one in it and several in the model is put together."""
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads} if found.interleaved else {}
+    outer = tensors["outer"]
+    if "head" not in outer and BY_FAMILY[config.family] in HEADED:
+        outer = {**outer, "head": outer["embed"]}
+    parts = {part: whole for whole, own in found.fused.items() for part in own}
+    for key, roles in (("outer", outer), *((key, roles) for key, roles in tensors.items() if key != "outer")):
+        grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
+            own = file_part(role)
+            grouped.setdefault(parts.get(own, own), []).append((role, tensor))
+        for part, members in grouped.items():
+            role, first = members[0]
+            matrix, bias = kind_of(role), role.endswith("_bias")
             own = "F32"
-            if role in MATRICES:
+            if matrix in MATRICES:
                 own = "Q8_0" if kind == "Q4_0" and role in HEADS else kind
-                own = own if tensor.shape[1] % BLOCK == 0 else "F16"
-            name = file_name(tensor.name, found)
-            yield _Job(tensor, PlannedTensor(name, own, tensor.shape), heads.get(role.removesuffix("_bias"), 0) if found.interleaved else 0)
+                own = own if first.shape[1] % BLOCK == 0 else "F16"
+            shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
+            if expert_of(role) is not None:
+                shape = (len(members), *first.shape)
+            name = f"{'' if key == 'outer' else f'blk.{key}.'}{part}.{'bias' if bias else 'weight'}"
+            yield _Job(PlannedTensor(name, own, shape), tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
+                       found.norm_offset if "norm" in role else 0.0)
 
 
 def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) -> Iterator[Notice]:
@@ -198,26 +157,28 @@ def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) 
         yield Notice("the source is quantized already: its errors and those of the new type add up")
     if kind == "Q4_0":
         yield Notice("the embedding and the head are written as Q8_0, where errors weigh most")
-    if odd := [job for job in jobs if len(job.tensor.shape) == 2 and job.tensor.shape[1] % BLOCK and kind != "F16"]:
-        yield Notice(f"{odd[0].tensor.name} and {len(odd) - 1} more are written as F16: their rows are no multiple of {BLOCK}")
-    if config.windows[0] is not None:
-        yield Notice(f"llama.cpp runs this family without its sliding window: texts beyond {config.windows[0]} tokens differ")
+    odd = [job for job in jobs if len(job.planned.shape) > 1 and job.planned.shape[-1] % BLOCK and job.planned.type == "F16" != kind]
+    if odd:
+        yield Notice(f"{odd[0].planned.name} and {len(odd) - 1} more are written as F16: their rows are no multiple of {BLOCK}")
+    if (window := unused_window(config)) is not None:
+        yield Notice(f"llama.cpp runs this family without its sliding window: texts beyond {window} tokens differ")
 
 
 def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
     """The bytes of a tensor, some rows at a time."""
-    tensor, rows = job.tensor, job.tensor.shape[0]
-    if tensor.spec.is_raw:
+    for tensor in job.tensors:
+        rows = tensor.shape[0]
+        if not tensor.spec.is_raw:
+            blob = store.read(tensor.info)
+            yield _encoded(Weight.low_bit(tensor.spec, tensor.shape, blob).to_f32(), job, tensor, rows)
+            continue
         step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
         if job.heads:  # whole heads, within which rows move
             per = rows // job.heads
             step = max(1, step // per) * per
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            yield _encoded(_values(store, tensor, begin, end), job, end - begin)
-        return
-    blob = store.read(tensor.info)
-    yield _encoded(Weight.low_bit(tensor.spec, tensor.shape, blob).to_f32(), job, rows)
+            yield _encoded(_values(store, tensor, begin, end), job, tensor, end - begin)
 
 
 def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int) -> np.ndarray:
@@ -225,18 +186,20 @@ def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int) -> np
     return to_f32(store.read(tensor.info, begin, end).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
 
 
-def _encoded(values: np.ndarray, job: _Job, rows: int) -> np.ndarray:
+def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> np.ndarray:
     if not np.isfinite(values).all():
-        raise EffllmError(f"{job.tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or ask who published it")
+        raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or ask who published it")
     if job.heads:
-        per = job.tensor.shape[0] // job.heads
+        per = tensor.shape[0] // job.heads
         back = np.empty(rows, np.intp)
         back[separated(np.arange(rows), per)] = np.arange(rows)
         values = values[back]
+    if job.offset:
+        values = values + np.float32(job.offset)
     own = job.planned.type
     if own in ("F32", "F16"):
         made = from_f32(values, own.lower())
         if own == "F16" and np.isinf(made.view(np.float16)).any():
-            raise CheckpointError(f"{job.tensor.name} holds weights that F16 cannot", "--type Q8_0")
+            raise CheckpointError(f"{tensor.name} holds weights that F16 cannot", "--type Q8_0")
         return np.ascontiguousarray(made).view(np.uint8)
     return quantize(values, own)

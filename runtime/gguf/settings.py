@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...offload.gguf import GgufHeader
 from .config import config_json
+from .split import close_all
 from .store import open_file, read_header
 from .tokenizer import ENDS, tokenizer_files
 
@@ -29,7 +30,7 @@ def folder_texts(path: Path) -> dict[str, str]:
     """Name -> text of config.json, generation_config.json, tokenizer.json and tokenizer_config.json."""
     with_factors = open_file(path)
     header = with_factors.header
-    with_factors.opened.close()
+    close_all(with_factors.opened)
     config = config_json(header, with_factors.factors)
     ends = [header.metadata[key] for name in ENDS if type(header.metadata.get(key := f"tokenizer.ggml.{name}_token_id")) is int]
     config["eos_token_id"] = ends or None

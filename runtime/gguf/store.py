@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,23 +18,24 @@ import numpy as np
 
 from ... import EffllmError
 from ...kernels.tiles import ROWS
-from ...offload.checkpoint import OpenFile, TensorStore, open_regular
-from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
+from ...offload.checkpoint import OpenFile, TensorStore
+from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...offload.size import format_size
 from ...quant.imports.gguf import DECODERS, decode, dequantize
 from ...quant.pack import put_rows
 from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
+from .. import families
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
-from .architectures import DIVISORS, Architecture, architecture, own_names
+from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
+from .split import close_all, open_parts
 
 RAW = ("F32", "F16", "BF16")
 MULTIPLIED = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block")}
 BLOCK_NBYTES = 4 << 20  # of what one step of a conversion makes
-_LAST: dict[tuple[Path, tuple[int, int]], GgufHeader] = {}  # one header at most
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,10 @@ class Source:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """An open file: header, descriptor, config."""
+    """An open file, or the parts of one that was split: header, descriptors, config."""
 
     header: GgufHeader
-    opened: OpenFile
+    opened: Mapping[Path, OpenFile]
     found: Architecture
     factors: Factors
 
@@ -72,14 +73,15 @@ class GgufStore(TensorStore):
 
     def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
         self._path, self._wide = file.header.path, wide
+        wanted = _names(config)
         self._sources: dict[str, Source] = {}
         tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
         for tensor in file.header.tensors.values():
             if tensor.name in DIVISORS:
                 continue
-            names = own_names(tensor.name, file.found)
-            if names is None or beyond(tensor.name, config):
+            tensor, names = _matrices(tensor), own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
+            if names is None or not wanted.issuperset(names):
                 raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
                                       "the file is of another kind of model than it says")
             if tensor.type not in DECODERS and tensor.type not in RAW:
@@ -87,15 +89,14 @@ class GgufStore(TensorStore):
                                       f"known: {', '.join((*RAW, *DECODERS))}")
             for name, source in self._parts(tensor, names, config, file.found):
                 self._sources[name] = source
-                if low_bit and tensor.type in MULTIPLIED and len(tensor.shape) == 2:
+                if low_bit and tensor.type in MULTIPLIED and len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name:
                     stored[name] = StoredTensor(name, MULTIPLIED[tensor.type], source.shape, 0)
-                    tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), self._path, tensor.offset, stored[name].nbytes)
+                    tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), tensor.file, tensor.offset, stored[name].nbytes)
                     continue
                 dtype = tensor.type if tensor.type in RAW and not source.offset else "F32" if len(tensor.shape) == 1 else wide.upper()
                 nbytes = prod(source.shape) * (4 if dtype == "F32" else 2)
-                tensors[name] = TensorInfo(name, dtype, source.shape, self._path, tensor.offset, nbytes)
-        super().__init__(self._path, tensors, {self._path: file.opened})
-
+                tensors[name] = TensorInfo(name, dtype, source.shape, tensor.file, tensor.offset, nbytes)
+        super().__init__(self._path, tensors, dict(file.opened))
         self.container = _container(file, stored, self._sources) if stored else None
         self.notices = tuple(self._said(wide, stored))
 
@@ -183,7 +184,7 @@ class GgufStore(TensorStore):
         width, nbytes = tensor.shape[-1] if len(tensor.shape) > 1 else 1, tensor.nbytes // tensor.shape[0]
         if len(tensor.shape) == 1 and tensor.type not in RAW:  # a vector of blocks has no rows to speak of
             raw = np.empty(tensor.nbytes, np.uint8)
-            self.read_at(self._path, tensor.offset, memoryview(raw))
+            self.read_at(tensor.file, tensor.offset, memoryview(raw))
             out[:] = dequantize(raw, tensor.type, tensor.shape[0]).reshape(-1)[begin:end].view(np.uint8)
             return
         raw = self._rows(source, begin, end, nbytes)
@@ -208,15 +209,22 @@ class GgufStore(TensorStore):
             order = separated(np.arange(begin, end), source.shape[0] // source.heads)
             first, last = int(order.min()), int(order.max()) + 1
         raw = np.empty(((last - first), nbytes), np.uint8)
-        self.read_at(self._path, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
+        self.read_at(source.tensor.file, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
         return raw if order is None else raw[order - first]
 
 
+def _matrices(tensor: GgufTensor) -> GgufTensor:
+    """The matrices of all experts as one, their rows one after the other."""
+    if len(tensor.shape) != 3:
+        return tensor
+    return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
 
-def beyond(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of a layer that the model does not have."""
-    first, _, rest = name.partition(".")
-    return first == "blk" and int(rest.partition(".")[0]) >= config.num_hidden_layers
+
+def _names(config: ModelConfig) -> set[str]:
+    """Of all tensors that the model has."""
+    family = families.get(config.family)
+    groups = [family.outer_tensors(config), *(family.layer_tensors(config, layer) for layer in range(config.num_hidden_layers))]
+    return {rule.name for rules in groups for rule in rules.values()}
 
 
 def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:
@@ -234,44 +242,32 @@ def _heads(name: str, config: ModelConfig) -> int:
 
 def open_file(path: Path) -> GgufFile:
     """An open file; whoever makes a store of it closes it. Raises CheckpointError, ModelNotFound."""
-    opened = open_regular(path)
+    header, opened = open_parts(path)
     try:
-        header = _header(path, opened)
         found = architecture(path, header.metadata.get("general.architecture"))
         factors = {}
         for name in DIVISORS:
             if (tensor := header.tensors.get(name)) is not None:
                 raw = np.empty(min(tensor.nbytes, 1 << 17), np.uint8)
-                TensorStore(path, {}, {path: opened}).read_at(path, tensor.offset, memoryview(raw))
+                TensorStore(path, {}, opened).read_at(tensor.file, tensor.offset, memoryview(raw))
                 factors[name] = rotary_divisors(tensor, raw, path)
         return GgufFile(header, opened, found, factors)
     except BaseException:
-        opened.close()
+        close_all(opened)
         raise
 
 
-def _header(path: Path, opened: OpenFile) -> GgufHeader:
-    """The header, parsed once for a file that does not change: config, tokenizer and weights each ask for it."""
-    key = (path, opened.stamp)
-    if key not in _LAST:
-        _LAST.clear()
-        _LAST[key] = read_gguf_header(path, opened.fd)
-    return _LAST[key]
-
-
 def read_header(path: Path) -> GgufHeader:
-    """The header alone, of whatever architecture."""
-    opened = open_regular(path)
-    try:
-        return _header(path, opened)
-    finally:
-        opened.close()
+    """The header alone, of whatever architecture; of a split model that of all parts."""
+    header, opened = open_parts(path)
+    close_all(opened)
+    return header
 
 
 def read_gguf_config(path: Path, strict: bool = False) -> ModelConfig:
     """The ModelConfig of a file. Raises CheckpointError, ModelNotFound, with `strict` UsageError."""
     file = open_file(path)
-    file.opened.close()
+    close_all(file.opened)
     return model_config(file.header, file.factors, strict)
 
 
@@ -293,5 +289,5 @@ def open_gguf_store(path: Path, wide: str = "f16", low_bit: bool = False) -> Ggu
     try:
         return GgufStore(file, model_config(file.header, file.factors), wide, low_bit)
     except EffllmError:
-        file.opened.close()
+        close_all(file.opened)
         raise

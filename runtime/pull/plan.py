@@ -26,7 +26,7 @@ from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
-from .repository import Repository, companions, describe, named_file, weights
+from .repository import Repository, companions, describe, named_files, weights
 
 CONFIG_LIMIT = 128 << 10
 RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -126,7 +126,7 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str]) -> PullPlan:
     place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
     licence = wish.entry.licence if wish.entry else repository.licence
     if wish.reference.file is not None:
-        files = [named_file(repository, wish.reference.file)]
+        files = named_files(repository, wish.reference.file)
         config = None
     else:
         files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from ... import ModelNotFound
 from ..config_reader import show
+from ..gguf.split import part_names
 from ..hub import COMPANIONS, INDEX, is_repo
 from .client import Client, DownloadFailed, RemoteFile
 
@@ -109,10 +110,15 @@ def weights(repository: Repository, exclude: str = "") -> list[RemoteFile]:
     raise _no_weights(repository, lone)
 
 
-def named_file(repository: Repository, name: str) -> RemoteFile:
-    """The file after a colon. Raises ModelNotFound with the nearest names."""
+def named_files(repository: Repository, name: str) -> list[RemoteFile]:
+    """The file after a colon, with all other parts where it is one of several. Raises ModelNotFound with the nearest names."""
     if name in repository.files:
-        return repository.files[name]
+        parts = part_names(name) or (name,)
+        for part in parts:
+            if part not in repository.files:
+                raise ModelNotFound(f"{repository.repo} has {show(name)}, which is a part of a model, and not {show(part)}",
+                                    f"choose another file: the files are at the page of {repository.repo}")
+        return [repository.files[part] for part in parts]
     known = [each for each in repository.files if each.lower().endswith(".gguf")]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     raise ModelNotFound(f"{repository.repo} has no file {show(name)}",

@@ -1,0 +1,152 @@
+"""What a GGUF file states of a model, family by family, and what it cannot state.
+
+Much of a family is not written but known to who reads it: which layers have a window or no rotary positions, how scores are scaled, that
+an embedding is multiplied. A model that departs from what llama.cpp takes for granted is refused, because it would run as another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ... import EffllmError
+from ...offload.gguf import Value
+from ..config import ModelConfig
+from ..rope import rope_table
+from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, Architecture
+from .config import OTHER_SCALE
+
+TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
+QUANTIZATION_VERSION = 2
+NOT_IN_LLAMACPP = ("opt",)
+WITHOUT_WINDOW = ("mistral", "mixtral", "phi3")  # families whose windows llama.cpp passes over
+WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6}  # all but every so-manieth layer has one
+NO_ROPE_EVERY = 4  # of SmolLM 3
+PLAIN = "leave it in its folder"
+
+
+def exported_as(config: ModelConfig) -> Architecture:
+    """The architecture of the file. Raises EffllmError for a family without one, and for a model that its files cannot state."""
+    family = config.family
+    if family not in BY_FAMILY:
+        why = ": llama.cpp does not run them" if family in NOT_IN_LLAMACPP else ""
+        raise EffllmError(f"{family} models are not exported as GGUF{why}", f"exported are {', '.join(sorted(BY_FAMILY))}")
+    for departs, what in _departures(config):
+        if departs:
+            raise EffllmError(f"a GGUF file of the {family} family cannot say that this model {what}", PLAIN)
+    return ARCHITECTURES[BY_FAMILY[family]]
+
+
+def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what cannot be said)."""
+    family, mixture = config.family, config.mixture
+    act = "gelu_tanh" if family.startswith("gemma") else "silu"
+    yield config.o_bias or config.mlp_bias, "has biases on o or in its feed-forward"
+    yield config.hidden_act != act, f"has {config.hidden_act} where {act} is meant"
+    if family in WINDOW_EVERY:
+        every = WINDOW_EVERY[family]
+        window = next((each for each in config.windows if each is not None), None)
+        yield config.windows != tuple(window if (i + 1) % every else None for i in range(config.num_hidden_layers)), \
+            f"has its sliding windows elsewhere than in all but every {every}th layer"
+    else:
+        yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
+    if family.startswith("gemma"):
+        whole = OTHER_SCALE[BY_FAMILY[family]] == config.num_hidden_layers
+        usual = (config.hidden_size / config.num_attention_heads if whole else config.head_dim) ** -0.5
+        yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
+        yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "multiplies its embedding otherwise"
+    if family == "gemma2":
+        yield not config.tie_word_embeddings, "has a head of its own"
+        yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
+    if family == "gemma3_text":
+        yield config.final_logit_softcapping is not None, "caps its logits"
+        local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
+        yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+    if family == "smollm3":
+        yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
+            f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
+    if mixture is not None:
+        yield mixture.layers != frozenset(range(config.num_hidden_layers)), "has layers without experts"
+        yield mixture.renormalise != (family != "olmoe"), f"{'adds' if mixture.renormalise else 'does not add'} a token's shares up to 1"
+        yield family == "olmoe" and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
+
+
+def unused_window(config: ModelConfig) -> int | None:
+    """A sliding window that llama.cpp passes over."""
+    return config.windows[0] if config.family in WITHOUT_WINDOW else None
+
+
+def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
+    """The keys that describe the model, tokenizer apart."""
+    arch = BY_FAMILY[config.family]
+    out: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name, "general.file_type": TYPES[kind],
+                             "general.quantization_version": QUANTIZATION_VERSION}
+    keys: dict[str, Value] = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads, "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "rope.dimension_count": int(config.head_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
+        "vocab_size": config.vocab_size}
+    keys |= _of_family(config) | _rope(config)
+    return out | {f"{arch}.{key}": value for key, value in keys.items()}
+
+
+def _of_family(config: ModelConfig) -> dict[str, Value]:
+    keys: dict[str, Value] = {}
+    window = next((each for each in config.windows if each is not None), None)
+    if window is not None:
+        keys["attention.sliding_window"] = window
+    if config.attn_logit_softcapping is not None:
+        keys["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
+    if config.final_logit_softcapping is not None:
+        keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    if config.family == "gemma3_text":
+        local = next((rope for rope, own in zip(config.ropes, config.windows) if own is not None), config.rope)
+        keys["rope.freq_base_swa"] = float(local.theta)
+    if config.family == "granite":
+        keys |= {"attention.scale": float(config.attn_scale), "embedding_scale": float(config.embedding_multiplier),
+                 "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
+    if config.mixture is not None:
+        keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
+        if config.family == "qwen3_moe":
+            keys["expert_feed_forward_length"] = config.mixture.width
+    return keys
+
+
+def _rope(config: ModelConfig) -> dict[str, Value]:
+    """How rotary positions are stretched."""
+    rope, params = config.rope, config.rope.params
+    if rope.kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(params["factor"])}
+    if rope.kind == "yarn":
+        if params["attention_factor"] is not None or params["mscale"] or params["mscale_all_dim"] or not params["truncate"]:
+            raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
+        return {"rope.scaling.type": "yarn", "rope.scaling.factor": float(params["factor"]),
+                "rope.scaling.original_context_length": int(params["original_max_position_embeddings"]),
+                "rope.scaling.yarn_beta_fast": float(params["beta_fast"]), "rope.scaling.yarn_beta_slow": float(params["beta_slow"])}
+    if rope.kind == "longrope" and config.family == "phi3":
+        table = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings)
+        return {"rope.scaling.attn_factor": float(table.attention_scaling),
+                "rope.scaling.original_context_length": int(params["original_max_position_embeddings"])}
+    return {}
+
+
+def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The divisors of the rotary frequencies by name, float32 [rotary channels / 2]; empty where plain or scaled positions need none.
+
+    Raises EffllmError for kinds that depend on the length.
+    """
+    rope, params = config.rope, config.rope.params
+    if rope.kind in ("default", "linear", "yarn"):
+        return {}
+    if rope.kind == "longrope" and config.family == "phi3":
+        return {LONG: np.array(params["long_factor"], "<f4"), SHORT: np.array(params["short_factor"], "<f4")}
+    if rope.kind == "longrope" and params["short_factor"] == params["long_factor"] and params["attention_factor"] == 1.0:
+        return {FACTORS: np.array(params["long_factor"], "<f4")}
+    if rope.kind != "llama3":
+        raise EffllmError(f"rotary positions of kind {rope.kind} depend on the length of the text, which a GGUF file cannot state", PLAIN)
+    plain = rope.theta ** (-np.arange(0, config.head_dim, 2, np.float64) / config.head_dim)
+    stretched = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings).inv_freq
+    return {FACTORS: (plain / stretched).astype("<f4")}

@@ -1,0 +1,184 @@
+"""Every family that llama.cpp runs, exported: the file is read back as the model that it was, and llama.cpp writes the same tokens."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from effllm import EffllmError
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.families import FAMILIES
+from effllm.runtime.gguf.architectures import BY_FAMILY
+from effllm.runtime.gguf.config_out import NOT_IN_LLAMACPP, exported_as
+from effllm.runtime.gguf.export import Exported, export_gguf
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import Sampler, SamplerSettings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import Case, rope, written
+from gguf_samples import FABLE
+
+SIZES = {"vocab_size": 4096, "intermediate_size": 96, "eos_token_id": None}
+GEMMA = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+SU = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.4 * i for i in range(8)],
+      "original_max_position_embeddings": 64}
+MODELS = {
+    "llama": Case("llama", {"tie_word_embeddings": True}),
+    "mistral": Case("mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": Case("qwen2"),
+    "qwen3": Case("qwen3", {"head_dim": 32}),
+    "phi3": Case("phi3"),
+    "phi3, longrope": Case("phi3", rope("longrope", **SU)),
+    "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
+                                                                              "partial_rotary_factor": 0.5}}),
+    "gemma2": Case("gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
+    "gemma3_text": Case("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
+    "olmo2": Case("olmo2"),
+    "olmo2, tied": Case("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 5}),
+    "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                                "logits_scaling": 7.0, "tie_word_embeddings": True}),
+    "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": Case("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True}),
+    "olmoe": Case("olmoe", {**EXPERTS, "num_key_value_heads": 4}),
+}
+PROMPTS, STEPS = (1, 12, 70), 24
+LIKELY = 2e-2  # llama.cpp rounds activations to 16 bits; below this share of the largest logit two tokens are as likely
+
+
+def model(name: str, folder: Path, **changes: object) -> Path:
+    """A random model with 16-bit weights and a tokenizer."""
+    case = MODELS[name]
+    written(replace(case, changes={**SIZES, **case.changes, **changes}, dtype="float16"), folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes((FABLE / file).read_bytes())
+    return folder
+
+
+def exported(source: Path, out: Path, kind: str = "F16") -> Path:
+    *_, made = export_gguf(source, out, kind, "a name")
+    assert isinstance(made, Exported) and made.nbytes == out.stat().st_size
+    return out
+
+
+def opened(path: Path) -> Engine:
+    *_, engine = open_engine(path, EngineOptions(device="cpu", kv="32bit", ctx=128, threads=1))
+    return engine
+
+
+def scores(path: Path, ids: list[int]) -> np.ndarray:
+    engine = opened(path)
+    try:
+        return np.concatenate([rows.copy() for _, rows in engine.score(ids)])
+    finally:
+        engine.close()
+
+
+def test_every_family_is_exported_or_llamacpp_does_not_run_it() -> None:
+    assert set(FAMILIES) == set(BY_FAMILY) | set(NOT_IN_LLAMACPP)
+    assert {case.family for case in MODELS.values()} == set(BY_FAMILY)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> None:
+    source = model(name, tmp_path / "source")
+    path = exported(source, tmp_path / "m.gguf")
+    ids = np.random.default_rng(3).integers(0, 4096, 100).tolist()
+    expected, got = scores(source, ids), scores(path, ids)
+    assert np.abs(got - expected).max() < 2e-4 * np.abs(expected).max()
+    fields = gguf.GGUFReader(path).fields
+    assert fields["general.architecture"].contents() == BY_FAMILY[MODELS[name].family]
+    again = exported(path, tmp_path / "again.gguf")
+    np.testing.assert_array_equal(scores(again, ids), got)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "phi3", "gemma3_text"])
+def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind: str) -> None:
+    source = model(name, tmp_path / "source")
+    path = exported(source, tmp_path / "m.gguf", kind)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert {each for part, each in kinds.items() if "_exps" in part or "attn_q" in part and "norm" not in part} == {kind}
+    assert {each for part, each in kinds.items() if "gate_inp" in part or "norm" in part} == {"F32"}
+    assert kinds["token_embd.weight"] == "Q8_0"
+    ids = list(range(5, 60))
+    expected = scores(source, ids)
+    assert np.abs(scores(path, ids) - expected).mean() < {"Q8_0": 0.03, "Q4_0": 0.5}[kind] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), [
+    ("gemma2", {"query_pre_attn_scalar": 20}, "scales its scores"), ("gemma2", {"attn_logit_softcapping": None}, "has no caps"),
+    ("gemma2", {"tie_word_embeddings": False}, "head of its own"), ("gemma3_text", {"final_logit_softcapping": 9.0}, "caps its logits"),
+    ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "every 6th layer"), ("gemma2", {"attention_bias": True}, "biases"),
+    ("smollm3", {"no_rope_layer_interval": 2}, "rotary positions"), ("qwen3_moe", {"norm_topk_prob": False}, "does not add"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"), ("olmoe", {"norm_topk_prob": True}, "adds a token's shares"),
+    ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
+    ("granite", {"mlp_bias": True}, "biases"), ("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},
+                                               "sliding window")])
+def test_what_llamacpp_would_run_as_another_model_is_refused(tmp_path: Path, name: str, changes: dict[str, object], said: str) -> None:
+    source = model(name, tmp_path / "source", **changes)
+    with pytest.raises(EffllmError) as caught:
+        exported(source, tmp_path / "m.gguf")
+    assert said in caught.value.message and caught.value.hint and not (tmp_path / "m.gguf").exists()
+
+
+def test_opt_is_refused_for_its_reason(tmp_path: Path) -> None:
+    written(Case("opt", {"ffn_dim": 88}), tmp_path)
+    with pytest.raises(EffllmError, match="opt models are not exported as GGUF: llama.cpp does not run them"):
+        exported_as(read_config(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "phi3"])
+def test_a_window_that_llamacpp_passes_over_is_said(tmp_path: Path, name: str) -> None:
+    source = model(name, tmp_path / "source", sliding_window=40)
+    said = [getattr(item, "text", "") for item in export_gguf(source, tmp_path / "m.gguf", "F16", "x")]
+    assert any("without its sliding window: texts beyond 40" in each for each in said)
+    assert read_config(tmp_path / "m.gguf").windows == (40,) * 3
+
+
+@pytest.fixture(scope="module")
+def peer() -> object:
+    return pytest.importorskip("llama_cpp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_llamacpp_writes_the_same_tokens(tmp_path: Path, peer: object, name: str) -> None:
+    """From prompts of one token, of some, and of more than a window. Where an answer parts, two tokens were as likely."""
+    source = model(name, tmp_path / "source")
+    path = exported(source, tmp_path / "m.gguf")
+    config = json.loads((source / "config.json").read_text())
+    theirs = peer.Llama(str(path), n_ctx=128, n_threads=1, verbose=False, type_k=0, type_v=0)
+    engine, same = opened(path), 0
+    try:
+        for length in PROMPTS:
+            ids = np.random.default_rng(length).integers(5, config["vocab_size"], length).tolist()
+            theirs.reset()
+            answer = []
+            for token in theirs.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0):
+                answer.append(token)
+                if len(answer) == STEPS:
+                    break
+            engine.reset()
+            for _ in engine.prefill(ids):
+                continue
+            sampler = Sampler(SamplerSettings(temperature=0.0), engine.config.vocab_size)
+            own = [step.token for step in engine.generate(sampler, STEPS, frozenset())]
+            same += own == answer
+            if own != answer:
+                at = next(i for i, (one, two) in enumerate(zip(own, answer)) if one != two)
+                engine.reset()
+                rows = np.concatenate([rows.copy() for _, rows in engine.score(ids + own[:at])])[-1]
+                assert rows[own[at]] - rows[answer[at]] < LIKELY * np.abs(rows).max(), (length, at)
+        assert same >= 2, f"{same} of {len(PROMPTS)} answers are equal"
+    finally:
+        engine.close()
+        theirs.close()

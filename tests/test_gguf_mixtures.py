@@ -1,0 +1,221 @@
+"""Mixtures of experts, and models in several files, as GGUF: what the folder with the same weights answers, against transformers too."""
+
+import os
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from effllm import EffllmError, ModelNotFound
+from effllm.offload.header import CheckpointError
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import open_engine
+from effllm.runtime.gguf.split import part_names
+from effllm.runtime.gguf.store import open_gguf_store
+from effllm.runtime.prepare import EngineOptions, prepare
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import FEW_EXPERTS, Case, oracle, text, written
+from gguf_samples import FABLE, fable_gguf, write_model
+
+QUICK = {"device": "cpu", "kv": "32bit", "ctx": 256, "threads": 1}
+SIZES = {"intermediate_size": 96, "hidden_size": 64}  # multiples of a block
+MIXTURES = {
+    "mixtral": ("llama", Case("mixtral", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2})),
+    "qwen3_moe": ("qwen3moe", Case("qwen3_moe", {**SIZES, **FEW_EXPERTS, "moe_intermediate_size": 32, "head_dim": 32,
+                                                 "norm_topk_prob": True})),
+    "olmoe": ("olmoe", Case("olmoe", {**SIZES, "num_experts": 9, "num_experts_per_tok": 4, "eos_token_id": None})),
+}
+
+
+def counts(family: str):
+    """What a file states of the experts."""
+    case = MIXTURES[family][1].changes
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(case.get("num_local_experts", case.get("num_experts")))
+        writer.add_expert_used_count(case["num_experts_per_tok"])
+        if "moe_intermediate_size" in case:
+            writer.add_expert_feed_forward_length(case["moe_intermediate_size"])
+    return change
+
+
+def logits(path: Path, ids: list[int], **options: object) -> np.ndarray:
+    *_, engine = open_engine(path, EngineOptions(**(QUICK | options)))
+    try:
+        return np.concatenate([rows.copy() for _, rows in engine.score(ids)])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_answers_as_transformers_does(tmp_path: Path, family: str) -> None:
+    arch, case = MIXTURES[family]
+    model = written(case, tmp_path / "source")
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, counts(family))
+    config = read_config(tmp_path / "m.gguf", strict=True)
+    assert (config.family, config.mixture) == (family, read_config(tmp_path / "source").mixture)
+    for length in (1, 7, 200):
+        ids = text(model, length)
+        expected = oracle(model, ids)
+        got = logits(tmp_path / "m.gguf", ids)
+        assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
+        np.testing.assert_array_equal(got, logits(tmp_path / "source", ids))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "F16"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
+    """Each type means what the package says: as codes where the kernels multiply them, else widened; the router stays exact."""
+    arch, case = MIXTURES[family]
+    written(case, tmp_path / "source")
+    meant = write_model(tmp_path / "source", tmp_path / "m.gguf", kind, arch, counts(family))
+    with open_gguf_store(tmp_path / "m.gguf", "f32") as store:
+        assert store.tensors.keys() == meant.keys()
+        for name, info in store.tensors.items():
+            dtype = {"F32": np.float32, "F16": np.float16}[info.dtype]
+            np.testing.assert_array_equal(store.read(info).view(dtype).astype(np.float32).reshape(info.shape), meant[name])
+    with open_gguf_store(tmp_path / "m.gguf", low_bit=True) as store:
+        low = set() if store.container is None else store.container.tensors.keys()
+        assert any(".experts." in name for name in low) == (kind in ("Q8_0", "Q4_0"))
+        assert not any(name.endswith((".gate.weight", "norm.weight")) for name in low)
+    (tmp_path / "folder").mkdir()
+    save_file({name: np.ascontiguousarray(values, np.float32) for name, values in meant.items()}, tmp_path / "folder" / "model.safetensors")
+    (tmp_path / "folder" / "config.json").write_bytes((tmp_path / "source" / "config.json").read_bytes())
+    ids = list(range(1, 60))
+    expected = logits(tmp_path / "folder", ids)
+    got = logits(tmp_path / "m.gguf", ids, exact=bool(low))  # with rounded activations a router may choose another expert
+    assert np.abs(got - expected).max() < {"Q5_1": 2e-2, "F16": 1e-4}.get(kind, 1e-4) * np.abs(expected).max()
+    assert np.isfinite(logits(tmp_path / "m.gguf", ids)).all()
+
+
+def test_a_tensor_for_every_expert_as_older_files_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, case = MIXTURES["mixtral"]
+    written(case, tmp_path / "source")
+    write_model(tmp_path / "source", tmp_path / "new.gguf", "F32", arch, counts("mixtral"))
+    real = gguf.GGUFWriter.add_tensor
+
+    def add_tensor(writer: gguf.GGUFWriter, name: str, data: np.ndarray, **more: object) -> None:
+        parts = {name: data} if "_exps" not in name else {name.replace("_exps", f".{n}"): each for n, each in enumerate(data)}
+        for own, each in parts.items():
+            real(writer, own, each, **more)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
+    write_model(tmp_path / "source", tmp_path / "old.gguf", "F32", arch, counts("mixtral"))
+    ids = list(range(40))
+    np.testing.assert_array_equal(logits(tmp_path / "old.gguf", ids), logits(tmp_path / "new.gguf", ids))
+
+
+@pytest.mark.parametrize(("name", "value", "named"), [
+    ("expert_count", 4, "ffn_gate_exps"), ("expert_used_count", 77, "expert"), ("expert_gating_func", 2, "expert_gating_func"),
+    ("expert_shared_count", 1, "expert_shared_count"), ("attention.clamp_kqv", 8.0, "clamp_kqv")])
+def test_mixtures_that_are_another(tmp_path: Path, name: str, value: object, named: str) -> None:
+    arch, case = MIXTURES["olmoe"]
+    written(case, tmp_path / "source")
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        stated = {"expert_count": 9, "expert_used_count": 4, name: value}
+        for key, each in stated.items():
+            (writer.add_float32 if isinstance(each, float) else writer.add_uint32)(f"{arch}.{key}", each)
+
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, change)
+    with pytest.raises(EffllmError) as caught:
+        prepare(tmp_path / "m.gguf", EngineOptions(**QUICK))
+    assert named in caught.value.message and caught.value.hint, caught.value.message
+
+
+def test_a_tensor_that_the_family_does_not_use_is_refused(tmp_path: Path) -> None:
+    """It would be left out in silence, and the answer would be another model's."""
+    arch, case = MIXTURES["qwen3_moe"]
+    written(case, tmp_path / "source")
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        counts("qwen3_moe")(writer)
+        writer.add_tensor("blk.1.attn_q.bias", np.zeros(128, np.float32))
+
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, change)
+    with pytest.raises(CheckpointError, match="blk.1.attn_q.bias"):
+        prepare(tmp_path / "m.gguf", EngineOptions(**QUICK))
+
+
+# -- several files -------------------------------------------------------------------------------------------------------------------
+
+
+def split(folder: Path, per_file: int = 20) -> list[Path]:
+    from gguf_samples import add_fable_tokenizer
+
+    write_model(FABLE, folder / "fable.gguf", "Q8_0", change=add_fable_tokenizer, per_file=per_file)
+    return sorted(folder.glob("fable-*-of-*.gguf"))
+
+
+def test_any_part_of_a_split_model_stands_for_it(tmp_path: Path) -> None:
+    parts = split(tmp_path)
+    fable_gguf(tmp_path / "whole.gguf", "Q8_0")
+    assert len(parts) == 3 and [part.name for part in parts] == list(part_names(parts[0].name))
+    expected = logits(tmp_path / "whole.gguf", list(range(30)))
+    for part in parts:
+        np.testing.assert_array_equal(logits(part, list(range(30))), expected)
+        assert read_config(part) == read_config(tmp_path / "whole.gguf")
+
+
+def test_a_split_model_is_run_shown_quantized_and_exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from effllm.cli.app import main
+
+    first, *_ = split(tmp_path)
+    for words in (["run", str(first), "Hello", "-n", "3", "--temp", "0"], ["plan", str(first)], ["show", str(first)]):
+        assert main(words) == 0, capfd.readouterr().err
+    assert capfd.readouterr().out.strip()
+    assert main(["quantize", str(first), "-o", str(tmp_path / "four"), "--bits", "4"]) == 0
+    assert main(["export", str(first), "-o", str(tmp_path / "one.gguf"), "--type", "Q8_0"]) == 0
+    ids = list(range(30))
+    one = logits(tmp_path / "one.gguf", ids)
+    assert np.abs(one - logits(first, ids)).max() < 0.02 * np.abs(one).max()
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_missing_part_is_named(tmp_path: Path, missing: int) -> None:
+    parts = split(tmp_path)
+    lost = parts.pop(missing)
+    lost.unlink()
+    for part in parts:
+        with pytest.raises(ModelNotFound) as caught:
+            read_config(part)
+        assert lost.name in caught.value.message and caught.value.hint
+
+
+def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    first, second, third = split(tmp_path)
+    raw = second.read_bytes()
+
+    def refused(named: str) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            read_config(first)
+        assert named in caught.value.message and "\n" not in caught.value.message, caught.value.message
+
+    second.write_bytes(third.read_bytes())
+    refused("split.no 2, its name says 1")
+    second.write_bytes(first.read_bytes())
+    refused("split.no 0, its name says 1")
+    fable_gguf(second, "F16")
+    refused("split.count None")
+    second.write_bytes(raw[:-40])
+    refused("cut short")
+    second.write_bytes(raw)
+    assert read_config(first).family == "llama"
+    alone = tmp_path / "other" / "renamed.gguf"
+    os.link(first, alone)
+    with pytest.raises(CheckpointError, match="one of 3 parts of a split model"):
+        read_config(alone)
+    lone = tmp_path / "other" / "fable-00001-of-00001.gguf"
+    fable_gguf(lone, "F16")
+    assert read_config(lone).family == "llama"
+
+
+def test_names_of_parts() -> None:
+    assert part_names("m-00002-of-00003.gguf") == ("m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.gguf")
+    for other in ("m.gguf", "m-00000-of-00003.gguf", "m-00004-of-00003.gguf", "m-00001-of-99999.gguf", "m-1-of-3.gguf"):
+        assert part_names(other) is None
