@@ -63,7 +63,7 @@ class LayerPages(Protocol):
     """A backend's storage for one layer (`kernels/cpu/pages.py`, `kernels/cuda/pages.py`)."""
 
     def write(self, k: object, v: object, slots: np.ndarray, rows: np.ndarray) -> None: ...
-    def attend(self, q: object, position: int, blocks: np.ndarray) -> object: ...
+    def attend(self, q: object, position: int, blocks: np.ndarray, sinks: object | None = None) -> object: ...
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: RawCodec | PackedCodec) -> None: ...
 
 
@@ -74,11 +74,12 @@ class LayerCache:
     pages: LayerPages
     cache: KVCache
 
-    def attend(self, q: object, k: object, v: object) -> object:
-        """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`."""
+    def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
+        """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`. `sinks`: a logit per head
+        that joins the softmax and has no value, float32 `[H]`; nothing to do with the first tokens, which the cache keeps exact."""
         step = self.cache.step
         self.pages.write(k, v, step.slots, step.rows)
-        return self.pages.attend(q, step.position, step.blocks)
+        return self.pages.attend(q, step.position, step.blocks, sinks)
 
 
 @dataclass(frozen=True)

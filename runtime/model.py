@@ -214,7 +214,7 @@ class Model:
         return LayerWeights(input_norm=norm("input_norm") or none, q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
                             k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm") or none, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
-                            router=linear("router"), experts=experts)
+                            sinks=vector("sinks"), router=linear("router"), experts=experts)
 
     def read_layer(self, layer: int) -> LayerWeights:
         """A layer's weights straight from the store, for a pass that goes layer by layer; `load` need not have run. The host's."""

@@ -39,10 +39,10 @@ def packed_cache(pool: ThreadPool, kv: str = "4bit", heads: int = 8, kv_heads: i
 class Stream:
     """Random q, k, v of every position, run through a cache; `ruin` changes k and v [T, KVH, D] beforehand."""
 
-    def __init__(self, cache: KVCache, heads: int, tokens: int, seed: int = 0, ruin=None) -> None:
+    def __init__(self, cache: KVCache, heads: int, tokens: int, seed: int = 0, ruin=None, sinks: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)
         layout = cache.layout
-        self.cache, self.heads = cache, heads
+        self.cache, self.heads, self.sinks = cache, heads, sinks
         self.q = (rng.standard_normal((tokens, heads * layout.head_dim)) * 2).astype(np.float32)
         k, v = rng.standard_normal((2, tokens, layout.kv_heads, layout.head_dim)).astype(np.float32)
         if ruin is not None:
@@ -56,7 +56,7 @@ class Stream:
             span = slice(self.cache.n, self.cache.n + piece)
             step = self.cache.begin(piece)
             layer = self.cache.layer(0)
-            self.out[span] = layer.attend(*(np.ascontiguousarray(part[span]) for part in (self.q, self.k, self.v)))
+            self.out[span] = layer.attend(*(np.ascontiguousarray(part[span]) for part in (self.q, self.k, self.v)), self.sinks)
             if compare:
                 self.want[span] = self._expected(layer.pages, step, span)
             self.cache.commit()
@@ -70,7 +70,7 @@ class Stream:
             at.append(first + np.arange(count))
         q = self.q[span].reshape(span.stop - span.start, self.heads, -1)
         made = reference.attend(q, np.concatenate(keys), np.concatenate(values), step.position, np.concatenate(at), pages.scale,
-                                pages.window, pages.softcap)
+                                pages.window, pages.softcap, self.sinks)
         return made.reshape(len(q), -1)
 
 

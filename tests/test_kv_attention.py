@@ -100,6 +100,15 @@ def test_silent_pages_and_tiny_values(pool):
     assert np.isfinite(stream.out).all() and np.sqrt(np.square(stream.out - stream.want).mean()) < 2e-3 * np.abs(stream.want).max()
 
 
+def test_learned_sinks_join_the_softmax(pool):
+    stream = Stream(packed_cache(pool), 8, 420, sinks=np.linspace(-3, 6, 8, dtype=np.float32))
+    for tokens in (400, *[1] * 20):
+        stream.run(tokens)
+    without = Stream(packed_cache(pool), 8, 420)
+    without.run(400, compare=False)
+    assert relative(stream.out, stream.want) < 5e-3 and relative(stream.out[:400], without.out[:400]) > 0.05
+
+
 def test_nan_in_a_query_shows(pool):
     stream = Stream(packed_cache(pool), 8, 401)
     stream.run(400, compare=False)

@@ -45,6 +45,7 @@ from .attention import (
     _scale_scores,
     _softmax_row,
     _visible,
+    _with_sink,
 )
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
@@ -202,6 +203,7 @@ def merge_packed(args, worker, counter):
                     part = f32_at(a[PARTIALS] + 4 * ((kv * blocks + block) * rows + r) * (depth + 2))
                     m, l = _merge(o, m, l, part, part[depth], part[depth + 1], depth)
             m, l = _merge(o, m, l, f32_at(back + 4 * r * broad), stats[2 * r], stats[2 * r + 1], depth)
+            l = _with_sink(a, kv * group + g, m, l)
             for i in range(depth):
                 o[i] = o[i] / l
 
@@ -285,7 +287,9 @@ def attend_packed_many(args, worker, counter):
             result = f32_at(outputs + 4 * r * depth)
             m, l = _merge(result, stats[2 * r], stats[2 * r + 1], f32_at(part + 4 * r * broad), stats[2 * (capacity + r)],
                           stats[2 * (capacity + r) + 1], depth)
-            target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + kv * group + r % group) * depth)
+            head = kv * group + r % group
+            l = _with_sink(a, head, m, l)
+            target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + head) * depth)
             for i in range(depth):
                 target[i] = result[i] / l
 

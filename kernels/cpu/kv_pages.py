@@ -58,11 +58,12 @@ class PackedPages(LayerPages):
         self.codec.seal(self.exact[slot * size : (slot + 1) * size], self.layout, layer, first_token,
                         self.records[page * place : (page + 1) * place])
 
-    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """As for raw pages: few tokens one by one, more tile by tile."""
         ops, block, width = self.ops, self._attend, q.shape[1]
         q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
         heads = width // self.layout.head_dim
+        block[attention.SINKS] = address(sinks)
         if len(q) > FEW:
             block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
             ops.run(kv_attention.attend_packed_many, self._attend_at)

@@ -14,8 +14,9 @@ import numpy as np
 from .. import reference
 from ..layout import F32, PageLayout
 from ..registry import Call
+from ..workspace import address
 from . import attention
-from .ops import FEW, SHARE_FROM, CpuOps, address
+from .ops import FEW, SHARE_FROM, CpuOps
 
 
 class Codec(Protocol):
@@ -62,17 +63,19 @@ class LayerPages:
         exact, sealed = self.exact[slot * size : (slot + 1) * size], self.sealed[page * size : (page + 1) * size]
         codec.seal(exact, self.layout, layer, first_token, sealed)
 
-    def attend(self, q: np.ndarray, position: int, blocks: np.ndarray) -> np.ndarray:
-        """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`."""
+    def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+        """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`. `sinks`: a logit per head, float32 `[H]`, as in
+        `reference.attend`; it must stay where it is until the collected jobs have run."""
         out = self.ops.workspace.take("attend", *q.shape)
-        self.choice.run(self, q, position, blocks, out)
+        self.choice.run(self, q, position, blocks, sinks, out)
         return out
 
-    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """The kernels: few tokens one by one, so that a token's bits do not depend on how many came with it; more, tile by tile."""
         ops, block, width = self.ops, self._attend, q.shape[1]
         q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
         heads = width // self.layout.head_dim
+        block[attention.SINKS] = address(sinks)
         if len(q) > FEW:
             block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
             ops.run(attention.attend_many, self._attend_at)
@@ -88,7 +91,7 @@ class LayerPages:
     def _move(self, position: int) -> None:
         self._attend[attention.POSITION] = position
 
-    def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+    def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """Plain softmax over the gathered keys and values."""
         self.ops.flush()
         keys, values, at = [], [], []
@@ -99,7 +102,7 @@ class LayerPages:
             at.append(first + np.arange(count))
         split = q.reshape(len(q), -1, self.layout.head_dim)
         result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale,
-                                  self.window, self.softcap)
+                                  self.window, self.softcap, sinks)
         out[:] = result.reshape(out.shape)
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
