@@ -195,6 +195,7 @@ def _device(options: EngineOptions, notices: list[str]) -> str:
         return "cuda"
     if options.device == "cuda":
         raise UsageError("--device cuda: torch finds no GPU here", "--device cpu")
+    notices.append("a GPU is here but torch cannot use it: running on the CPU (effllm doctor says more)")
     return "cpu"
 
 
