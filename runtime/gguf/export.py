@@ -136,10 +136,10 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
             own = file_part(role)
-            grouped.setdefault(parts.get(own, own), []).append((role, tensor))
-        for part, members in grouped.items():
+            grouped.setdefault(f"{parts.get(own, own)}.{'bias' if role.endswith('_bias') else 'weight'}", []).append((role, tensor))
+        for name, members in grouped.items():
             role, first = members[0]
-            matrix, bias = kind_of(role), role.endswith("_bias")
+            matrix = kind_of(role)
             own = "F32"
             if matrix in MATRICES:
                 own = "Q8_0" if kind == "Q4_0" and role in HEADS else kind
@@ -147,8 +147,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:
                 shape = (len(members), *first.shape)
-            name = f"{'' if key == 'outer' else f'blk.{key}.'}{part}.{'bias' if bias else 'weight'}"
-            yield _Job(PlannedTensor(name, own, shape), tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
+            planned = PlannedTensor(name if key == "outer" else f"blk.{key}.{name}", own, shape)
+            yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if "norm" in role else 0.0)
 
 

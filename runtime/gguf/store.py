@@ -101,7 +101,7 @@ class GgufStore(TensorStore):
     def _parts(self, tensor: GgufTensor, names: tuple[str, ...], config: ModelConfig, found: Architecture) -> Iterator[tuple[str, Source]]:
         """What lies in a tensor of the file, by name: all of it, or one part after the other."""
         heights = [tensor.shape[0] // len(names)] * len(names)
-        if len(names) == 3:  # q, k and v
+        if len(names) == 3 and ".q_proj." in names[0]:  # and k and v
             heights = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
         if sum(heights) != tensor.shape[0]:
             damaged(self._path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
