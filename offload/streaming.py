@@ -136,7 +136,6 @@ class StreamingPager:
         self._turns: deque[_Turn] = deque()  # in memory or on their way, in order; the first may be in use
         self._stale: list[_Turn] = []  # taken back while a read was under way
         self._next = 0  # the number of the next part to be read
-        self._always_nbytes = 0  # read of what stays whole
         self.nbytes = self._always.nbytes + residency.nbytes + FETCH_NBYTES
         self.load_nbytes = sum(info.nbytes for infos in always.values() for info in infos) + residency.pinned_nbytes
 
@@ -147,7 +146,6 @@ class StreamingPager:
         done, tickets = 0, []
         for done, _ in self._always.load():
             yield done, self.load_nbytes
-        self._always_nbytes = done
         try:
             for index in self._residency.pinned:
                 extents, nbytes, places = lay_out(self._parts[index].ranges)
@@ -253,7 +251,7 @@ class StreamingPager:
     @property
     def disk_nbytes(self) -> int:
         """Bytes read so far, everything counted."""
-        return self._reader.traffic.nbytes + self._always_nbytes
+        return self._reader.traffic.nbytes + self._always.disk_nbytes
 
     def announcements(self) -> list[str]:
         """Fallbacks since the last call."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +92,10 @@ class Engine:
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS)
         self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact)
+        self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
+        streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.cancelled())
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
-                           mmap=options.load == "mmap", container=prepared.container)
+                           mmap=options.load == "mmap", container=prepared.container, streams=streams)
         self.cache = self.new_cache()
         self.tokens: list[int] = []
         self.truncated = False
@@ -114,7 +116,8 @@ class Engine:
 
     def announcements(self) -> list[str]:
         """Fallbacks that have been chosen since the last call."""
-        return [line for backend in self.backends.values() for line in backend.registry.announcements()]
+        lines = [line for backend in self.backends.values() for line in backend.registry.announcements()]
+        return lines + self.model.pager.announcements()
 
     def reset(self) -> None:
         """Forget the sequence."""

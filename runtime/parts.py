@@ -17,14 +17,18 @@ from typing import TYPE_CHECKING
 
 from ..kernels.tiles import ROWS, block_nbytes
 from ..offload.checkpoint import TensorInfo, TensorStore
+from ..offload.pager import resident_nbytes
 from ..offload.placement import pieces
-from ..offload.streaming import Part, Range
+from ..offload.streaming import FETCH_NBYTES, Part, Range
+from .families import expert_of
 
 if TYPE_CHECKING:  # the module that makes models of parts
     from .model import ModelTensor
 
 PART_NBYTES = 8 << 20
 LEAST_NBYTES = 16 << 10  # what is smaller stays
+CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
+EXPERTS = "the experts of a mixture are not streamed in this version"
 STAGES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # of a layer, in the order of use
 
 
@@ -41,14 +45,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Parts:
-    """`always`: per group what is resident. `slices`: per matrix its rows in parts. `table`: the embedding where its rows are fetched.
-    `converted`: bytes of what stays only because it is converted on the way in."""
+    """`always`: per group what is resident. `slices`: per matrix its rows in parts. `table`: the embedding's name where its rows are
+    fetched. `kept_for`: why what is large stays, where it does."""
 
     parts: tuple[Part, ...]
     slices: Mapping[str, tuple[Slice, ...]]
     always: Mapping[int | str, tuple[TensorInfo, ...]]
-    table: ModelTensor | None
-    converted: int
+    table: str | None
+    kept_for: str
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -57,7 +61,8 @@ class Parts:
 
     @cached_property
     def always_nbytes(self) -> int:
-        return sum(info.nbytes for infos in self.always.values() for info in infos)
+        """Bytes of memory of what stays, and of the rows that are fetched."""
+        return FETCH_NBYTES + sum(resident_nbytes(infos) for infos in self.always.values())
 
 
 def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> Parts:
@@ -70,11 +75,17 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
             maker.stage(present, together="gate" in stage and len(present) == 2)
     head = outer.get("head", outer["embed"])
     maker.stage([head])
-    table = outer["embed"] if maker.streams(outer["embed"]) else None
-    always = {key: tuple(info for role, tensor in roles.items() for info in maker.staying(tensor, role == "embed" and table is tensor))
+    table = outer["embed"].name if maker.streams(outer["embed"]) else None
+    always = {key: tuple(info for role, tensor in roles.items() for info in maker.staying(tensor, tensor.name == table))
               for key, roles in tensors.items()}
-    converted = sum(info.nbytes for infos in always.values() for info in infos if store.place(info) is None)
-    return Parts(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, table, converted)
+    kept = [info for infos in always.values() for info in infos]
+    whole = sum(info.nbytes for info in kept)
+    kept_for = ""
+    if 2 * sum(info.nbytes for info in kept if store.place(info) is None) > whole:
+        kept_for = CONVERTED
+    elif 2 * sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if expert_of(role) is not None) > whole:
+        kept_for = EXPERTS
+    return Parts(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, table, kept_for)
 
 
 def sections(tensor: ModelTensor, place: int, first: int, end: int) -> Iterator[tuple[str, Range]]:

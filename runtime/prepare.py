@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import UsageError
+from .. import DoesNotFit, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
@@ -20,7 +20,9 @@ from .cache import CacheShape, cache_nbytes
 from .config import ModelConfig, read_config
 from .container import Container
 from .model import check_tensors, dims
+from .parts import CONVERTED, Parts, cut
 from .source import check_mapping, is_low_bit, open_weights
+from .streamed import Streams
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
 COLD_ALLOWANCE = 64 << 20
@@ -82,6 +84,7 @@ class Prepared:
     options: EngineOptions
     notices: tuple[str, ...]
     container: Container | None = None
+    streams: Streams | None = None
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -122,15 +125,30 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS), workers).values())
 
     fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape_for(wanted or config.context_length))
+    parts = cut(tensors, store) if device == "cpu" and options.load == "ram" and not options.gpu_layers else None
     demand = Demand(
         baseline=_baseline(kernel_kinds(container is not None, options)), workspace=workspace(wanted or config.context_length),
         weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
-        kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
+        kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers,
+        blocks=() if parts is None else parts.sizes, always=0 if parts is None else parts.always_nbytes)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
-    placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
-                     options.gpu_layers)
-    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes, container)
+    try:
+        placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
+                         options.gpu_layers)
+    except DoesNotFit as error:
+        raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
+    streams = None if placement.residency is None else Streams(parts, placement.residency)
+    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes, container,
+                    streams)
+
+
+def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
+    """The error with the reason why weights cannot be left on the disk."""
+    hint = error.hint
+    if parts.kept_for == CONVERTED and folder is not None:
+        hint = f"effllm quantize {folder} -o DIR --bits 4 makes a folder that runs from the disk"
+    return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
 
 
 def worker_count(options: EngineOptions) -> int:

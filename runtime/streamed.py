@@ -5,16 +5,35 @@ Where a part lies never changes, so all records are made once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..kernels.tiles import ROWS
-from ..offload.streaming import BLOCK, FETCH_NBYTES, StreamingPager
+from ..offload.checkpoint import TensorStore
+from ..offload.direct import BLOCK
+from ..offload.placement import Residency
+from ..offload.streaming import FETCH_NBYTES, StreamingPager
 from ..quant.weight import RAW_NUMPY, Rows, Weight
-from .model import ModelTensor
 from .parts import Parts, fixed_name, sections
+
+if TYPE_CHECKING:  # the module that asks for weights
+    from .model import ModelTensor
+
+
+@dataclass(frozen=True)
+class Streams:
+    """How a model is streamed: its parts, which of them stay, who may end a wait for the disk, and whether to ask for direct reads."""
+
+    parts: Parts
+    residency: Residency
+    cancelled: Callable[[], bool] = lambda: False
+    direct: bool = True
+
+    def pager(self, store: TensorStore) -> StreamingPager:
+        return StreamingPager(store, self.parts.always, self.parts.parts, self.residency, self.cancelled, self.direct)
 
 
 @dataclass(frozen=True)
@@ -42,12 +61,13 @@ class StreamedWeights:
 
         def fetch(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray, Weight]]:
             for begin, end, blocks in _batches(ids, height, most):
-                ranges = [found for block in blocks for found in sections(tensor, place, block * height, _end(tensor, block, height))]
+                ranges = [found for block in blocks
+                          for found in sections(tensor, place, block * height, min(tensor.shape[0], (block + 1) * height))]
                 with self.pager.fetch([found for _, found in ranges]) as views:
                     joined = {name: np.concatenate([view for (own, _), view in zip(ranges, views, strict=True) if own == name])
                               for name in dict.fromkeys(name for name, _ in ranges)}
-                    yield begin, np.searchsorted(blocks, ids[begin:end] // height) * height + ids[begin:end] % height, \
-                        _joined(tensor, joined, blocks, height, resident)
+                    places = np.searchsorted(blocks, ids[begin:end] // height) * height + ids[begin:end] % height
+                    yield begin, places, _joined(tensor, joined, blocks, height, resident)
 
         height = 1 if tensor.spec.is_raw else ROWS
         nbytes = sum(found.nbytes + 2 * BLOCK for _, found in sections(tensor, place, 0, height))
@@ -60,15 +80,11 @@ def _batches(ids: np.ndarray, height: int, most: int) -> Iterator[tuple[int, int
     begin = 0
     while begin < len(ids):
         end, blocks = begin, set()
-        while end < len(ids) and len(blocks | {ids[end] // height}) <= most:
-            blocks.add(ids[end] // height)
+        while end < len(ids) and (len(blocks) < most or int(ids[end]) // height in blocks):
+            blocks.add(int(ids[end]) // height)
             end += 1
         yield begin, end, np.array(sorted(blocks), np.int64)
         begin = end
-
-
-def _end(tensor: ModelTensor, block: int, height: int) -> int:
-    return min(tensor.shape[0], (block + 1) * height)
 
 
 def _weight(tensor: ModelTensor, found: dict[str, np.ndarray], first: int, end: int, resident: Mapping[str, np.ndarray]) -> Weight:
@@ -81,7 +97,8 @@ def _weight(tensor: ModelTensor, found: dict[str, np.ndarray], first: int, end: 
     return Weight(tensor.spec, shape, {**found, "row_scales": scales[2 * first : 2 * padded], **tables})
 
 
-def _joined(tensor: ModelTensor, found: dict[str, np.ndarray], blocks: np.ndarray, height: int, resident: Mapping[str, np.ndarray]) -> Weight:
+def _joined(tensor: ModelTensor, found: dict[str, np.ndarray], blocks: np.ndarray, height: int,
+            resident: Mapping[str, np.ndarray]) -> Weight:
     """Blocks of rows from all over a table as one."""
     shape = (len(blocks) * height, tensor.shape[1])
     if tensor.spec.is_raw:
