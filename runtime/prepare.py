@@ -21,6 +21,7 @@ from .config import ModelConfig, read_config
 from .container import Container
 from .model import check_tensors, dims
 from .parts import CONVERTED, Parts, cut
+from .passes import widest
 from .source import check_mapping, is_low_bit, open_weights
 from .streamed import Streams
 
@@ -74,7 +75,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before a byte of weights is read."""
+    """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once."""
 
     folder: Path | None
     config: ModelConfig
@@ -85,6 +86,7 @@ class Prepared:
     notices: tuple[str, ...]
     container: Container | None = None
     streams: Streams | None = None
+    chunk: int = PAGE
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -118,29 +120,33 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         raise UsageError(f"-c {wanted} is more than the {config.context_length} positions that the model was made for",
                          "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
 
-    def shape_for(ctx: int) -> CacheShape:
-        return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(chunk, -(-ctx // PAGE) * PAGE))
+    def shape_for(ctx: int, tokens: int) -> CacheShape:
+        return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(tokens, -(-ctx // PAGE) * PAGE))
 
-    def workspace(ctx: int) -> int:
-        return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS), workers).values())
-
-    fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape_for(wanted or config.context_length))
-    parts = cut(tensors, store) if device == "cpu" and options.load == "ram" and not options.gpu_layers else None
-    demand = Demand(
-        baseline=_baseline(kernel_kinds(container is not None, options)), workspace=workspace(wanted or config.context_length),
-        weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
-        kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers,
-        blocks=() if parts is None else parts.sizes, always=0 if parts is None else parts.always_nbytes)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
+    parts = cut(tensors, store) if device == "cpu" and options.load == "ram" and not options.gpu_layers else None
+    baseline = _baseline(kernel_kinds(container is not None, options))
+
+    def plan_for(tokens: int) -> Placement:
+        """The plan with working memory for passes of so many tokens."""
+        shape = shape_for(wanted or config.context_length, tokens)
+        fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape)
+        demand = Demand(
+            baseline=baseline, workspace=4 * sum(plan_workspace(dims(config, shape.ctx, shape.chunk, LOGIT_ROWS), workers).values()),
+            weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
+            kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers,
+            blocks=() if parts is None else parts.sizes, always=0 if parts is None else parts.always_nbytes)
+        return plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
+                    options.gpu_layers)
+
     try:
-        placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
-                         options.gpu_layers)
+        tokens, placement = (chunk, plan_for(chunk)) if is_packed(options.kv) else widest(plan_for, chunk)
     except DoesNotFit as error:
         raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
     streams = None if placement.residency is None else Streams(parts, placement.residency)
-    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes, container,
-                    streams)
+    return Prepared(folder, config, store, placement, shape_for(placement.ctx, tokens), options, tuple(notices) + placement.notes,
+                    container, streams, shape_for(placement.ctx, chunk).chunk)
 
 
 def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
