@@ -70,6 +70,11 @@ class ResidentPager:
         """Bytes read so far; of mapped files those that are touched."""
         return self._read_nbytes
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds that a pass has waited for the disk: none."""
+        return 0.0
+
     def close(self) -> None:
         self._leases, self._loaded = {}, False
 

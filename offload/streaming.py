@@ -253,6 +253,11 @@ class StreamingPager:
         """Bytes read so far, everything counted."""
         return self._reader.traffic.nbytes + self._always.disk_nbytes
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds that its users have waited for the disk."""
+        return self._reader.traffic.wait_s
+
     def announcements(self) -> list[str]:
         """Fallbacks since the last call."""
         return self._reader.announcements()

@@ -323,7 +323,8 @@ class Session:
             cached_tokens=cached, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
             weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
             packed_bits=cache.packed_bits, exact_tokens=cache.exact_tokens, packed_tokens=len(engine.tokens) - cache.exact_tokens,
-            disk_bytes_read=engine.model.pager.disk_nbytes, placement={device: devices.count(device) for device in dict.fromkeys(devices)},
+            disk_bytes_read=engine.model.pager.disk_nbytes, disk_wait_s=engine.model.pager.wait_s,
+            placement={device: devices.count(device) for device in dict.fromkeys(devices)},
             context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated)
 
     # -- files -----------------------------------------------------------------------------------------------------------------

@@ -1,16 +1,22 @@
 """Models opened with parts of their weights on the disk, whatever the machine's memory holds."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import effllm
 from effllm.offload.placement import Residency
+from effllm.offload.shards import Planned, plan_files
+from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.model import check_tensors
 from effllm.runtime.parts import cut
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.streamed import Streams
+from effllm.runtime.synthetic import SyntheticStore
 
-MIB = 1 << 20
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
 
 def streams(folder: Path, options: EngineOptions, keep: int = 0, ring: int | None = None, direct: bool = True) -> Streams:
@@ -33,3 +39,23 @@ def streaming(folder: Path, keep: int = 0, ring: int | None = None, direct: bool
     for _ in engine.model.load():
         continue
     return engine
+
+
+def larger_than_memory(folder: Path, layers: int = 8) -> Path:
+    """A model of a quarter of a gigabyte with random weights and the packaged model's tokenizer, in bf16."""
+    shape = {**json.loads((FABLE / "config.json").read_text()), "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers,
+             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False}
+    folder.mkdir()
+    for path in FABLE.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            shutil.copy(path, folder)
+    (folder / "config.json").write_text(json.dumps(shape))
+    store = SyntheticStore(parse_config(shape))
+    (plan,) = plan_files([[Planned(info.name, info.dtype, info.shape, info.nbytes)] for info in store.tensors.values()], {})
+    with (folder / plan.name).open("wb") as out:
+        out.write(plan.head)
+        for name, place in plan.places.items():
+            if name in store.tensors:
+                out.seek(place)
+                out.write(store.read(store.tensors[name]).data)
+    return folder
