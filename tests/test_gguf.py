@@ -126,7 +126,7 @@ def test_fable_runs_from_codes(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_file_that_llama_cpp_quantized_answers_as_its_widened_weights(tmp_path: Path) -> None:
-    """Q4_K_M is Q4_K and Q6_K. The likeliest tokens are those of the same weights as floats, where no two are as likely; sizes are exact."""
+    """Q4_K_M is Q4_K and Q6_K. The likeliest tokens are those of the same weights as floats, where no two are as likely; sizes exact."""
     peer = pytest.importorskip("llama_cpp")
     fable_gguf(tmp_path / "f16.gguf", "F16")
     params = peer.llama_model_quantize_default_params()
