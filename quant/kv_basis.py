@@ -7,12 +7,12 @@ leaves on the diagonal says how many bits a direction is worth (reverse water-fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
 
-from .kv_record import CHANNELS, WIDTHS
+from ..kernels.kv_layout import CHANNELS, WIDTHS
 
 RIDGE = 1e-3  # of the mean power: a moment from few tokens must not promise silent directions
 
@@ -94,6 +94,13 @@ class KVBasis:
             even = np.full((heads, size // CHANNELS), bits)
             sides.append(even if strength is None else np.array([allocate(row, bits) for row in strength]))
         return sides[0], sides[1]
+
+    def head(self, index: int) -> KVBasis:
+        """The basis of one head: heads of a layer may have different bits."""
+        one = slice(index, index + 1)
+        sides = {name: None if (side := getattr(self, name)) is None else side[one] for name in
+                 ("k_scale", "k_matrix", "v_matrix", "k_mean", "strength_k", "strength_v")}
+        return replace(self, **sides)
 
 
 def allocate(strength: np.ndarray, bits: int) -> list[int]:

@@ -75,14 +75,14 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     return builder.call(function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{LANES}f32"), [a, b, c])
 
 
-def _shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) -> ir.Value:
+def shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) -> ir.Value:
     """Bytes shifted right, `keep` bits kept; by 16-bit lanes, since no instruction set shifts bytes."""
     if bits:
         value = builder.bitcast(builder.lshr(builder.bitcast(value, HALVES), constant(HALVES, bits)), BYTES)
     return value if bits + keep == 8 and not bits else builder.and_(value, constant(BYTES, (1 << keep) - 1))
 
 
-def _shift_left(builder: ir.IRBuilder, value: ir.Value, bits: int) -> ir.Value:
+def shift_left(builder: ir.IRBuilder, value: ir.Value, bits: int) -> ir.Value:
     """Bytes shifted left that lose nothing."""
     return builder.bitcast(builder.shl(builder.bitcast(value, HALVES), constant(HALVES, bits)), BYTES) if bits else value
 
@@ -96,7 +96,7 @@ def unpack_tile(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int)
         for vector in range(8 // per):
             raw = load(builder, offset(builder, address, at + 64 * vector + WIDTH * piece), BYTES)
             for i in range(per):
-                part = _shift_left(builder, _shift_right(builder, raw, width * i, width), shift)
+                part = shift_left(builder, shift_right(builder, raw, width * i, width), shift)
                 j = per * vector + i
                 quads[j] = part if quads[j] is None else builder.or_(quads[j], part)
         at, shift = at + 64 * (8 // per), shift + width

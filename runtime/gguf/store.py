@@ -77,7 +77,7 @@ class GgufStore(TensorStore):
             if tensor.name in DIVISORS:
                 continue
             names = own_names(tensor.name, file.found)
-            if names is None:
+            if names is None or beyond(tensor.name, config):
                 raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
                                       "the file is of another kind of model than it says")
             if tensor.type not in DECODERS and tensor.type not in RAW:
@@ -209,6 +209,12 @@ class GgufStore(TensorStore):
         self.read_at(self._path, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
         return raw if order is None else raw[order - first]
 
+
+
+def beyond(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of a layer that the model does not have."""
+    first, _, rest = name.partition(".")
+    return first == "blk" and int(rest.partition(".")[0]) >= config.num_hidden_layers
 
 
 def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:
