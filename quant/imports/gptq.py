@@ -17,6 +17,10 @@ PARTS = {"qweight": "I32", "qzeros": "I32", "scales": "", "g_idx": "I32"}  # wha
 def unpack_bits(words: np.ndarray, bits: int) -> np.ndarray:
     """int32 [W, M] -> uint8 [W * 32 / bits, M]: a stream of bits down every column."""
     raw = np.ascontiguousarray(words.astype("<u4", copy=False).T).view(np.uint8)
+    if bits == 8:
+        return raw.T
+    if bits == 4:
+        return np.stack([raw & np.uint8(15), raw >> np.uint8(4)], axis=2).reshape(len(raw), -1).T
     stream = np.unpackbits(raw, axis=1, bitorder="little")
     values = stream[:, : stream.shape[1] // bits * bits].reshape(len(stream), -1, bits)
     return np.packbits(values, axis=2, bitorder="little")[:, :, 0].T
