@@ -1,5 +1,5 @@
-"""Where things lie in the KV record of one layer and one KV head at 8 to 2 bits: the one definition, for `quant/kv_record.py`, which packs, and
-for the kernels, which read and write. Pure arithmetic.
+"""Where things lie in the KV record of one layer and one KV head at 8 to 2 bits: the one definition, for `quant/kv_record.py`, which packs,
+and for the kernels, which read and write. Pure arithmetic.
 
     64-byte header            the common one of `layout.py`; its last 16 bytes are `TAIL`: largest scale of V, flags, bits by group
     K codes                   per group of 16 channels, per plane [4 quads, tokens, 4 channels]; a score is a sum over channels
@@ -26,6 +26,9 @@ TAIL = struct.Struct("<hB12s")  # V's largest scale, flags, 3 bits for every gro
 TAIL_OFFSET = 48
 MOST_GROUPS = 16
 ROTATED_K, MEAN_K = 1, 2  # flags
+# 2^(i / 8) as bits of float32, rounded once: with an exponent every scale of K, and every other one of V. Whoever writes, reads or
+# multiplies has the same numbers.
+MANTISSA_BITS = tuple(int.from_bytes(struct.pack("<f", 2.0 ** (i / 8)), "little") for i in range(8))
 
 
 @dataclass(frozen=True)

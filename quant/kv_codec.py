@@ -46,7 +46,7 @@ def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasi
         out[:, at : at + layout.sizes[1]] = side.reshape(heads, size, -1).swapaxes(1, 2).reshape(heads, -1).view(np.uint8)
 
     v = (v @ basis.v_matrix.swapaxes(1, 2)).reshape(heads, PAGE, groups, CHANNELS).swapaxes(1, 2)
-    top = np.full(heads, -(1 << 15), np.float32)
+    top = np.full(heads, -(1 << 15), np.int32)
     for bits, where in _by_width(widths_v):
         np.maximum.at(top, where[0], first_v(v[where], bits).max((1, 2)))
     for bits, where in _by_width(widths_v):
