@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from effllm.quant.kv_price import Moments, Reading
 from effllm.runtime.config import read_config
 from effllm.runtime.text import Tokenizer
 from kv_codecs import PAGE
@@ -26,6 +27,7 @@ from kv_codecs import PAGE
 SINKS, WINDOW = 64, 128
 FIRST = SINKS + PAGE + WINDOW  # the first query that sees a packed page
 BATCH = 4  # windows at once
+EVERY = 4  # of the queries that a profile looks at
 
 
 class KV(Protocol):
@@ -37,12 +39,15 @@ class KV(Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """Against the exact cache: KL divergence in nats a token (mean, 99%), its standard error over windows, share of changed top tokens."""
+    """Against the exact cache: KL divergence in nats a token (mean, 99%, 99.9%), its standard error over windows and every window's own,
+    share of changed top tokens."""
 
     kld: float
     error: float
     p99: float
+    p999: float
     flips: float
+    windows: tuple[float, ...]
 
 
 class Model:
@@ -108,29 +113,33 @@ class Harness:
         self.model, self.ids = model, torch.from_numpy(ids)
         self.length = ids.shape[1]
         assert (self.length - FIRST) % PAGE == 0 and self.length > FIRST
-        self.prefix, self.answers = [], []
+        self.prefix, self.states = [], []
         with torch.inference_mode():
             for start in range(0, len(ids), BATCH):
                 x, kept = model.exact(self.ids[start : start + BATCH])
                 self.prefix.append([(k[:, :, :FIRST].clone(), v[:, :, :FIRST].clone()) for k, v in kept])
-                self.answers.append(model.logits(x[:, FIRST:]).log_softmax(-1))
-
-    def perplexity(self) -> float:
-        there = torch.cat(self.answers)[:, :-1]
-        return float((-there.gather(-1, self.ids[:, FIRST + 1 :, None]).mean()).exp())
+                self.states.append(x[:, FIRST:].clone())
 
     @torch.inference_mode()
-    def score(self, kv: KV, windows: int | None = None) -> Score:
-        """`windows`: only the first so many."""
+    def perplexity(self) -> float:
+        losses = []
+        for at, states in enumerate(self.states):
+            ids = self.ids[at * BATCH : (at + 1) * BATCH, FIRST + 1 :, None]
+            losses.append(-self.model.logits(states[:, :-1]).log_softmax(-1).gather(-1, ids).mean())
+        return float(torch.stack(losses).mean().exp())
+
+    @torch.inference_mode()
+    def score(self, kv: KV) -> Score:
         each, flips = [], []
-        for at in range(-(-(windows or len(self.ids)) // BATCH)):
-            there, here = self.answers[at], self._logits(kv, at).log_softmax(-1)
-            each.append((there.exp() * (there - here)).sum(-1))
+        for at, states in enumerate(self.states):
+            there, here = self.model.logits(states).log_softmax(-1), self._logits(kv, at).log_softmax(-1)
             flips.append((there.argmax(-1) != here.argmax(-1)).float())
-        kld = torch.cat(each)
-        rows = kld.mean(1)
-        return Score(float(kld.mean()), float(rows.std() / len(rows) ** 0.5), float(kld.flatten().kthvalue(int(0.99 * kld.numel())).values),
-                     float(torch.cat(flips).mean()))
+            each.append((there.exp() * (there - here)).sum(-1))
+        kld = torch.cat(each).double()
+        rows, order = kld.mean(1), kld.flatten().sort().values
+        p99, p999 = (float(order[int(share * len(order))]) for share in (0.99, 0.999))
+        return Score(float(kld.mean()), float(rows.std() / len(rows) ** 0.5), p99, p999, float(torch.cat(flips).mean()),
+                     tuple(float(f"{row:.4g}") for row in rows))
 
     def _logits(self, kv: KV, at: int) -> Tensor:
         model, ids = self.model, self.ids[at * BATCH : (at + 1) * BATCH]
@@ -204,36 +213,20 @@ def static_mean(model: Model, ids: np.ndarray) -> Tensor:
     return torch.stack([k.mean((0, 2)) for k, _ in kept])
 
 
-def profile(model: Model, ids: np.ndarray, near: int = 32) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """From a calibration text, per layer for K and V: the matrix that makes noise count equally, strongest channels first `[KV head,
-    head_dim, head_dim]`, and the strength that it leaves in each `[KV head, head_dim]`. K's moment is that around the mean of `near`
-    tokens, because a zero removes the rest."""
-    keys, values, group = [], [], model.heads // model.kv_heads
-    turn = model.turns(0, ids.shape[1])
+def moments(model: Model, ids: np.ndarray) -> list[Moments]:
+    """What `effllm eval kv-profile` records of a text, per layer, by the same code, through this model."""
+    turn, rows = model.turns(0, ids.shape[1]), np.arange(FIRST, ids.shape[1], EVERY)
+    found, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], Reading(model.head_dim**-0.5)
     with torch.inference_mode():
-        x = model.weights["embed_tokens.weight"][torch.from_numpy(ids)]
-        for layer in range(model.layers):
-            q, k, v = model.project(layer, x)
-            q, k = turn(q), turn(k)
-            x = model.finish(layer, x, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
-            near_k = k.unflatten(2, (-1, near))
-            away = (near_k - near_k.mean(3, keepdim=True)).flatten(2, 3)
-            keys.append(_noise_basis(_moment(away), _moment(q).unflatten(0, (-1, group)).sum(1)))
-            o = model.get(layer, "self_attn.o_proj").double().unflatten(1, (-1, model.head_dim)).permute(1, 2, 0)
-            values.append(_noise_basis(_moment(v), (o @ o.transpose(1, 2)).unflatten(0, (-1, group)).sum(1)))
-    return keys, values
-
-
-def _moment(x: Tensor) -> Tensor:
-    """`[window, head, token, channel]` -> second moments `[head, channel, channel]`, with a ridge of 1e-3."""
-    rows = x.transpose(0, 1).flatten(1, 2).double()
-    moment = rows.transpose(1, 2) @ rows / rows.shape[1]
-    size = moment.shape[-1]
-    return moment + 1e-3 * moment.diagonal(0, 1, 2).mean(-1)[:, None, None] * torch.eye(size, dtype=moment.dtype)
-
-
-def _noise_basis(signal: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """T with T·signal·Tᵀ = T⁻ᵀ·weight·T⁻¹ = diag(strength), descending."""
-    root = torch.linalg.cholesky(signal)
-    u, squares, _ = torch.linalg.svd(root.transpose(1, 2) @ weight @ root)
-    return (squares.pow(0.25)[..., None] * u.transpose(1, 2) @ torch.linalg.inv(root)).float(), squares.sqrt().float()
+        for window in torch.from_numpy(ids):
+            x = model.weights["embed_tokens.weight"][window[None]]
+            for layer in range(model.layers):
+                q, k, v = model.project(layer, x)
+                q, k = turn(q), turn(k)
+                o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                power = (x + o.transpose(1, 2).flatten(2) @ model.get(layer, "self_attn.o_proj").T).square().sum(-1).mean()
+                x = model.finish(layer, x, o)
+                out = model.get(layer, "self_attn.o_proj").unflatten(1, (-1, model.head_dim)).transpose(0, 1)
+                gram = (out.transpose(1, 2) @ out / power).double().numpy()
+                found[layer].add(q[0, :, rows].numpy(), k[0].numpy(), v[0].numpy(), gram, rows, reading)
+    return found
