@@ -1,5 +1,5 @@
-"""Where things lie in the KV record of one layer and one KV head at 8 to 2 bits: the one definition, for `quant/kv_record.py`, which packs,
-and for the kernels, which read and write. Pure arithmetic.
+"""Where things lie in the KV record of one layer and one KV head at 8 to 2 bits: the one definition, for `quant/kv_record.py`, which
+packs, and for the kernels, which read and write. Pure arithmetic.
 
     64-byte header            the common one of `layout.py`; its last 16 bytes are `TAIL`: largest scale of V, flags, bits by group
     K codes                   per group of 16 channels, per plane [4 quads, tokens, 4 channels]; a score is a sum over channels
@@ -13,12 +13,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from .layout import HEADER_NBYTES, PAGE, align
 
 PLANES = {8: (4, 4), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 WIDTHS = tuple(sorted(PLANES))  # bits of a group; a record counts in places of this list
-MEAN_BITS = (8, 6, 5, 4, 3, 2)  # bits of a side
+MEAN_BITS = (8, 6, 5, 4, 3, 2, 1)  # bits of a side; only a profile asks for 1
 GROUP_K, GROUP_V = 32, 16  # tokens of a scale of K, channels of a scale of V
 CHANNELS = 16  # channels of one number of bits, K and V
 QUAD = 4
@@ -97,22 +99,21 @@ def unpack_widths(raw: bytes, groups: int) -> tuple[tuple[int, ...], tuple[int, 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Strides of one layer's packed pages. Pages follow one another without the 4096-byte steps of raw pages: four heads of 64 at 4 bits
-    would grow by a tenth. A reader of files rounds outwards."""
+    """Where the records of one layer's KV heads lie; `bits`: of K and V, of each head. Pages follow one another without the 4096-byte steps
+    of raw pages: four heads of 64 at 4 bits would grow by a tenth. A reader of files rounds outwards."""
 
-    kv_heads: int
     head_dim: int
-    bits_k: int
-    bits_v: int
+    bits: tuple[tuple[int, int], ...]
 
-    @property
-    def record(self) -> RecordLayout:
-        return RecordLayout(self.head_dim, self.bits_k, self.bits_v)
+    @cached_property
+    def records(self) -> tuple[RecordLayout, ...]:
+        return tuple(RecordLayout(self.head_dim, *each) for each in self.bits)
 
-    @property
-    def record_nbytes(self) -> int:
-        return self.record.record_nbytes
+    @cached_property
+    def head_offsets(self) -> tuple[int, ...]:
+        """Where each head's record begins in a layer-page, and where the last one ends."""
+        return tuple(accumulate((record.record_nbytes for record in self.records), initial=0))
 
     @property
     def layer_page_nbytes(self) -> int:
-        return self.kv_heads * self.record_nbytes
+        return self.head_offsets[-1]

@@ -65,10 +65,11 @@ def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np.ndarray, scale: float, window: int | None,
-           softcap: float | None) -> np.ndarray:
+           softcap: float | None, sinks: np.ndarray | None = None) -> np.ndarray:
     """q[T, H, D] at positions `position`..., k and v [n, KVH, D] at positions `first`[n] -> [T, H, D].
 
-    A query sees keys at most as late as itself and, with a window, later than its own position minus the window.
+    A query sees keys at most as late as itself and, with a window, later than its own position minus the window. `sinks` [H]: a logit per
+    head that takes part in the softmax, neither scaled nor capped nor masked, and has no value.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -81,5 +82,8 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np
     if window:
         hidden |= first[None] <= at - window
     scores = np.where(hidden[None], -np.inf, scores)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("htn,nhd->thd", weights / weights.sum(-1, keepdims=True), v)
+    beside = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    top = np.maximum(scores.max(-1, keepdims=True), beside[:, None, None])
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True) + np.exp(beside[:, None, None] - top)
+    return np.einsum("htn,nhd->thd", weights / total, v)

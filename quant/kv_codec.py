@@ -20,8 +20,8 @@ from .kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unp
 LONE_PAIR = 8.0  # a RoPE pair of this many times the mean power keeps a page's K from being mixed: it would drown the other channels
 
 
-def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasis, *, layer: int = 0, first_token: int = 0,
-           rotary: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasis, *, layer: int = 0, first_head: int = 0,
+           first_token: int = 0, rotary: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
     """K after RoPE and V, float32 [H, PAGE, D], as records uint8 [H, record_nbytes]. `rotary`: cos and sin [PAGE, D / 2] of the page's
     positions, for a basis that has K's mean. Raises ValueError for shapes or bits that no record has."""
     if k.shape != v.shape or k.shape[1] != PAGE:
@@ -58,7 +58,8 @@ def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasi
     for head in range(heads):
         widths = pack_widths(widths_k[head].tolist(), widths_v[head].tolist())
         TAIL.pack_into(out[head], TAIL_OFFSET, int(top[head]), int(flags[head]), widths)
-        header = PageHeader(layer, head, first_token, PAGE, bits_k, bits_v, profile=basis.profile, crc32=checksum(out[head], layout))
+        header = PageHeader(layer, first_head + head, first_token, PAGE, bits_k, bits_v, profile=basis.profile,
+                            crc32=checksum(out[head], layout))
         out[head, :TAIL_OFFSET] = np.frombuffer(header.pack()[:TAIL_OFFSET], np.uint8)
     return out
 

@@ -44,9 +44,10 @@ class Moments:
         self.k, self.v, self.price_k, self.price_v = np.zeros((4, kv_heads, head_dim, head_dim))
         self.windows = 0
 
-    def add(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: Reading) -> None:
+    def add(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: Reading,
+            sinks: np.ndarray | None = None) -> None:
         """One window: q float32 [heads, rows, D] at positions `rows`, k (both after RoPE) and v [H, T, D], `gram` [heads, D, D] = W_oᵀ W_o
-        of each query head over the mean of |x|²."""
+        of each query head over the mean of |x|², `sinks` [heads] learned logits of nothing."""
         group = len(q) // len(k)
         whole = k.shape[1] // GROUP_K * GROUP_K
         near = k[:, :whole].reshape(len(k), -1, GROUP_K, k.shape[-1])
@@ -55,7 +56,7 @@ class Moments:
         seen, packed = _visible(rows, k.shape[1], reading)
         for head in range(len(q)):
             at = head // group
-            price_k, price_v = _prices(q[head], k[at], v[at], gram[head].astype(np.float32), seen, packed, reading)
+            price_k, price_v = _prices(q[head], k[at], v[at], gram[head].astype(np.float32), seen, packed, reading, _of(sinks, head))
             self.price_k[at] += price_k
             self.price_v[at] += price_v * gram[head]
         self.windows += 1
@@ -68,10 +69,10 @@ class Moments:
 
 
 def _prices(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, seen: np.ndarray, packed: np.ndarray,
-            reading: Reading) -> tuple[np.ndarray, float]:
+            reading: Reading, sink: float) -> tuple[np.ndarray, float]:
     """A query head's price of noise in K [D, D], and its Σ p² of packed keys, both the mean over its queries."""
     scores, slope = _scores(q, k, seen, reading)
-    p = _softmax(scores)
+    p = _softmax(scores, sink)
     o, turned = p @ v, v @ gram
     away = (turned * v).sum(1) - 2 * (o @ turned.T) + ((o @ gram) * o).sum(1)[:, None]
     p *= packed
@@ -91,10 +92,15 @@ def _scores(q: np.ndarray, k: np.ndarray, seen: np.ndarray, reading: Reading) ->
     return scores, slope
 
 
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    p = np.exp(scores - scores.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
+def _softmax(scores: np.ndarray, sink: float) -> np.ndarray:
+    top = np.maximum(scores.max(1, keepdims=True), np.float32(sink))
+    p = np.exp(scores - top)
+    p /= p.sum(1, keepdims=True) + np.exp(np.float32(sink) - top)
     return p
+
+
+def _of(sinks: np.ndarray | None, head: int) -> float:
+    return -np.inf if sinks is None else float(sinks[head])
 
 
 def _visible(rows: np.ndarray, tokens: int, reading: Reading) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +119,7 @@ def _moment(x: np.ndarray) -> np.ndarray:
 
 
 def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: Reading,
-           basis: KVBasis) -> tuple[np.ndarray, np.ndarray]:
+           basis: KVBasis, sinks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """What a layer's K and V cost at each of `kv_bits.SIDES`, float64 [H, sides] each: the error of attention's output in the unit of the
     prices, measured with rounded packed keys and values where it is not small, else by the rule that noise falls by. Arguments as of
     `Moments.add`, and the basis that the layer will have."""
@@ -125,16 +131,17 @@ def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: 
         one = basis.head(at)
         heads = range(at * group, (at + 1) * group)
         exact = [_scores(q[head], k[at], seen, reading)[0] for head in heads]
-        o = [_softmax(scores) @ v[at] for scores in exact]
+        probabilities = [_softmax(scores, _of(sinks, head)) for head, scores in zip(heads, exact, strict=True)]
+        o = [p @ v[at] for p in probabilities]
         for place, bits in enumerate(measured):
             widths_k, widths_v = one.widths(bits, bits)
             k_there, v_there = k[at].copy(), np.zeros_like(v[at])
             k_there[whole] = _rounded(k[at][whole] @ one.k_matrix[0].T, widths_k[0], GROUP_K) @ one.k_inverse[0].T
             v_there[whole] = _rounded(v[at][whole] @ one.v_matrix[0].T, widths_v[0], 1) @ one.v_inverse[0].T - v[at][whole]
-            for head, scores, there in zip(heads, exact, o, strict=True):
+            for head, scores, p, there in zip(heads, exact, probabilities, o, strict=True):
                 moved = np.where(packed, _scores(q[head], k_there, seen, reading)[0], scores)
-                cost_k[at, place] += _power(_softmax(moved) @ v[at] - there, gram[head])
-                cost_v[at, place] += _power((_softmax(scores) * packed) @ v_there, gram[head])
+                cost_k[at, place] += _power(_softmax(moved, _of(sinks, head)) @ v[at] - there, gram[head])
+                cost_v[at, place] += _power((p * packed) @ v_there, gram[head])
         for cost in (cost_k[at], cost_v[at]):
             cost[len(measured) :] = [cost[len(measured) - 1] * NOISE[bits] / NOISE[measured[-1]] for bits in SIDES[len(measured) :]]
     return cost_k, cost_v

@@ -15,13 +15,10 @@ import numpy as np
 
 from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.workspace import Dims
-from ..offload.memory import anonymous
-from ..offload.pages import PagePool
 from ..quant.kv import codec
-from .cache import KVCache
+from .cache import KVCache, open_cache
 from .events import Notice, Progress
 from .model import Model, attention_specs, dims
-from .policy.keep import Keep
 from .prepare import LOGIT_ROWS, EngineOptions, Prepared, folder_kinds, prepare, worker_count
 from .sampler import Sampler
 
@@ -90,7 +87,7 @@ class Engine:
         config, options, shape = prepared.config, prepared.options, prepared.shape
         self.prepared, self.config, self.options = prepared, config, options
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
-        widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS)
+        widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, codec(options.kv).is_packed)
         self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact)
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                            mmap=options.load == "mmap", container=prepared.container)
@@ -104,13 +101,8 @@ class Engine:
 
     def new_cache(self) -> KVCache:
         """An empty KV cache for this model, codec and context, over the backends of its layers."""
-        shape, kv = self.prepared.shape, codec(self.options.kv)
-        layout = kv.layout(self.config.num_key_value_heads, self.config.head_dim)
-        pool = PagePool(self.config.num_hidden_layers, shape.pages, layout.layer_page_nbytes)
-        layers = [self.backends[device].kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pool.extent(i), spec.scale,
-                                                 spec.window, spec.softcap)
-                  for i, (device, spec) in enumerate(zip(self.placement.devices, attention_specs(self.config)))]
-        return KVCache(layers, kv, Keep(), shape, layout)
+        backends = [self.backends[device] for device in self.placement.devices]
+        return open_cache(backends, attention_specs(self.config), codec(self.options.kv), self.prepared.shape, self.prepared.codecs)
 
     def announcements(self) -> list[str]:
         """Fallbacks that have been chosen since the last call."""

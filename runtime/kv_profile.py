@@ -108,6 +108,7 @@ class _Recording:
         self.readings = [Reading(spec.scale, spec.window, spec.softcap) for spec in attention_specs(config)]
         self.moments = [Moments(config.num_key_value_heads, config.head_dim) for _ in self.readings]
         self.grams: dict[int, np.ndarray] = {}
+        self.sinks: dict[int, np.ndarray | None] = {}
         self.kept: list[list[tuple[np.ndarray, ...]]] = []
         self.kept_nbytes = 0
         self._tapped: dict[str, np.ndarray] = {}
@@ -149,7 +150,7 @@ class _Recording:
             if len(window) < reached or (number and self.clock() > self.until):
                 break
             for layer, recorded in enumerate(window[:reached]):
-                found = trials(*recorded, self.readings[layer], bases[layer])
+                found = trials(*recorded, self.readings[layer], bases[layer], self.sinks[layer])
                 old = costs[layer] or (0.0, 0.0)
                 costs[layer] = tuple((was * number + now) / (number + 1) for was, now in zip(old, found, strict=True))
                 yield Progress("trying bits", number * reached + layer + 1, total, "layers")
@@ -164,13 +165,14 @@ class _Recording:
         if layer not in self.grams:
             with self.engine.model.layer(layer) as weights:
                 self.grams[layer] = _grams(weights, tapped["attn_out"], config.num_attention_heads, config.residual_multiplier)
+                self.sinks[layer] = None if weights.sinks is None else np.array(weights.sinks, np.float32)
         tokens, size = len(tapped["q"]), config.head_dim
         first = Reading(1.0).first_packed_query()
         rows = np.unique(np.linspace(first, tokens - 1, ROWS).astype(np.int64))
         q = np.ascontiguousarray(tapped["q"].reshape(tokens, -1, size)[rows].swapaxes(0, 1))
         k, v = (np.ascontiguousarray(tapped[side].reshape(tokens, -1, size).swapaxes(0, 1)) for side in "kv")
         recorded = (q, k, v, self.grams[layer] / max(power, 1e-30), rows)
-        self.moments[layer].add(*recorded, self.readings[layer])
+        self.moments[layer].add(*recorded, self.readings[layer], self.sinks[layer])
         nbytes = sum(each.nbytes for each in recorded)
         if len(self.kept) == 1 or self.kept_nbytes + nbytes <= KEPT_NBYTES:
             self.kept[-1].append(recorded)

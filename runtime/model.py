@@ -117,12 +117,12 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     return [next((table for known, table in made if rope is known), None) for rope in config.ropes]
 
 
-def dims(config: ModelConfig, ctx: int, chunk: int, rows: int) -> Dims:
+def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False) -> Dims:
     """The widths that size a workspace."""
     own = config.mixture
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-                max(config.intermediate_size, mixture[2]), config.vocab_size, min(chunk, ctx), ctx, rows, *mixture)
+                max(config.intermediate_size, mixture[2]), config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Model:
         return LayerWeights(input_norm=norm("input_norm") or none, q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
                             k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm") or none, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
-                            router=linear("router"), experts=experts)
+                            sinks=vector("sinks"), router=linear("router"), experts=experts)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerWeights]:

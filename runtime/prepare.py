@@ -15,8 +15,8 @@ from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.plan import BlockBytes, Budget, Demand, Placement, plan
 from ..offload.size import parse_size
-from ..quant.kv import UNPACKED, codec, is_packed
-from .cache import CacheShape, cache_nbytes
+from ..quant.kv import PackedCodec, RawCodec, codec
+from .cache import CacheShape, cache_nbytes, layer_codecs
 from .config import ModelConfig, read_config
 from .container import Container
 from .model import check_tensors, dims
@@ -48,7 +48,6 @@ class EngineOptions:
     chunk: int = 512
     kernel: str = "auto"
     exact: bool = False
-    kv_asked: str | None = None  # set here: what `kv` stands in for
 
     def __post_init__(self) -> None:
         choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
@@ -64,9 +63,6 @@ class EngineOptions:
             raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
         if self.exact:
             object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
-        if is_packed(self.kv) and not self.strict:
-            object.__setattr__(self, "kv_asked", self.kv)
-            object.__setattr__(self, "kv", UNPACKED)
         codec(self.kv)
 
 
@@ -82,6 +78,7 @@ class Prepared:
     options: EngineOptions
     notices: tuple[str, ...]
     container: Container | None = None
+    codecs: tuple[RawCodec | PackedCodec, ...] | None = None
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -100,14 +97,14 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices]
-    if options.kv_asked:
-        notices.append(f"--kv {options.kv_asked}: packed caches are not in this version, keys and values stay at {options.kv}")
     device = _device(options, notices) if container is None else _device_of_low_bit(options, notices)
     sinks = CacheShape(1, options.kv_sink).sinks
     if options.kv_sink > PAGE:
         notices.append(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
-    layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
+    kv = codec(options.kv)
+    layout = kv.layout(config.num_key_value_heads, config.head_dim)
+    codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
     workers = worker_count(options)
     wanted = options.ctx
     learned = config.position_offset is not None
@@ -119,9 +116,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(chunk, -(-ctx // PAGE) * PAGE))
 
     def workspace(ctx: int) -> int:
-        return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS), workers).values())
+        return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS, kv.is_packed), workers).values())
 
-    fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape_for(wanted or config.context_length))
+    fixed, per_page = cache_nbytes(codecs, layout, shape_for(wanted or config.context_length))
     demand = Demand(
         baseline=_baseline(kernel_kinds(container is not None, options)), workspace=workspace(wanted or config.context_length),
         weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
@@ -130,7 +127,12 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
     placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
                      options.gpu_layers)
-    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes, container)
+    shape = shape_for(placement.ctx)
+    if kv.is_packed and placement.ctx < shape.sinks + shape.window + PAGE:
+        notices.append(f"--kv {options.kv}: nothing will be packed in a context of {placement.ctx} tokens, less than the first and newest"
+                       f" tokens, which stay exact, and a page ({shape.sinks} + {shape.window} + {PAGE})")
+    return Prepared(folder, config, store, placement, shape, options, tuple(notices) + placement.notes, container,
+                    tuple(codecs))
 
 
 def worker_count(options: EngineOptions) -> int:
@@ -150,7 +152,7 @@ def kernel_kinds(low_bit: bool, options: EngineOptions) -> tuple[str, ...]:
     from ..kernels import warm
 
     needed = {warm.RAW: True, warm.LOW_BIT: low_bit, warm.EXACT: low_bit and options.exact,
-              warm.LOOKUP: low_bit and options.kernel == "lut"}
+              warm.LOOKUP: low_bit and options.kernel == "lut", warm.KV: codec(options.kv).is_packed}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
 
@@ -193,6 +195,7 @@ def _device(options: EngineOptions, notices: list[str]) -> str:
         return "cuda"
     if options.device == "cuda":
         raise UsageError("--device cuda: torch finds no GPU here", "--device cpu")
+    notices.append("a GPU is here but torch cannot use it: running on the CPU (effllm doctor says more)")
     return "cpu"
 
 

@@ -57,10 +57,11 @@ def is_low_bit(path: Path, low_bit: bool = True) -> bool:
     """Whether `open_weights` will find low-bit weights, whatever else may be wrong with the model."""
     if not is_gguf(path):
         return os.path.exists(path / FILE)
-    from .gguf.store import MULTIPLIED, read_header
+    from ..quant.imports.gguf import KEPT
+    from .gguf.store import read_header
 
     try:
-        return low_bit and any(tensor.type in MULTIPLIED for tensor in read_header(path).tensors.values())
+        return low_bit and any(tensor.type in KEPT for tensor in read_header(path).tensors.values())
     except EffllmError:
         return False
 

@@ -14,10 +14,8 @@ from effllm.kernels.cpu.ops import CpuOps, default_registry
 from effllm.kernels.layout import EXTENT, F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.offload.memory import anonymous
-from effllm.offload.pages import PagePool
 from effllm.quant.kv import codec
-from effllm.runtime.cache import CacheShape, KVCache, cache_nbytes
+from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, cache_nbytes, open_cache
 from effllm.runtime.policy.keep import Keep
 
 CTX = 1024
@@ -34,20 +32,16 @@ def pool():
 def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softcap=None, shape=SHAPE, layers=1, only=None) -> KVCache:
     """A cache with CPU storage for every layer."""
     ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1), default_registry(only))
-    kind = codec(kv)
-    layout = kind.layout(kv_heads, head_dim)
-    pages = PagePool(layers, shape.pages, layout.layer_page_nbytes)
-    stores = [ops.kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pages.extent(i), head_dim**-0.5, window, softcap)
-              for i in range(layers)]
-    return KVCache(stores, kind, Keep(), shape, layout)
+    spec = AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)
+    return open_cache([ops] * layers, [spec] * layers, codec(kv), shape)
 
 
 class Feed:
     """Random q, k, v for every position, and what a cache made of them."""
 
-    def __init__(self, cache: KVCache, heads: int, tokens: int, seed: int = 0) -> None:
+    def __init__(self, cache: KVCache, heads: int, tokens: int, seed: int = 0, sinks: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)
-        self.cache, layout = cache, cache.layout
+        self.cache, self.sinks, layout = cache, sinks, cache.layout
         self.q = rng.standard_normal((tokens, heads * layout.head_dim), np.float32) * 2
         self.k, self.v = (rng.standard_normal((tokens, layout.kv_heads * layout.head_dim), np.float32) for _ in range(2))
         self.out = np.full_like(self.q, np.nan)
@@ -56,13 +50,14 @@ class Feed:
         for piece in self.cache.pieces(tokens):
             span = slice(self.cache.n, self.cache.n + piece)
             self.cache.begin(piece)
-            self.out[span] = self.cache.layer(0).attend(*(np.ascontiguousarray(part[span]) for part in (self.q, self.k, self.v)))
+            q, k, v = (np.ascontiguousarray(part[span]) for part in (self.q, self.k, self.v))
+            self.out[span] = self.cache.layer(0).attend(q, k, v, self.sinks)
             self.cache.commit()
 
     def expected(self, window=None, softcap=None) -> np.ndarray:
         n, layout = self.cache.n, self.cache.layout
         q, k, v = (part[:n].reshape(n, -1, layout.head_dim) for part in (self.q, self.k, self.v))
-        return reference.attend(q, k, v, 0, np.arange(n), layout.head_dim**-0.5, window, softcap).reshape(n, -1)
+        return reference.attend(q, k, v, 0, np.arange(n), layout.head_dim**-0.5, window, softcap, self.sinks).reshape(n, -1)
 
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim", ((6, 2, 24), (4, 4, 64), (8, 1, 80), (2, 1, 96), (2, 2, 128), (2, 1, 256)))
@@ -74,6 +69,31 @@ def test_attention_equals_softmax(pool, heads, kv_heads, head_dim, kv, bound, wi
         for cut in cuts:
             feed.run(cut)
         assert np.abs(feed.out - feed.expected(window, softcap)).max() < bound
+
+
+SINKS = np.array([0.0, 1.5, -300.0, 4.0, 9.0, 300.0], np.float32)  # without weight, of about that of the keys, of almost all weight
+
+
+def test_a_sink_is_one_more_key_without_a_value():
+    rng, heads = np.random.default_rng(3), 3
+    q, k, v = (rng.standard_normal((1, heads, 16)) for _ in range(3))
+    logits = rng.standard_normal(heads)
+    got = reference.attend(q, k, v, 0, np.arange(1), 0.25, None, None, logits)
+    weights = 1 / (1 + np.exp(logits - 0.25 * (q * k).sum(-1)[0]))
+    assert np.abs(got[0] - weights[:, None] * v[0]).max() < 1e-12
+
+
+@pytest.mark.parametrize("only", (None, "reference"))
+@pytest.mark.parametrize("window", (None, 50))
+def test_sinks_join_the_softmax(pool, only, window):
+    feed = Feed(make(pool, window=window, only=only), 6, 400, sinks=SINKS)
+    for cut in (370, 5, *[1] * 25):
+        feed.run(cut)
+    assert np.abs(feed.out - feed.expected(window)).max() < 2e-5
+    heads = feed.out.reshape(400, 6, -1)
+    plain = reference.attend(*(part.reshape(400, -1, 24) for part in (feed.q, feed.k, feed.v)), 0, np.arange(400), 24**-0.5, window, None)
+    assert np.abs(heads[:, 2] - plain[:, 2]).max() < 2e-5 and np.abs(heads[:, 5]).max() < 1e-30
+    assert (np.linalg.norm(heads[:, 1], axis=1) < np.linalg.norm(plain[:, 1], axis=1)).all()
 
 
 @pytest.mark.parametrize("end", (1, 15, 63, 64, 65, 191, 192, 193, 319, 320, 321, CTX))
@@ -95,11 +115,12 @@ def test_the_reference_candidate_reads_the_same_pages(pool):
     assert np.abs(fast.out - slow.out).max() < 2e-5
 
 
-def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(pool):
+@pytest.mark.parametrize("sinks", (None, SINKS), ids=("plain", "sinks"))
+def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(pool, sinks):
     outs = []
     for workers, cuts in ((1, [300] + [1] * 16), (2, [300] + [2] * 8), (4, [300, 8, 8]), (3, [300, 3, 5, 8])):
         other = ThreadPool(workers)
-        feed = Feed(make(other, "16bit"), 6, 316)
+        feed = Feed(make(other, "16bit"), 6, 316, sinks=sinks)
         for cut in cuts:
             feed.run(cut)
         outs.append(feed.out)
@@ -121,7 +142,7 @@ def test_a_prompt_cut_by_turns_gives_the_same_bits(pool):
        pages=st.one_of(st.none(), st.integers(1, 3)))
 def test_pieces_cover_the_prompt_and_end_on_pages(held, more, chunk, sink, pages):
     shape = CacheShape(4096, sink=sink, chunk=chunk * PAGE)
-    cache = KVCache([], codec("32bit"), Keep(), shape, codec("32bit").layout(1, 8))
+    cache = KVCache([], [], Keep(), shape, codec("32bit").layout(1, 8))
     cache.n = held
     pieces = list(cache.pieces(more, pages))
     assert sum(pieces) == more and all(0 < piece <= (pages or chunk) * PAGE for piece in pieces)
@@ -182,10 +203,10 @@ def test_sealed_records_carry_header_and_checksum(pool):
     assert header.crc32 == zlib.crc32(body)
     keys = body[: layout.side_nbytes].view(np.float16).reshape(layout.head_dim, PAGE).T
     assert np.array_equal(keys, feed.k[16 + PAGE : 16 + 2 * PAGE, layout.head_dim :].astype(np.float16))
-    cache.codec.check(page, layout)
+    cache.codecs[0].check(page, layout)
     page[layout.key_offset(1) + 5] ^= 1
     with pytest.raises(ValueError, match="layer 0, head 1, token 144: checksum differs"):
-        cache.codec.check(page, layout)
+        cache.codecs[0].check(page, layout)
 
 
 def test_golden_header_bytes():
@@ -224,16 +245,18 @@ def test_the_byte_count_is_the_memory_in_use(pool):
             rows = np.ones((piece, 48), np.float32)
             cache.layer(layer).attend(np.ones((piece, 144), np.float32), rows, rows)
         cache.commit()
-    fixed, per_page = cache_nbytes(3, cache.layout, shape)
-    assert cache.allocated_nbytes == fixed + cache.sealed * per_page
+    fixed, per_page = cache_nbytes(cache.codecs, cache.layout, shape)
+    assert cache.sealed == 3 and cache.exact_tokens == 600 - 3 * PAGE
+    slots = 3  # sinks, and two pages of exact tokens
+    assert cache.allocated_nbytes == slots * fixed // shape.slots + cache.sealed * per_page
     assert cache.bits_per_value == pytest.approx(8 * cache.allocated_nbytes / (2 * 48 * 3 * 600))
     assert cache.packed_bits == 8 * cache.layout.layer_page_nbytes / (2 * PAGE * 48) >= 16
 
 
 def test_unknown_kv_is_refused_with_what_exists():
-    with pytest.raises(UsageError, match="--kv 4bit is not in this version") as caught:
-        codec("4bit")
-    assert caught.value.hint == "use --kv 32bit or 16bit"
+    with pytest.raises(UsageError, match="--kv 7bit is not known") as caught:
+        codec("7bit")
+    assert "32bit, 16bit, 8bit" in caught.value.hint and "k8v4" in caught.value.hint
 
 
 def test_a_step_of_one_token_keeps_the_arrays_of_the_last_within_a_page(pool):

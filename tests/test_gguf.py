@@ -15,14 +15,14 @@ from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.gguf import BLOCKS
-from effllm.quant.imports.gguf import DECODERS, dequantize
+from effllm.quant.imports.gguf import DECODERS, KEPT, dequantize
 from effllm.quant.weight import Weight
 from effllm.runtime.config import read_config
 from effllm.runtime.container import read_container
 from effllm.runtime.convert import Converted, ConvertOptions, convert, recipe_of
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
-from effllm.runtime.gguf.store import MULTIPLIED, open_gguf_store
+from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 
@@ -93,7 +93,7 @@ def test_fable_answers_as_the_folder_with_the_same_weights(tmp_path: Path, kind:
     np.testing.assert_array_equal(logits(path), logits(folder_of(meant, FABLE, tmp_path / "folder", dtype)))
 
 
-@pytest.mark.parametrize("kind", [*MULTIPLIED])
+@pytest.mark.parametrize("kind", [*KEPT])
 def test_blocks_that_run_as_codes_lose_nothing(tmp_path: Path, kind: str) -> None:
     """The blob that kernels read means what the file means, to the last bit; rows of heads, and a last row block that is not full."""
     source = small(tmp_path / "source", "llama", vocab_size=101, head_dim=24, hidden_size=96)
@@ -101,12 +101,12 @@ def test_blocks_that_run_as_codes_lose_nothing(tmp_path: Path, kind: str) -> Non
     with open_gguf_store(tmp_path / "m.gguf", low_bit=True) as store:
         assert len(store.container.tensors) == sum(values.ndim == 2 for values in meant.values())
         for name, stored in store.container.tensors.items():
-            assert stored.spec == MULTIPLIED[kind]
+            assert stored.spec == KEPT[kind]
             weight = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[name]))
             np.testing.assert_array_equal(weight.to_f32(), meant[name])
 
 
-@pytest.mark.parametrize("kind", [*MULTIPLIED])
+@pytest.mark.parametrize("kind", [*KEPT])
 def test_fable_runs_from_codes(tmp_path: Path, kind: str) -> None:
     """With float32 activations the logits are those of the same weights as floats; int8 activations move them a little."""
     path = tmp_path / "fable.gguf"

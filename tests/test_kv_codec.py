@@ -15,7 +15,7 @@ from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 
 SIZES = (64, 80, 96, 128, 256)
-GOLDEN = {8: 2078481202, 6: 1474981683, 5: 197337316, 4: 3232735443, 3: 2814351482, 2: 1063566583}
+GOLDEN = {8: 2078481202, 6: 1474981683, 5: 197337316, 4: 3232735443, 3: 2814351482, 2: 1063566583, 1: 1053105688}
 
 
 def page(heads: int, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -92,7 +92,7 @@ def test_a_record_gives_back_what_its_bits_allow(size: int, bits_k: int, bits_v:
     assert (header.layer, header.head, header.first_token, header.count) == (3, heads - 1, 64, PAGE)
     assert (header.bits_k, header.bits_v) == (bits_k, bits_v)
     back_k, back_v = decode(records, size, basis)
-    worst = {8: -44.5, 6: -33, 5: -27.5, 4: -22, 3: -16, 2: -9.8}
+    worst = {8: -44.5, 6: -33, 5: -27.5, 4: -22, 3: -16, 2: -9.8, 1: -3.5}
     assert decibels(back_k, k) < worst[bits_k]
     assert decibels(back_v, v) < worst[bits_v]
 

@@ -24,7 +24,7 @@ def layer(heads: int = 4, kv_heads: int = 2, seed: int = 0, sharp: float = 1.0) 
 
 
 def output(q: np.ndarray, k: np.ndarray, v: np.ndarray, wo: np.ndarray, reading: Reading, k_packed: np.ndarray,
-           v_packed: np.ndarray) -> np.ndarray:
+           v_packed: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
     """Attention's output [heads, rows, width] where packed keys and values differ, straight from its definition."""
     out = np.empty((len(q), q.shape[1], wo.shape[2]))
     for head in range(len(q)):
@@ -37,8 +37,9 @@ def output(q: np.ndarray, k: np.ndarray, v: np.ndarray, wo: np.ndarray, reading:
             scores = keys[first : position + 1] @ q[head, row] * reading.scale
             if reading.softcap:
                 scores = reading.softcap * np.tanh(scores / reading.softcap)
-            p = np.exp(scores - scores.max())
-            out[head, row] = p @ values[first : position + 1] / p.sum() @ wo[head]
+            p = np.exp(scores)
+            total = p.sum() + (0 if sinks is None else np.exp(sinks[head]))
+            out[head, row] = p @ values[first : position + 1] / total @ wo[head]
     return out
 
 
@@ -47,19 +48,22 @@ def by_rule(strength: np.ndarray, bits: int) -> float:
     return sum(s * s * NOISE[width] for s, width in zip(strength, allocate(strength, bits), strict=True)) / 16
 
 
-@pytest.mark.parametrize("reading", [Reading(0.125), Reading(0.125, window=300), Reading(0.125, softcap=2.0)])
-def test_the_price_of_noise_is_what_noise_does_to_the_output(reading: Reading) -> None:
+@pytest.mark.parametrize(("reading", "sinks"), [
+    (Reading(0.125), None), (Reading(0.125, window=300), None), (Reading(0.125, softcap=2.0), None),
+    (Reading(0.125), np.array([-9, 4, 6, 8], np.float32)),
+])
+def test_the_price_of_noise_is_what_noise_does_to_the_output(reading: Reading, sinks: np.ndarray | None) -> None:
     """Little noise of known moments, added and measured, against the prices."""
     q, k, v, wo = layer()
     moments = Moments(2, SIZE)
-    moments.add(q, k, v, wo @ wo.swapaxes(1, 2), ROWS, reading)
+    moments.add(q, k, v, wo @ wo.swapaxes(1, 2), ROWS, reading, sinks)
     _, price_k, _, price_v = moments.means
-    exact, rng, eps = output(q, k, v, wo, reading, k, v), np.random.default_rng(1), 1e-4
+    exact, rng, eps = output(q, k, v, wo, reading, k, v, sinks), np.random.default_rng(1), 1e-4
     for side, price in ((0, price_k), (1, price_v)):
         found = []
         for _ in range(6):
             noise = rng.standard_normal(k.shape) * eps
-            there = output(q, k, v, wo, reading, *((k + noise, v) if side == 0 else (k, v + noise)))
+            there = output(q, k, v, wo, reading, *((k + noise, v) if side == 0 else (k, v + noise)), sinks)
             found.append(np.square(there - exact).sum(2).mean(1).sum())
         assert np.mean(found) == pytest.approx(eps**2 * np.trace(price, axis1=1, axis2=2).sum(), rel=0.1)
 

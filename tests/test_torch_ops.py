@@ -218,23 +218,25 @@ def paged(side: np.ndarray, starts: list[int], counts: list[int], filler: float)
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 400), st.integers(1, 40), st.sampled_from([(4, 4), (4, 2), (6, 1)]),
        st.sampled_from([16, 64, 128]), st.sampled_from([None, 1, 20, 130]), st.sampled_from([None, 5.0]),
-       st.sampled_from([1, 200, 1 << 25]))
+       st.sampled_from([1, 200, 1 << 25]), st.sampled_from([None, 0.0, 3.0, 200.0]))
 def test_attend_blocks_is_softmax_attention(seed: int, total: int, tokens: int, heads: tuple[int, int], sinks: int, window: int | None,
-                                            softcap: float | None, scores: int) -> None:
+                                            softcap: float | None, scores: int, sink: float | None) -> None:
     """Any cut into pages, any group size, junk (NaN too) where nothing was written: the answer of plain attention over the visible keys."""
     tokens, (query_heads, kv_heads), depth = min(tokens, total), heads, 8
     q = normal(seed, tokens, query_heads, depth) * 2
     k, v = normal(seed + 1, total, kv_heads, depth), normal(seed + 2, total, kv_heads, depth)
     starts = [0, *range(sinks, total, PAGE)] if total > sinks else [0]
     counts = [min(total, end) - start for start, end in zip(starts, [*starts[1:], total])]
+    logits = None if sink is None else normal(seed + 3, query_heads) + np.float32(sink)
     held, attention.SCORES = attention.SCORES, scores
     try:
         ours = attention.attend_blocks(
             *(torch.from_numpy(each) for each in (q, paged(k, starts, counts, np.nan), paged(v, starts, counts, np.nan))),
-            torch.tensor(starts), torch.tensor(counts), torch.arange(total - tokens, total), depth**-0.5, window, softcap)
+            torch.tensor(starts), torch.tensor(counts), torch.arange(total - tokens, total), depth**-0.5, window, softcap,
+            None if logits is None else torch.from_numpy(logits))
     finally:
         attention.SCORES = held
-    theirs = reference.attend(q, k, v, total - tokens, np.arange(total), depth**-0.5, window, softcap)
+    theirs = reference.attend(q, k, v, total - tokens, np.arange(total), depth**-0.5, window, softcap, logits)
     close(ours.numpy(), theirs.reshape(tokens, -1), 5e-6)
 
 

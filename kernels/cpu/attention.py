@@ -5,6 +5,8 @@ query row, with m the block's own maximum, and partials merge in table order. Th
 depend on which thread computed a block or where its bytes live. Two kernels implement it: `attend_few` makes one partial per
 (KV head, block) for decode and `merge_few` merges them; `attend_many` walks the blocks for a tile of queries in prefill.
 
+A head may have a sink: a learned logit that takes part in the softmax without a value. It joins the sum once, after the last block.
+
 Query rows are ordered token-major within a KV head: row = t * group + g.
 """
 
@@ -21,7 +23,8 @@ from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 # Slots of the argument block of the attend kernels.
 Q, OUT, TOKENS, POSITION, BLOCKS, TABLE, HEADS = range(7)  # these change from call to call
 KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(7, 16)
-EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ATTEND_SLOTS = range(16, 22)
+EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE = range(16, 21)
+SINKS, ATTEND_SLOTS = 21, 22  # address of a float32 logit per query head, 0 for none
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
 QUERY_TILE = 32
@@ -143,9 +146,15 @@ def _merge(o, m, l, part, part_m, part_l, depth):
     return top, l * keep + part_l * take
 
 
+@inlined()
+def _with_sink(a, head, m, l):
+    """A row's l once its head's sink, if there is one, has joined. Far above all scores it leaves next to nothing of them."""
+    return l + exp(f32_at(a[SINKS])[head] - m) if a[SINKS] != 0 else l
+
+
 @kernel({"contract"})
 def attend_few(args, worker, counter):
-    """Partials for few tokens. Blocks of work: (KV head, page block).
+    """Partials for few tokens. Blocks of work: (KV head, page block). Without PAGES sealed blocks are left to another kernel.
 
     Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D]; rows in multiples of LOW_ROWS.
     """
@@ -168,6 +177,8 @@ def attend_few(args, worker, counter):
             return
         kv, block = job // blocks, job % blocks
         entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
+        if entry[SEALED] and not a[PAGES]:
+            continue
         first, count = entry[FIRST], entry[COUNT]
         partial = a[PARTIALS] + 4 * job * rows * (depth + 2)
         if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):
@@ -218,6 +229,7 @@ def merge_few(args, worker, counter):
             for block in range(blocks):
                 part = f32_at(a[PARTIALS] + 4 * ((kv * blocks + block) * rows + r) * (depth + 2))
                 m, l = _merge(o, m, l, part, part[depth], part[depth + 1], depth)
+            l = _with_sink(a, kv * group + g, m, l)
             for i in range(depth):
                 o[i] = o[i] / l
 
@@ -281,10 +293,11 @@ def attend_many(args, worker, counter):
                               stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1], depth)
                 stats[2 * r], stats[2 * r + 1] = m, l
         for r in range(rows):
-            target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + kv * group + r % group) * depth)
-            result = f32_at(o + 4 * r * depth)
+            head = kv * group + r % group
+            target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + head) * depth)
+            result, l = f32_at(o + 4 * r * depth), _with_sink(a, head, stats[2 * r], stats[2 * r + 1])
             for i in range(depth):
-                target[i] = result[i] / stats[2 * r + 1]
+                target[i] = result[i] / l
 
 
 def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:

@@ -1,7 +1,7 @@
 """How the CPU backend runs low-bit weights: argument blocks for `packed.py` (up to 16 columns), `gemm.py` (more) and single rows.
 
-Matrices that read the same input are one job whatever their formats; only a gated pair must be of one way (both codebooks, or both with
-groups of half a tile, or neither).
+Matrices that read the same input are one job whatever their formats; only a gated pair must be of one way (`packed.seeds_way`, and
+`gemm.way_of`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..layout import ACTIVATIONS, NORMS
 from ..registry import Call
-from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES, TILE
+from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import Dims, address
 from . import gemm, linear, lut, lut_order, packed, packed_rows
 from .inner_loops import TILE_COLUMNS
@@ -57,8 +57,12 @@ def declines_lookup(call: Call) -> str:
 def one_way(linears: Sequence[Linear]) -> bool:
     """Can a gated pair be one job?"""
     return len({each.weight.spec.scheme if each.weight.spec.is_raw else
-                (each.weight.spec.scheme == "codebook", each.weight.spec.group < TILE, gemm.way_of(each.weight.spec.bits))
+                (packed.seeds_way(each.weight.spec.scheme, each.weight.spec.group), _way_of(each.weight))
                 for each in linears}) == 1
+
+
+def _way_of(weight: Weight) -> int:
+    return gemm.way_of(weight.spec.bits, weight.spec.scheme)
 
 
 def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
@@ -87,7 +91,7 @@ def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Lin
 def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
              act: str) -> None:
     """More columns. Widths that are multiplied differently are packed differently, so they are separate jobs."""
-    ways = [gemm.way_of(each.weight.spec.bits) for each in linears]
+    ways = [_way_of(each.weight) for each in linears]
     for way in dict.fromkeys(ways):
         chosen = [i for i, own in enumerate(ways) if own == way]
         tokens, depth = x.shape

@@ -24,6 +24,7 @@ from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .jobs import Jobs
+from .kv_attention import packed_scratch
 from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -44,7 +45,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
-                  attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide))
+                  attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
+                  packed_scratch(dims.heads, dims.kv_heads, dims.head_dim) if dims.packed_kv else 0)
     blocks = dims.ctx // attention.PAGE + 3
     # y0 takes the queries, and later in a layer a branch on its way to the stream
     return {"x": chunk * dims.hidden, "y0": chunk * max(dims.heads * dims.head_dim, dims.hidden),
@@ -68,8 +70,6 @@ def _native(call: Call) -> str:
 
 def default_registry(only: str | None = None, exact: bool = False) -> Registry:
     """All CPU candidates; `only="reference"` keeps the NumPy ones (to check the others against). `exact`: low-bit weights in float32."""
-    from .pages import LayerPages
-
     never = lambda call: ""  # noqa: E731
     few = lambda accept, most=FEW: lambda call: accept(call) or ("" if call.columns <= most else f"more than {most} columns")  # noqa: E731
     candidates = [
@@ -88,11 +88,19 @@ def default_registry(only: str | None = None, exact: bool = False) -> Registry:
         *(each for op, fast, slow in (("rotate", rows.rotate, rows.rotate_reference), ("activate", rows.gate, rows.gate_reference),
                                       ("add", rows.add, rows.add_reference))
           for each in (Candidate(op, "compiled", _compiled, fast), Candidate(op, "NumPy reference", never, slow, fallback=True))),
-        Candidate("attend", "compiled", _native, LayerPages.compiled),
-        Candidate("attend", "compiled, half by shifts", _compiled, LayerPages.compiled, fallback=True),
-        Candidate("attend", "NumPy reference", never, LayerPages.reference, fallback=True),
+        Candidate("attend", "compiled", _native, _attend_compiled),
+        Candidate("attend", "compiled, half by shifts", _compiled, _attend_compiled, fallback=True),
+        Candidate("attend", "NumPy reference", never, _attend_reference, fallback=True),
     ]
     return Registry([c for c in candidates if only is None or only in c.name])
+
+
+def _attend_compiled(pages: LayerPages, *step: object) -> None:
+    pages.compiled(*step)
+
+
+def _attend_reference(pages: LayerPages, *step: object) -> None:
+    pages.reference(*step)
 
 
 @dataclass(frozen=True)
@@ -229,10 +237,13 @@ class CpuOps(Jobs):
         return known[2]
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
-                 softcap: float | None) -> LayerPages:
-        """Storage of one layer's KV pages over host memory."""
+                 softcap: float | None, codec: object | None = None) -> LayerPages:
+        """Storage of one layer's KV pages over host memory; `codec`, where sealed pages are packed, is what packs them."""
+        from .kv_pages import PackedPages
         from .pages import LayerPages
 
+        if codec is not None and codec.is_packed:
+            return PackedPages(self, layout, exact, sealed, scale, window, softcap, codec)
         return LayerPages(self, layout, exact, sealed, scale, window, softcap)
 
     def close(self) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 from .. import reference
 from ..layout import F32, PageLayout
 from ..registry import Call
+from ..workspace import address
 from . import attention
-from .ops import FEW, SHARE_FROM, CpuOps, address
+from .ops import FEW, SHARE_FROM, CpuOps
 
 
 class Codec(Protocol):
@@ -62,17 +63,19 @@ class LayerPages:
         exact, sealed = self.exact[slot * size : (slot + 1) * size], self.sealed[page * size : (page + 1) * size]
         codec.seal(exact, self.layout, layer, first_token, sealed)
 
-    def attend(self, q: np.ndarray, position: int, blocks: np.ndarray) -> np.ndarray:
-        """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`."""
+    def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+        """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`. `sinks`: a logit per head, float32 `[H]`, as in
+        `reference.attend`; it must stay where it is until the collected jobs have run."""
         out = self.ops.workspace.take("attend", *q.shape)
-        self.choice.run(self, q, position, blocks, out)
+        self.choice.run(self, q, position, blocks, sinks, out)
         return out
 
-    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """The kernels: few tokens one by one, so that a token's bits do not depend on how many came with it; more, tile by tile."""
         ops, block, width = self.ops, self._attend, q.shape[1]
         q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
         heads = width // self.layout.head_dim
+        block[attention.SINKS] = address(sinks)
         if len(q) > FEW:
             block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
             ops.run(attention.attend_many, self._attend_at)
@@ -88,23 +91,26 @@ class LayerPages:
     def _move(self, position: int) -> None:
         self._attend[attention.POSITION] = position
 
-    def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+    def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """Plain softmax over the gathered keys and values."""
         self.ops.flush()
-        layout = self.layout
         keys, values, at = [], [], []
         for sealed, index, first, count in blocks:
-            page = (self.sealed if sealed else self.exact)[index * layout.layer_page_nbytes : (index + 1) * layout.layer_page_nbytes]
-            kind = np.float32 if layout.stored == F32 else np.float16
-            k, v = [], []
-            for head in range(layout.kv_heads):
-                body = page[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
-                k.append(body[0].reshape(layout.head_dim, -1).T[:count])
-                v.append(body[1].reshape(-1, layout.head_dim)[:count])
-            keys.append(np.stack(k, 1))
-            values.append(np.stack(v, 1))
+            k, v = self.sides(sealed, index)
+            keys.append(k[:count])
+            values.append(v[:count])
             at.append(first + np.arange(count))
-        split = q.reshape(len(q), -1, layout.head_dim)
+        split = q.reshape(len(q), -1, self.layout.head_dim)
         result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale,
-                                  self.window, self.softcap)
+                                  self.window, self.softcap, sinks)
         out[:] = result.reshape(out.shape)
+
+    def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V as stored, [PAGE, KVH, D], of a block."""
+        layout = self.layout
+        page = (self.sealed if sealed else self.exact)[index * layout.layer_page_nbytes : (index + 1) * layout.layer_page_nbytes]
+        kind = np.float32 if layout.stored == F32 else np.float16
+        bodies = [page[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
+                  for head in range(layout.kv_heads)]
+        return (np.stack([body[0].reshape(layout.head_dim, -1).T for body in bodies], 1),
+                np.stack([body[1].reshape(-1, layout.head_dim) for body in bodies], 1))

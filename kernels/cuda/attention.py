@@ -14,6 +14,7 @@ import torch
 from ..layout import PAGE
 
 SCORES = 1 << 25  # scores held at once: 128 MiB of float32
+MOST_EXPONENT = 88.0  # of a float32
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # o [P, KVH, R, D], m [P, KVH, R, 1], l [P, KVH, R, 1]
 
@@ -55,10 +56,12 @@ def merge(partial: Partial) -> Partial:
 
 
 def attend_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
-                  positions: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+                  positions: torch.Tensor, scale: float, window: int | None, softcap: float | None,
+                  sinks: torch.Tensor | None = None) -> torch.Tensor:
     """q [T, H, D] at `positions` [T] over pages keys, values [P, KVH, 128, D] that hold `counts` [P] tokens from `first` [P] -> [T, H * D].
 
-    Pages are in position order and may be 16-bit. Rows from a page's count on may hold anything, NaN included.
+    Pages are in position order and may be 16-bit. Rows from a page's count on may hold anything, NaN included. `sinks` [H]: logits that
+    join the softmax after the last page and have no value.
     """
     tokens, heads, depth = q.shape
     kv_heads, group = keys.shape[1], heads // keys.shape[1]
@@ -71,5 +74,8 @@ def attend_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fir
         hidden = hidden_keys(first[page], counts[page], positions, window)
         part = merge(page_partials(rows, keys[page].float(), clean, hidden, scale, softcap))
         merged = part if merged is None else merge(tuple(torch.cat(pair) for pair in zip(merged, part)))
-    o, _, l = merged
+    o, m, l = merged
+    if sinks is not None:
+        of_row = sinks.view(1, kv_heads, 1, group).expand(1, kv_heads, tokens, group).reshape(1, kv_heads, tokens * group, 1)
+        l = l + torch.exp((of_row - m).clamp(max=MOST_EXPONENT))
     return (o / l)[0].unflatten(1, (tokens, group)).permute(1, 0, 2, 3).reshape(tokens, heads * depth)

@@ -64,8 +64,8 @@ class TorchLayerPages:
         codec.seal(self.exact[slot * size : (slot + 1) * size].cpu().numpy(), self.layout, layer, first_token, record)
         self.sealed[page * size : (page + 1) * size] = torch.from_numpy(record).to(self.sealed.device)
 
-    def attend(self, q: torch.Tensor, position: int, blocks: np.ndarray) -> torch.Tensor:
-        """q `[T, H * D]` at positions `position`... over the blocks, in position order -> `[T, H * D]`."""
+    def attend(self, q: torch.Tensor, position: int, blocks: np.ndarray, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """q `[T, H * D]` at positions `position`... over the blocks, in position order -> `[T, H * D]`. `sinks`: logits `[H]`."""
         tokens = len(q)
         seen = blocks[:, FIRST] < position + tokens
         if self.window:
@@ -75,7 +75,7 @@ class TorchLayerPages:
         table = self.upload(blocks)[span]
         keys, values = self._gather(blocks[span, SEALED], table[:, INDEX])
         return attend_blocks(q.unflatten(1, (-1, self.layout.head_dim)), keys, values, table[:, FIRST], table[:, COUNT],
-                             torch.arange(position, position + tokens, device=q.device), self.scale, self.window, self.softcap)
+                             torch.arange(position, position + tokens, device=q.device), self.scale, self.window, self.softcap, sinks)
 
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V, of the blocks in their order: one copy per run of sealed or of exact blocks."""

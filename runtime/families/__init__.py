@@ -4,8 +4,9 @@ A family says which config keys it uses, which tensors it has by role, and how a
 one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
-post_norm come before attention and MLP, `<matrix>_norm` after that matrix. In a mixture router and `experts.<number>.<role>` take the
-place of gate, up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding).
+post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sinks are logits of attention, one a query head. In a mixture
+router and `experts.<number>.<role>` take the place of gate, up and down. Outside the layers: embed, positions (learned ones), norm, head
+(absent where it is the embedding).
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's.
 """
@@ -50,7 +51,7 @@ class LayerWeights:
     """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
 
     A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
-    has neither gate, up nor down.
+    has neither gate, up nor down. `sinks`: float32 [H].
     """
 
     input_norm: Norm
@@ -66,6 +67,7 @@ class LayerWeights:
     down: Linear | None
     o_norm: Norm | None = None
     down_norm: Norm | None = None
+    sinks: object | None = None
     router: Linear | None = None
     experts: tuple[Expert, ...] = ()
 

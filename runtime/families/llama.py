@@ -89,6 +89,6 @@ def attention(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions
     tap("q", layer, q)
     tap("k", layer, k)
     tap("v", layer, v)
-    attended = kv.attend(q, k, v)  # [T, H * head_dim]
+    attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)

@@ -22,9 +22,8 @@ from ...offload.checkpoint import OpenFile, TensorStore, open_regular
 from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...offload.size import format_size
-from ...quant.imports.gguf import DECODERS, decode, dequantize
+from ...quant.imports.gguf import DECODERS, KEPT, dequantize, kept
 from ...quant.pack import put_rows
-from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
@@ -32,7 +31,6 @@ from .architectures import DIVISORS, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 
 RAW = ("F32", "F16", "BF16")
-MULTIPLIED = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block")}
 BLOCK_NBYTES = 4 << 20  # of what one step of a conversion makes
 _LAST: dict[tuple[Path, tuple[int, int]], GgufHeader] = {}  # one header at most
 
@@ -79,7 +77,7 @@ class GgufStore(TensorStore):
             if tensor.name in DIVISORS:
                 continue
             names = own_names(tensor.name, file.found)
-            if names is None:
+            if names is None or beyond(tensor.name, config):
                 raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
                                       "the file is of another kind of model than it says")
             if tensor.type not in DECODERS and tensor.type not in RAW:
@@ -87,8 +85,8 @@ class GgufStore(TensorStore):
                                       f"known: {', '.join((*RAW, *DECODERS))}")
             for name, source in self._parts(tensor, names, config, file.found):
                 self._sources[name] = source
-                if low_bit and tensor.type in MULTIPLIED and len(tensor.shape) == 2:
-                    stored[name] = StoredTensor(name, MULTIPLIED[tensor.type], source.shape, 0)
+                if low_bit and tensor.type in KEPT and len(tensor.shape) == 2:
+                    stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
                     tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), self._path, tensor.offset, stored[name].nbytes)
                     continue
                 dtype = tensor.type if tensor.type in RAW and not source.offset else "F32" if len(tensor.shape) == 1 else wide.upper()
@@ -170,12 +168,12 @@ class GgufStore(TensorStore):
         """Rows [begin, end), `begin` on a row block, into their places in a blob."""
         source = self._sources[name]
         tensor = source.tensor
-        decoded = decode(self._rows(source, begin, end, tensor.row_nbytes), tensor.type)
-        if not np.isfinite(decoded.scales).all():
+        codes = kept(self._rows(source, begin, end, tensor.row_nbytes), tensor.type)
+        halves = codes.scales if codes.supers is None else codes.supers
+        if not np.isfinite(halves.view(np.float16)).all():
             raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with a scale of NaN or infinity",
                                   "the file is damaged: download it again")
-        put_rows(blob, MULTIPLIED[tensor.type], source.shape, begin, decoded.codes.reshape(end - begin, -1),
-                 decoded.scales.reshape(end - begin, -1))
+        put_rows(blob, KEPT[tensor.type], source.shape, begin, codes)
 
     def _fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         source = self._sources[info.name]
@@ -211,6 +209,12 @@ class GgufStore(TensorStore):
         self.read_at(self._path, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
         return raw if order is None else raw[order - first]
 
+
+
+def beyond(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of a layer that the model does not have."""
+    first, _, rest = name.partition(".")
+    return first == "blk" and int(rest.partition(".")[0]) >= config.num_hidden_layers
 
 
 def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:

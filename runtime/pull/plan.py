@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ... import DoesNotFit, ModelNotFound, UsageError
 from ...offload.checkpoint import TensorInfo
-from ...offload.writer import held_nbytes
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
 from .. import families, hub, storage
@@ -25,7 +24,7 @@ from ..container import DTYPES, Container, StoredTensor
 from ..convert_plan import MATRICES
 from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
-from .disk import allocated, check_space, free_nbytes, source_folder
+from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
 from .repository import Repository, companions, describe, named_file, weights
 
@@ -180,8 +179,9 @@ def _with_bits(plan: PullPlan, config: ModelConfig, env: Mapping[str, str]) -> P
     shards = [file.size for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
     if plan.wish.keep:
         return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + result + beside)
-    needed, begun = max(shards, default=0) + result + 2 * beside, held_nbytes(folder) + allocated(source_folder(folder))
-    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - begun), disk_free=free_nbytes(folder))
+    needed = max(shards, default=0) + result + 2 * beside
+    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)),
+                   disk_free=free_nbytes(folder))
 
 
 class ExpectedStore:
