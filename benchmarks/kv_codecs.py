@@ -149,6 +149,16 @@ class Packed:
         return _turned(out, basis.v_inverse)
 
 
+class Exact:
+    """Nothing is packed: what rounding alone costs."""
+
+    def keys(self, layer: int, before: Tensor, turn: Callable) -> Tensor:
+        return turn(before)
+
+    def values(self, layer: int, v: Tensor) -> Tensor:
+        return v
+
+
 def _turned(x: Tensor, matrix: np.ndarray) -> Tensor:
     return x @ torch.from_numpy(np.ascontiguousarray(matrix.swapaxes(1, 2)))[None]
 

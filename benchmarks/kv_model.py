@@ -19,15 +19,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from effllm.quant.kv_price import Moments, Reading
+from effllm.quant.kv_basis import KVBasis
+from effllm.quant.kv_price import Moments, Reading, trials
 from effllm.runtime.config import read_config
+from effllm.runtime.kv_profile import ROWS, Profile
 from effllm.runtime.text import Tokenizer
 from kv_codecs import PAGE
 
 SINKS, WINDOW = 64, 128
 FIRST = SINKS + PAGE + WINDOW  # the first query that sees a packed page
 BATCH = 4  # windows at once
-EVERY = 4  # of the queries that a profile looks at
+TRIED = 4  # windows of a profile on which bits are tried
 
 
 class KV(Protocol):
@@ -39,15 +41,27 @@ class KV(Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """Against the exact cache: KL divergence in nats a token (mean, 99%, 99.9%), its standard error over windows and every window's own,
-    share of changed top tokens."""
+    """Against the exact cache, `[window, token]`: KL divergence in nats, and whether the likeliest next token is another one."""
 
-    kld: float
-    error: float
-    p99: float
-    p999: float
-    flips: float
-    windows: tuple[float, ...]
+    each: np.ndarray
+    flipped: np.ndarray
+
+    @property
+    def kld(self) -> float:
+        return float(self.each.mean(dtype=np.float64))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean, over windows."""
+        return float(self.each.mean(1, dtype=np.float64).std(ddof=1) / len(self.each) ** 0.5)
+
+    @property
+    def flips(self) -> float:
+        return float(self.flipped.mean())
+
+    def below(self, share: float) -> float:
+        """The divergence that `share` of the tokens stay below."""
+        return float(np.quantile(self.each, share))
 
 
 class Model:
@@ -121,25 +135,13 @@ class Harness:
                 self.states.append(x[:, FIRST:].clone())
 
     @torch.inference_mode()
-    def perplexity(self) -> float:
-        losses = []
-        for at, states in enumerate(self.states):
-            ids = self.ids[at * BATCH : (at + 1) * BATCH, FIRST + 1 :, None]
-            losses.append(-self.model.logits(states[:, :-1]).log_softmax(-1).gather(-1, ids).mean())
-        return float(torch.stack(losses).mean().exp())
-
-    @torch.inference_mode()
     def score(self, kv: KV) -> Score:
-        each, flips = [], []
+        each, flipped = [], []
         for at, states in enumerate(self.states):
             there, here = self.model.logits(states).log_softmax(-1), self._logits(kv, at).log_softmax(-1)
-            flips.append((there.argmax(-1) != here.argmax(-1)).float())
-            each.append((there.exp() * (there - here)).sum(-1))
-        kld = torch.cat(each).double()
-        rows, order = kld.mean(1), kld.flatten().sort().values
-        p99, p999 = (float(order[int(share * len(order))]) for share in (0.99, 0.999))
-        return Score(float(kld.mean()), float(rows.std() / len(rows) ** 0.5), p99, p999, float(torch.cat(flips).mean()),
-                     tuple(float(f"{row:.4g}") for row in rows))
+            flipped.append((there.argmax(-1) != here.argmax(-1)).numpy())
+            each.append((there.exp() * (there - here)).sum(-1).numpy())
+        return Score(np.concatenate(each), np.concatenate(flipped))
 
     def _logits(self, kv: KV, at: int) -> Tensor:
         model, ids = self.model, self.ids[at * BATCH : (at + 1) * BATCH]
@@ -213,20 +215,28 @@ def static_mean(model: Model, ids: np.ndarray) -> Tensor:
     return torch.stack([k.mean((0, 2)) for k, _ in kept])
 
 
-def moments(model: Model, ids: np.ndarray) -> list[Moments]:
-    """What `effllm eval kv-profile` records of a text, per layer, by the same code, through this model."""
-    turn, rows = model.turns(0, ids.shape[1]), np.arange(FIRST, ids.shape[1], EVERY)
-    found, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], Reading(model.head_dim**-0.5)
+def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
+    """What `effllm eval kv-profile` records of a text, by the same code but through this model; bits are tried on `tried` windows."""
+    turn, rows = model.turns(0, ids.shape[1]), np.unique(np.linspace(FIRST, ids.shape[1] - 1, ROWS).astype(np.int64))
+    moments, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], Reading(model.head_dim**-0.5)
+    kept: list[list[tuple[np.ndarray, ...]]] = [[] for _ in moments]
     with torch.inference_mode():
-        for window in torch.from_numpy(ids):
+        for number, window in enumerate(torch.from_numpy(ids)):
             x = model.weights["embed_tokens.weight"][window[None]]
             for layer in range(model.layers):
                 q, k, v = model.project(layer, x)
-                q, k = turn(q), turn(k)
+                q, k, w = turn(q), turn(k), model.get(layer, "self_attn.o_proj")
                 o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-                power = (x + o.transpose(1, 2).flatten(2) @ model.get(layer, "self_attn.o_proj").T).square().sum(-1).mean()
-                x = model.finish(layer, x, o)
-                out = model.get(layer, "self_attn.o_proj").unflatten(1, (-1, model.head_dim)).transpose(0, 1)
+                power = (x + o.transpose(1, 2).flatten(2) @ w.T).square().sum(-1).mean()
+                x, out = model.finish(layer, x, o), w.unflatten(1, (-1, model.head_dim)).transpose(0, 1)
                 gram = (out.transpose(1, 2) @ out / power).double().numpy()
-                found[layer].add(q[0, :, rows].numpy(), k[0].numpy(), v[0].numpy(), gram, rows, reading)
-    return found
+                recorded = (q[0, :, rows].numpy(), k[0].numpy(), v[0].numpy(), gram, rows)
+                moments[layer].add(*recorded, reading)
+                if number < tried:
+                    kept[layer].append(recorded)
+    bases = [KVBasis.from_moments(*each.means) for each in moments]
+    costs = []
+    for basis, windows in zip(bases, kept, strict=True):
+        found = [trials(*recorded, reading, basis) for recorded in windows]
+        costs.append(tuple(np.mean(side, 0) for side in zip(*found, strict=True)))
+    return Profile(tuple(bases), tuple(costs), "", ids.size)

@@ -128,7 +128,7 @@ def _by_groups(signal: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.nd
     scale = _power_of_two((power / cost) ** 0.25)
     across = scale[:, :, None] * scale[:, None]
     turn, left = noise_basis(_ridged(signal / across), _ridged(price * across))
-    strength = left.reshape(heads, -1, CHANNELS).sum(-1)
+    strength = left.reshape(heads, -1, CHANNELS).sum(-1).astype(np.float32)
     return (hadamard(size, CHANNELS) @ (_gain(strength) * turn / scale[:, None])).astype(np.float32), strength
 
 

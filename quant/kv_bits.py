@@ -35,6 +35,13 @@ def allocate(strength: Sequence[float], bits: int) -> list[int]:
     return given
 
 
+def side_cost(strength: Sequence[float], bits: int) -> float:
+    """What the noise of one side of a head costs by the rule, 16 channels a group; at the most bits its groups share all noise."""
+    if bits == WIDTHS[-1]:
+        return float(np.sum(strength)) ** 2 / len(strength) * NOISE[bits] / 16
+    return sum(float(each) ** 2 * NOISE[width] for each, width in zip(strength, allocate(strength, bits), strict=True)) / 16
+
+
 def share(costs: Sequence[Sequence[float]], mean: float) -> list[int]:
     """Bits of sides that cost so much at each of `SIDES`, at most `mean` on average: one step after another to where a bit removes the
     most cost. A step may be of several bits, where the first of them alone would not pay."""

@@ -15,7 +15,7 @@ import numpy as np
 from ..kernels.kv_layout import CHANNELS, GROUP_K
 from ..kernels.layout import PAGE
 from .kv_basis import KVBasis
-from .kv_bits import NOISE, SIDES
+from .kv_bits import SIDES, side_cost
 
 MOST_TRIED = 4  # bits of a side: noise of more is small, and falls by its rule
 NARROWED = {1: 0.42, 2: 0.78, 3: 0.92, 4: 0.96}  # a group's range, where few codes serve the middle better
@@ -142,8 +142,9 @@ def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: 
                 moved = np.where(packed, _scores(q[head], k_there, seen, reading)[0], scores)
                 cost_k[at, place] += _power(_softmax(moved, _of(sinks, head)) @ v[at] - there, gram[head])
                 cost_v[at, place] += _power((p * packed) @ v_there, gram[head])
-        for cost in (cost_k[at], cost_v[at]):
-            cost[len(measured) :] = [cost[len(measured) - 1] * NOISE[bits] / NOISE[measured[-1]] for bits in SIDES[len(measured) :]]
+        for cost, strength in ((cost_k[at], basis.strength_k[at]), (cost_v[at], basis.strength_v[at])):
+            last = cost[len(measured) - 1] / side_cost(strength, measured[-1])
+            cost[len(measured) :] = [last * side_cost(strength, bits) for bits in SIDES[len(measured) :]]
     return cost_k, cost_v
 
 

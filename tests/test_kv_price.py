@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from effllm.kernels.layout import PAGE
 from effllm.quant.kv_basis import KVBasis
-from effllm.quant.kv_bits import NOISE, SIDES, allocate, share
+from effllm.quant.kv_bits import SIDES, share, side_cost
 from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_price import Moments, Reading, trials
 
@@ -43,11 +43,6 @@ def output(q: np.ndarray, k: np.ndarray, v: np.ndarray, wo: np.ndarray, reading:
     return out
 
 
-def by_rule(strength: np.ndarray, bits: int) -> float:
-    """What a side costs where noise is small."""
-    return sum(s * s * NOISE[width] for s, width in zip(strength, allocate(strength, bits), strict=True)) / 16
-
-
 @pytest.mark.parametrize(("reading", "sinks"), [
     (Reading(0.125), None), (Reading(0.125, window=300), None), (Reading(0.125, softcap=2.0), None),
     (Reading(0.125), np.array([-9, 4, 6, 8], np.float32)),
@@ -80,7 +75,7 @@ def test_a_basis_keeps_the_unit_of_prices() -> None:
     for there, page, price, strength in zip(back, pages, moments.means[1::2], (basis.strength_k, basis.strength_v), strict=True):
         away = there - page
         cost = np.einsum("htd,hde,hte->h", away, price, away) / PAGE
-        rule = [by_rule(row, 4) for row in strength]
+        rule = [side_cost(row, 4) for row in strength]
         assert cost == pytest.approx(rule, rel=0.4)
 
 
@@ -119,7 +114,7 @@ def test_trials_follow_the_rule_where_noise_is_small_and_leave_it_where_scores_b
         moments.add(q, k, v, gram, ROWS, reading)
         basis = KVBasis.from_moments(*moments.means)
         cost_k, cost_v = trials(q, k, v, gram, ROWS, reading, basis)
-        rule = [[by_rule(row, bits) for bits in SIDES] for row in basis.strength_k]
+        rule = [[side_cost(row, bits) for bits in SIDES] for row in basis.strength_k]
         ratio = cost_k / rule
         assert (np.diff(cost_k) < 0).all()
         assert (np.diff(cost_v) < 0).all()
