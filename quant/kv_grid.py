@@ -26,6 +26,9 @@ TINY = np.float32(2.0**-24)
 OCTAVES = {8: 0.1, 6: 0.2, 5: 0.25, 4: 0.4, 3: 0.6, 2: 0.9, 1: 1.2}
 ZEROS = {8: 0, 6: 1, 5: 1, 4: 2, 3: 2, 2: 3, 1: 3}
 ABOVE = {8: 2, 6: 2, 5: 1, 4: 0, 3: 0, 2: 0, 1: 0}
+# A zero of so many units more and codes of one less are the same values: the earlier of two candidates stays unless the later is better by
+# more than rounding can make it.
+NEARLY = np.float32(1 - 2.0**-12)
 LARGEST = np.float32(2.0**60)  # errors of larger values would overflow
 MANTISSAS = np.array(MANTISSA_BITS, np.uint32).view(np.float32)
 
@@ -96,8 +99,8 @@ def _first(low: np.ndarray, high: np.ndarray, bits: int, octave: int) -> np.ndar
 
 
 def _search(x: np.ndarray, bits: int, octave: int, units: int, ends: tuple, zeros: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """(codes [..., n], exponent [..., 1], zero [..., 1]) of groups [..., n] with the smallest error, the earlier where two are equal.
-    `ends`: of the exponent; `zeros`: of a zero."""
+    """(codes [..., n], exponent [..., 1], zero [..., 1]) of groups [..., n] with the smallest error, the earlier where two are all but
+    equal. `ends`: of the exponent; `zeros`: of a zero."""
     x = np.ascontiguousarray(np.moveaxis(x, -1, 0))  # a group's values far apart: a sum over them adds them in order
     low, high = x.min(0), x.max(0)
     first, middle = _first(low, high, bits, octave), (low + high) * np.float32(0.5)
@@ -113,7 +116,7 @@ def _search(x: np.ndarray, bits: int, octave: int, units: int, ends: tuple, zero
             codes = np.rint(np.clip(away, 0, (1 << bits) - 1))
             other = [_sum(np.square(codes - away)) * (scale * scale), codes.astype(np.uint8), exponent, zero]
             if best:
-                better = other[0] < best[0]
+                better = other[0] < best[0] * NEARLY
                 other = [np.where(better, new, old) for new, old in zip(other, best, strict=True)]
             best = other
     _, codes, exponent, zero = best
