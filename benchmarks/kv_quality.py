@@ -63,12 +63,17 @@ def packed(recorded: Profile, bits: int) -> Packed:
     return Packed(recorded.bases(shared), shared)
 
 
-def compared(codec: Codec, recorded: Profile) -> Iterator[tuple[str, float, KV]]:
+def plain(recorded: Profile, bits: int) -> Packed:
+    """What the program does for a model of the same shape that has no profile."""
+    heads, size = recorded.layers[0].k_scale.shape
+    return Packed([KVBasis.plain(heads, size)] * len(recorded.layers), [[(bits, bits)] * heads] * len(recorded.layers))
+
+
+def compared(recorded: Profile) -> Iterator[tuple[str, float, KV]]:
     """(name, packed bits, format) of what the bars are about."""
     for bits in (4, 3, 2, 8, 5, 6):
-        yield f"effllm {bits}", (one := packed(recorded, bits)).packed_bits, one
-        free = codec.with_stages(bits_k=bits, bits_v=bits)
-        yield f"effllm {bits} without profile", free.packed_bits, free
+        for name, one in ((f"effllm {bits}", packed(recorded, bits)), (f"effllm {bits} without profile", plain(recorded, bits))):
+            yield name, one.packed_bits, one
     peers = [*block_peers(rotated=(True,), refit=(True,)), *group_peers(COMPARED)]
     for peer in peers:
         if not peer.name.startswith("affine"):
@@ -243,7 +248,7 @@ def of_model(arguments: argparse.Namespace, folder: Path, text: str, calibration
     calib = text_windows(folder, calibration, CALIBRATION, arguments.ctx)
     codec, recorded = ours(model, calib, arguments.work / f"profile_{folder.name}.npz")
     ids = text_windows(folder, text, max(arguments.windows, arguments.few), arguments.ctx)
-    yield Section(folder.name, f"{folder.name} {arguments.ctx}", model, ids[: arguments.windows], list(compared(codec, recorded)),
+    yield Section(folder.name, f"{folder.name} {arguments.ctx}", model, ids[: arguments.windows], list(compared(recorded)),
                   bits_table(recorded), bars=True)
     if arguments.few:
         yield Section(f"{folder.name}: other variants, and the record stage by stage", f"{folder.name} {arguments.ctx} few", model,
@@ -259,8 +264,8 @@ def of_twins(arguments: argparse.Namespace, text: str, calibration: str) -> Iter
     (peer,) = block_peers(("q4_0",), (True,), (True,))
     for name, make in {"plain": lambda one: one, **TWINS}.items():
         twin = make(model)
-        codec, recorded = ours(twin, calib, arguments.work / f"profile_{folder.name}_{name}.npz")
-        formats = ("effllm 4", packed(recorded, 4)), ("effllm 4 without profile", codec), (peer.name, peer)
+        _, recorded = ours(twin, calib, arguments.work / f"profile_{folder.name}_{name}.npz")
+        formats = ("effllm 4", packed(recorded, 4)), ("effllm 4 without profile", plain(recorded, 4)), (peer.name, peer)
         yield Section(f"{folder.name}, twin {name}: exact logits differ by {verify(model, twin, ids[:1]):.0e} of their deviation",
                       f"{folder.name} {arguments.ctx} twin {name}", twin, ids, [(label, kv.packed_bits, kv) for label, kv in formats])
 

@@ -38,10 +38,11 @@ class Reading:
 
 class Moments:
     """Sums over windows of text for one layer of H KV heads: second moments [H, D, D] of K (around the mean of 32 tokens: a zero removes
-    the rest) and of V, and what noise in either costs."""
+    the rest) and of V, what noise in either costs, and the power [H, D] of K's channels around their mean over a page."""
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:
         self.k, self.v, self.price_k, self.price_v = np.zeros((4, kv_heads, head_dim, head_dim))
+        self.k_page = np.zeros((kv_heads, head_dim))
         self.windows = 0
 
     def add(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: Reading,
@@ -52,6 +53,8 @@ class Moments:
         whole = k.shape[1] // GROUP_K * GROUP_K
         near = k[:, :whole].reshape(len(k), -1, GROUP_K, k.shape[-1])
         self.k += _moment((near - near.mean(2, keepdims=True)).reshape(len(k), whole, -1))
+        pages = k[:, : k.shape[1] // PAGE * PAGE].reshape(len(k), -1, PAGE, k.shape[-1])
+        self.k_page += pages.var(2).mean(1)
         self.v += _moment(v)
         seen, packed = _visible(rows, k.shape[1], reading)
         for head in range(len(q)):
@@ -62,10 +65,9 @@ class Moments:
         self.windows += 1
 
     @property
-    def means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """K, the price of its noise, V, the price of its noise: what `KVBasis.from_moments` takes."""
-        count = max(1, self.windows)
-        return self.k / count, self.price_k / count, self.v / count, self.price_v / count
+    def means(self) -> tuple[np.ndarray, ...]:
+        """K, the price of its noise, V, the price of its noise, K's power within pages: what `KVBasis.from_moments` takes."""
+        return tuple(total / max(1, self.windows) for total in (self.k, self.price_k, self.v, self.price_v, self.k_page))
 
 
 def _prices(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, seen: np.ndarray, packed: np.ndarray,

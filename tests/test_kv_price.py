@@ -52,7 +52,7 @@ def test_the_price_of_noise_is_what_noise_does_to_the_output(reading: Reading, s
     q, k, v, wo = layer()
     moments = Moments(2, SIZE)
     moments.add(q, k, v, wo @ wo.swapaxes(1, 2), ROWS, reading, sinks)
-    _, price_k, _, price_v = moments.means
+    _, price_k, _, price_v, _ = moments.means
     exact, rng, eps = output(q, k, v, wo, reading, k, v, sinks), np.random.default_rng(1), 1e-4
     for side, price in ((0, price_k), (1, price_v)):
         found = []
@@ -72,7 +72,7 @@ def test_a_basis_keeps_the_unit_of_prices() -> None:
     basis = KVBasis.from_moments(*moments.means)
     pages = [x[:, 64 : 64 + PAGE] for x in (k, v)]
     back = decode(encode(*pages, 4, 4, basis), SIZE, basis)
-    for there, page, price, strength in zip(back, pages, moments.means[1::2], (basis.strength_k, basis.strength_v), strict=True):
+    for there, page, price, strength in zip(back, pages, moments.means[1:4:2], (basis.strength_k, basis.strength_v), strict=True):
         away = there - page
         cost = np.einsum("htd,hde,hte->h", away, price, away) / PAGE
         rule = [side_cost(row, 4) for row in strength]
