@@ -114,6 +114,9 @@ class ImportedStore(TensorStore):
             return columns * 8, rows
         return (rows, columns) if self._method == "fp8" else (rows, columns * 32 // _packed_bits(self._section))
 
+    def place(self, info: TensorInfo) -> int | None:
+        return None if info.name in self._parts else info.offset
+
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         if info.name not in self._parts:
             return super().read(info, row_begin, row_end)
