@@ -62,7 +62,7 @@ def command_status(shell: pexpect.spawn) -> int:
 def shown(raw: str) -> Text:
     """What a terminal shows in the end: of a line that was redrawn, the last state; no codes but colours."""
     lines = []
-    for line in raw.replace(PROMPT, "$ ").replace("\r\n", "\n").rstrip("$ \n").split("\n"):
+    for line in raw.replace(PROMPT, "$ ").replace("\r\n", "\n").split("\n")[:-1]:  # the last is a prompt at which nothing was typed
         last = re.sub(r"\x1b\[[0-9;]*[A-HJ-KSTfhl]", "\r", line).rsplit("\r", 1)[-1]
         lines.append(last)
     return Text.from_ansi("\n".join(lines))
@@ -72,7 +72,7 @@ def svg(text: Text, title: str) -> str:
     """The picture; fonts are those of whoever looks at it."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor", legacy_windows=False)
     console.print(text, soft_wrap=False)
-    form = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    form = re.sub(r"\s*@font-face \{\{.*?\}\}|https://www\.textualize\.io", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title=title, code_format=form.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace"))
 
 
