@@ -20,16 +20,19 @@ from ..offload import hardware
 from .engine import Engine
 from .events import Done, Event, Notice, Stats, TextDelta
 from .sampler import Sampler, SamplerSettings
-from .stream_filters import StopStrings, ThinkFilter
+from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
 from .template import TemplateRefused
 from .text import Tokenizer
 from .whole_file import write_whole
 
 SESSION_FORMAT, SESSION_VERSION = "effllm-session", 1
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
+ANSWER_CHANNEL = "<|channel|>final<|message|>"
+EFFORTS = {"on": "high", "off": "low"}  # what templates of the harmony format know instead of a switch
 NO_TEMPLATE = "this is a base model without a chat template: it continues the text as it stands"
 NO_SYSTEM_ROLE = "this model's chat template has no system role: the system prompt goes in front of the first message"
 Message = dict[str, str]
+Reasoning = ThinkFilter | ChannelFilter
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Answered:
     system: str | None
     ids: list[int]
     prompt: int
-    think: ThinkFilter | None
+    think: Reasoning | None
 
 
 class Session:
@@ -127,7 +130,7 @@ class Session:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         self._cancelled = False
         ids = self.tokenizer.encode(text)
-        yield from self._answer(ids, "", self._reasoning(ids))
+        yield from self._answer(ids, "", self.tokenizer.reasoning(ids))
 
     def regenerate(self) -> Iterator[Event]:
         """Answer the last user message again; the random state goes on, so the answer may differ."""
@@ -192,7 +195,7 @@ class Session:
         self._cancelled = False
         prompt = self._prompt()
         if said and not resumed:  # an answer goes on behind its reasoning, also where the template opens one
-            closing = "</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
+            closing = "</think>\n\n" if prompt.rstrip().endswith("<think>") else ANSWER_CHANNEL if self.tokenizer.channels else ""
             prompt += closing + said
         if self.raw and not self._said_raw:
             self._said_raw = True
@@ -202,7 +205,7 @@ class Session:
             yield Notice(NO_SYSTEM_ROLE)
         ids = resumed.ids if resumed else self._encode(prompt)
         first = resumed.prompt if resumed else len(ids)
-        think, self._answered = copy.copy(resumed.think) if resumed else self._reasoning(ids), None
+        think, self._answered = copy.copy(resumed.think) if resumed else self.tokenizer.reasoning(ids), None
         text, exact, think = yield from self._answer(ids, said, think, self.messages, resumed is not None)
         made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
         answer = text if resumed else text[len(said) :]
@@ -210,9 +213,6 @@ class Session:
         if self.messages[-1]["role"] == "assistant":
             self._counted = list(self.messages), self.system, len(self.engine.tokens)
             self._answered = Answered(list(self.messages), self.system, ids[:first] + made, first, think) if exact else None
-
-    def _reasoning(self, ids: list[int]) -> ThinkFilter | None:
-        return ThinkFilter(started=self.tokenizer.opens_thinking(ids)) if self.tokenizer.thinks else None
 
     def _encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its
@@ -230,6 +230,8 @@ class Session:
         if self.raw:
             return "".join([self.system or "", *(message["content"] for message in self.messages)])
         thinking = {} if self.think == "auto" else {"enable_thinking": self.think == "on"}
+        if thinking and self.tokenizer.channels:
+            thinking = {"reasoning_effort": EFFORTS[self.think]}
         render = partial(self.tokenizer.render_chat, add_generation_prompt=reply, **thinking)
         if not self.system:
             return render(self.messages)
@@ -247,8 +249,8 @@ class Session:
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, ids: list[int], said: str, think: ThinkFilter | None, history: list[Message] | None = None,
-                inside: bool = False) -> Generator[Event, None, tuple[str, bool, ThinkFilter | None]]:
+    def _answer(self, ids: list[int], said: str, think: Reasoning | None, history: list[Message] | None = None,
+                inside: bool = False) -> Generator[Event, None, tuple[str, bool, Reasoning | None]]:
         """Run the prompt and stream the answer; `inside`: the prompt ends in the midst of it. However it ends, what was said goes into
         `history`. Returns its text, whether its tokens say just that, and `think` as it stood at the last of them."""
         engine = self.engine
