@@ -3,12 +3,12 @@
 A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
 
     codes    [N/16 blocks][K/32 tiles][tile]
-    scales   (the other formats' codes of eight bits are what they multiply by)
+    scales   (the other formats' codes of eight bits are what they multiply by; mxfp: the exponent of a power of two, as in a float32)
              codebook: [N/16][K/32][16 bytes], the even group's code in the low nibble      else: [N/16][K/group][16 bytes]
              block: [N/16][K/32][16 half-precision floats]
     zeros    affine only: [N/16][K/group][16 bytes]
     rows     bfloat16 [N], a scale per row
-    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by
+    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by; mxfp: levels alone
     sparse   with outliers: uint32 starts[N/16 + 1], uint32 places[m] (row in block << 28 | column), bfloat16 values[m]
 
 A tile is 16 rows x 32 inputs, as bit planes one after the other: 3 bits are planes of 2 + 1, 5 of 4 + 1, 6 of 4 + 2, low bits first.
@@ -27,10 +27,12 @@ from .layout import align
 ROWS, TILE = 16, 32  # rows of a block, inputs of a tile
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 CODEBOOK, AFFINE, SYMMETRIC, TERNARY, BLOCK = range(5)
-SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK}
+MXFP = 7
+SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "mxfp": MXFP}
 SCHEME_SHIFT, SCHEME_MASK = 3, 7  # a kernel gets bits << SCHEME_SHIFT | scheme
 CODEBOOK_GROUP, CODEBOOK_SCALES = 16, 16  # a group's inputs; scale codes, four bits each
 LEVELS_NBYTES = STEPS_NBYTES = 16
+LEVEL_SHIFT = 64  # what kernels add to a level, so that it is unsigned
 MOST_STEP, MOST_LEVEL = 127, 64  # so that a group's sum times its step, over a tile, stays within 32 bits
 MOST_COLUMNS = 1 << 28  # of a weight with outliers: what a place can name
 
@@ -78,7 +80,7 @@ def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outlier
         at += align(blocks * (depth // group) * ROWS)
     row_scales = at
     at += align(2 * rows)
-    if scheme == "codebook":
+    if scheme in ("codebook", "mxfp"):
         tables = at
         at += align(LEVELS_NBYTES + STEPS_NBYTES)
     if outliers:

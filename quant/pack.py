@@ -7,6 +7,7 @@ import numpy as np
 from ..kernels.layout import align
 from ..kernels.tiles import CODEBOOK_SCALES, LEVELS_NBYTES, PLANES, ROWS, STEPS_NBYTES, TILE, tile_nbytes
 from .codes import Codes, Sparse
+from .levels import MXFP
 from .spec import QuantSpec
 from .weight import from_f32, to_f32
 
@@ -30,8 +31,9 @@ def pack(codes: Codes, spec: QuantSpec) -> np.ndarray:
     if spec.scheme == "affine":
         _put(blob, at.zeros, _by_block(_pad(codes.zeros, rows, groups)))
     _put(blob, at.row_scales, from_f32(np.concatenate([codes.rows, np.zeros(rows - shape[0], np.float32)]), "bf16").view(np.uint8))
-    if spec.scheme == "codebook":
-        _put(blob, at.tables, np.concatenate([np.resize(codes.levels, LEVELS_NBYTES).view(np.uint8), codes.steps]))
+    if codes.levels is not None:
+        steps = np.zeros(STEPS_NBYTES, np.uint8) if codes.steps is None else codes.steps
+        _put(blob, at.tables, np.concatenate([np.resize(codes.levels, LEVELS_NBYTES).view(np.uint8), steps]))
     if at.sparse >= 0:
         none = np.zeros(0, np.uint32)
         _put(blob, at.sparse, pack_sparse(codes.sparse or Sparse(none, none, none.view(np.float32)), rows // ROWS))
@@ -54,6 +56,18 @@ def put_rows(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: i
         _put(blob, start + begin // ROWS * step, part)
 
 
+def put_exponent_rows(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, codes: np.ndarray, scales: np.ndarray) -> None:
+    """`put_rows` for mxfp: codes uint8 [n, K] and scales uint8 [n, K / 32] as they are."""
+    at, rows = spec.sections(shape), align(len(codes), ROWS)
+    for start, step, part in (
+        (at.codes, at.depth // TILE * tile_nbytes(spec.bits), pack_tiles(_pad(codes, rows, at.depth), spec.bits)),
+        (at.scales, at.depth // spec.group * ROWS, _by_block(_pad(scales, rows, at.depth // spec.group))),
+        (at.row_scales, 2 * ROWS, from_f32(np.repeat(np.float32([0.5, 0]), [len(codes), rows - len(codes)]), "bf16").view(np.uint8)),
+    ):
+        _put(blob, start + begin // ROWS * step, part)
+    _put(blob, at.tables, MXFP.view(np.uint8))
+
+
 def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
     """The arrays of a blob, padding dropped. Raises ValueError when the blob's size is not the shape's."""
     at = spec.sections(shape)
@@ -74,7 +88,7 @@ def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
     rows = to_f32(blob[at.row_scales : at.row_scales + 2 * n].view(np.uint16), "bf16")
     tables = blob[at.tables : at.tables + LEVELS_NBYTES + STEPS_NBYTES] if at.tables >= 0 else None
     levels = None if tables is None else tables[: 1 << spec.bits].view(np.int8).copy()
-    steps = None if tables is None else tables[LEVELS_NBYTES:].copy()
+    steps = tables[LEVELS_NBYTES:].copy() if spec.scheme == "codebook" else None
     sparse = _unpack_sparse(blob[at.sparse :], blocks, at.sparse_count) if at.sparse >= 0 else None
     return Codes(np.ascontiguousarray(codes[:n, :k]), np.ascontiguousarray(scales), by_group(at.zeros) if at.zeros >= 0 else None, rows,
                  levels, steps, sparse)
@@ -121,13 +135,14 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
         raise ValueError(f"scales {codes.scales.shape} and rows {codes.rows.shape} for {spec} of shape {(n, k)}")
     if (codes.scales.dtype == np.uint16) != (spec.scheme == "block"):
         raise ValueError(f"scales of {codes.scales.dtype} for {spec}")
-    if (codes.zeros is None) != (spec.scheme != "affine") or (codes.levels is None) != (spec.scheme != "codebook") or (
-            codes.steps is None) != (codes.levels is None):
+    if (codes.zeros is None) != (spec.scheme != "affine") or (codes.levels is None) != (spec.scheme not in ("codebook", "mxfp")) or (
+            codes.steps is None) != (spec.scheme != "codebook"):
         raise ValueError(f"zeros belong to affine, levels and steps to codebook weights, not to {spec}")
     if codes.zeros is not None and codes.zeros.shape != (n, groups):
         raise ValueError(f"zeros {codes.zeros.shape} for {spec} of shape {(n, k)}")
-    if codes.levels is not None and (codes.levels.shape != (1 << spec.bits,) or codes.steps.shape != (STEPS_NBYTES,)):
-        raise ValueError(f"tables of {codes.levels.size} levels and {codes.steps.size} steps for {spec}")
+    for name, table, size in (("levels", codes.levels, 1 << spec.bits), ("steps", codes.steps, STEPS_NBYTES)):
+        if table is not None and table.shape != (size,):
+            raise ValueError(f"tables of {table.size} {name} for {spec}, expected {size}")
     if codes.codes.size and int(codes.codes.max()) > (2 if spec.scheme == "ternary" else (1 << spec.bits) - 1):
         raise ValueError(f"code {codes.codes.max()} does not fit {spec}")
     if spec.scheme == "codebook" and codes.scales.size and int(codes.scales.max()) >= CODEBOOK_SCALES:

@@ -7,6 +7,7 @@ Raw schemes keep the type of the checkpoint. A low-bit weight is w[n, k] = row[n
     symmetric   v = code - 2**(bits - 1); scales of 8 bits
     ternary     v = code - 1 of a code 0, 1, 2 kept in two bits; scales of 8 bits
     block       v = code - 2**(bits - 1); scales are half-precision floats, rows have none (1): what GGUF's plain blocks are, exactly
+    mxfp        v = levels[code], f = 2**(scale - 127), rows are 1/2: MXFP4, exactly, its levels doubled
 
 `outliers` is the share of weights that are corrected beside the base. `kernels/tiles.py` says how the bytes lie.
 """
@@ -23,13 +24,13 @@ from ..kernels import tiles
 
 RAW_BITS = {"f32": 32, "f16": 16, "bf16": 16}
 GROUPS = {"codebook": (16,), "affine": (32, 64, 128), "symmetric": (16, 32, 64, 128), "ternary": (32, 64, 128),
-          "block": (32,)}
+          "block": (32,), "mxfp": (32,)}
 BITS = {"codebook": (4, 3, 2), "affine": (8, 6, 5, 4, 3, 2), "symmetric": (8, 6, 5, 4, 3, 2), "ternary": (2,),
-        "block": (8, 5, 4)}
+        "block": (8, 5, 4), "mxfp": (4,)}
 # What a person gets who names only a width.
 DEFAULTS = {"8bit": "symmetric8:32", "6bit": "symmetric6:32", "5bit": "symmetric5:32", "4bit": "codebook4:16", "3bit": "codebook3:16",
             "2bit": "codebook2:16", "ternary": "ternary:64"}
-TEXT = re.compile(r"(codebook|affine|symmetric|block)([2-8]):(\d{2,3})|(ternary):(\d{2,3})")
+TEXT = re.compile(r"(codebook|affine|symmetric|block|mxfp)([2-8]):(\d{2,3})|(ternary):(\d{2,3})")
 OUTLIERS = re.compile(r"(.+)\+(0?\.\d+|\d+(?:\.\d+)?%)")
 MOST_OUTLIERS = 0.05
 

@@ -73,8 +73,9 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         methods.get(self.method)
-        if given := [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if spec.scheme == "block"]:
-            raise UsageError(f"{given[0]} is how blocks of GGUF files run, nothing is quantized to it", "effllm export writes such files")
+        if given := [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if spec.scheme in ("block", "mxfp")]:
+            whose = "blocks of GGUF files run" if given[0].scheme == "block" else "MXFP4 checkpoints run"
+            raise UsageError(f"{given[0]} is how {whose}, nothing is quantized to it", "--bits 4 quantizes to our own format")
         if self.target is not None and any(spec.outliers for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules))):
             raise UsageError("--target chooses among formats without outliers", "leave one of the two away, or another --method")
         if self.calibration_tokens < LEAST:
@@ -121,7 +122,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
     later), EffllmError naming the tensor that holds NaN or infinity.
     """
     out = Path(os.path.abspath(out))
-    plan = plan_conversion(folder, options.recipe)
+    plan = plan_conversion(folder, options.recipe, options.target is None)
     with plan.store:
         check_target(out, options.replace)
         ids = calibration(plan, options)

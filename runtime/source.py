@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .. import EffllmError, UsageError
@@ -13,30 +13,36 @@ from .config_reader import read_json
 from .container import FILE, Container, read_container
 
 
-def open_store(path: Path, wide: str = "f16") -> TensorStore:
-    """The weights of a model as raw values; blocks of a GGUF file become `wide`, f16 or f32. Raises CheckpointError, ModelNotFound."""
+def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None) -> TensorStore:
+    """The weights of a model as raw values; blocks of a GGUF file become `wide`, f16 or f32. With `low_bit` what kernels multiply stays
+    codes, and the store has a `container` that lists it; of a folder, where `kept` is given, what it says of the tensor's name.
+
+    Raises CheckpointError, ModelNotFound.
+    """
     if is_gguf(path):
         from .gguf.store import open_gguf_store
 
-        return open_gguf_store(path, wide)
+        return open_gguf_store(path, wide, low_bit)
     store = TensorStore.open(path)
-    section = None if os.path.exists(path / FILE) else quantization_of(path)
-    if section is None:
-        return store
-    from .imported import ImportedStore
-
     try:
-        return ImportedStore(store, section, wide)
+        return store if os.path.exists(path / FILE) else _rearranged(store, read_json(path / "config.json"), wide,
+                                                                            kept or (lambda name: low_bit))
     except BaseException:
         store.close()
         raise
 
 
-def quantization_of(path: Path) -> Mapping[str, object] | None:
-    """The `quantization_config` of a folder, where its config has one; it has been judged when the config was read."""
-    raw = read_json(path / "config.json")
-    section = raw.get("quantization_config")
-    return section if isinstance(section, dict) else None
+def _rearranged(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Callable[[str], bool]) -> TensorStore:
+    """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
+    if raw.get("model_type") == "gpt_oss":
+        from .expert_store import ExpertStore
+
+        return ExpertStore(store, kept)
+    if isinstance(section := raw.get("quantization_config"), dict):
+        from .imported import ImportedStore
+
+        return ImportedStore(store, section, wide)
+    return store
 
 
 def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Container | None]:
@@ -44,25 +50,28 @@ def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Contain
 
     Raises CheckpointError, ModelNotFound.
     """
-    if not is_gguf(path):
-        container = read_container(path)
-        return open_store(path), container
-    from .gguf.store import open_gguf_store
-
-    store = open_gguf_store(path, low_bit=low_bit)
-    return store, store.container
+    store, container = open_store(path, low_bit=low_bit), None if is_gguf(path) else read_container(path)
+    return store, container or getattr(store, "container", None)
 
 
 def is_low_bit(path: Path, low_bit: bool = True) -> bool:
     """Whether `open_weights` will find low-bit weights, whatever else may be wrong with the model."""
     if not is_gguf(path):
-        return os.path.exists(path / FILE)
+        return os.path.exists(path / FILE) or low_bit and _holds_mxfp4(path)
     from .gguf.store import MULTIPLIED, read_header
 
     try:
         return low_bit and any(tensor.type in MULTIPLIED for tensor in read_header(path).tensors.values())
     except EffllmError:
         return False
+
+
+def _holds_mxfp4(path: Path) -> bool:
+    try:
+        section = read_json(path / "config.json").get("quantization_config")
+    except EffllmError:
+        return False
+    return isinstance(section, dict) and section.get("quant_method") == "mxfp4"
 
 
 def settings_of(path: Path) -> dict[str, object] | None:
@@ -85,5 +94,9 @@ def folder_files(path: Path) -> dict[str, str]:
 
 def check_mapping(path: Path | None) -> None:
     """Raises UsageError for weights that cannot be mapped from their file."""
+    if path is not None and not is_gguf(path) and not os.path.exists(path / FILE):
+        raw = read_json(path / "config.json")
+        if raw.get("model_type") == "gpt_oss" or isinstance(raw.get("quantization_config"), dict):
+            raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave --load away")
     if path is not None and is_gguf(path):
         raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave --load away")

@@ -31,13 +31,15 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     if spec.scheme == "block":  # either sign, over the sizes that weights have, subnormal ones and zero with `every_scale`
         powers = rng.integers(-24 if every_scale else -4, 4, scales.shape)
         scales = (np.ldexp(rng.standard_normal(scales.shape, np.float32), powers)).astype(np.float16).view(np.uint16)
+    if spec.scheme == "mxfp":
+        scales = rng.integers(0 if every_scale else 120, 200 if every_scale else 128, scales.shape, np.uint8)
     zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if spec.scheme == "affine" else None
     count = round(rows * depth * spec.outliers)
     places = np.sort(rng.choice(rows * depth, count, replace=False))
     sparse = Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32), bf16(rng.standard_normal(count, np.float32)))
     return Codes(codes=rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8),
                  scales=scales, zeros=zeros, rows=bf16(rng.standard_normal(rows, np.float32) / 256),
-                 levels=np.sort(rng.integers(-64, 64, 1 << spec.bits)).astype(np.int8) if book else None,
+                 levels=np.sort(rng.integers(-64, 64, 1 << spec.bits)).astype(np.int8) if book or spec.scheme == "mxfp" else None,
                  steps=np.sort(rng.integers(1, 128, 16)).astype(np.uint8) if book else None, sparse=sparse if spec.outliers else None)
 
 
@@ -64,7 +66,7 @@ def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = 
 def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
     """The definition for more columns."""
     parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
-    if spec.bits > 4:
+    if spec.bits > 4 or spec.scheme == "mxfp":
         return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias)
     most, shift = _range(codes, spec)
     return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias)

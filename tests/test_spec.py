@@ -92,8 +92,8 @@ def test_nbytes_is_the_size_of_what_is_packed(text):
 def test_bits_per_weight_are_the_codes_and_a_share_of_the_group(text):
     """Counted from the description of the format, not from the layout: a shape that nothing pads, so large that alignment is nothing."""
     spec, shape = QuantSpec.parse(text), (4096, 8192)
-    per_group = {"codebook": 4, "affine": 16, "symmetric": 8, "ternary": 8, "block": 16}[spec.scheme]
-    tables = 64 if spec.scheme == "codebook" else 0
+    per_group = {"codebook": 4, "affine": 16, "symmetric": 8, "ternary": 8, "block": 16, "mxfp": 8}[spec.scheme]
+    tables = 64 if spec.scheme in ("codebook", "mxfp") else 0
     assert spec.nbytes(shape) == 4096 * 8192 * spec.bits // 8 + 4096 * 8192 // spec.group * per_group // 8 + 2 * 4096 + tables
 
 
@@ -111,7 +111,7 @@ def test_sections_follow_one_another_on_cache_lines(text):
         assert starts == sorted(set(starts)) and all(start % 64 == 0 for start in [*starts, at.nbytes])
         assert at.rows % 16 == 0 and 0 <= at.rows - shape[0] < 16
         assert at.depth % max(32, spec.group) == 0 and 0 <= at.depth - shape[1] < max(32, spec.group)
-        assert (at.zeros >= 0) == (spec.scheme == "affine") and (at.tables >= 0) == (spec.scheme == "codebook")
+        assert (at.zeros >= 0) == (spec.scheme == "affine") and (at.tables >= 0) == (spec.scheme in ("codebook", "mxfp"))
         assert at.sparse_count == round(shape[0] * shape[1] * spec.outliers)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from numba import float32, int32, int64, uint32
 
 from ..compile import inlined
-from ..tiles import AFFINE, BLOCK, CODEBOOK, TERNARY, TILE
+from ..tiles import AFFINE, BLOCK, CODEBOOK, LEVEL_SHIFT, MXFP, TERNARY, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .gemm_expand import (
-    LEVEL_SHIFT,
     block_factors,
     codebook_factors,
     codes_of,
+    exponent_factors,
     floats_of,
     largest_block,
     largest_linear,
@@ -169,7 +169,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
     if scheme != AFFINE:
-        shift = LEVEL_SHIFT if scheme == CODEBOOK else _constant_zero(a, matrix)
+        shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
         _fill(zeros, shift)
         shifts = i32_at(scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4)
         for i in range(STRIPE):
@@ -190,6 +190,9 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                 else:
                     plain_codebook(codes, tables, out)
                     codebook_factors(scales, tables, factors, factors + 4 * STRIPE)
+            elif scheme == MXFP:  # never scaled: powers of two span more than a row's int8 would hold
+                plain_codebook(codes, tables, out)
+                exponent_factors(a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS, 0, factors, 0)
             else:
                 if left == 0:
                     last = tile * TILE // group
@@ -230,13 +233,17 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
     scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
     codes, zeros, factors = scratch, scratch + (ZEROS_AT - TILE_AT), scratch + (TILE_FACTORS_AT - TILE_AT)
     tiles, groups, block = depth // TILE, depth // group, row // TILE_ROWS
-    _fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK else _constant_zero(a, matrix))
+    _fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix))
     for tile in range(start // TILE, (start + span) // TILE):
         at = block * tiles + tile
         _unpack(a, matrix, tiles, block, tile, codes)
         if scheme == CODEBOOK:
             levels_of(codes, a[matrix + TABLES])
             codebook_factors(a[matrix + SCALES] + at * TILE_ROWS, a[matrix + TABLES], factors, factors + 64)
+        elif scheme == MXFP:
+            levels_of(codes, a[matrix + TABLES])
+            exponent_factors(a[matrix + SCALES] + at * TILE_ROWS, 0, factors, 0)
+            exponent_factors(a[matrix + SCALES] + at * TILE_ROWS, 0, factors + 64, 0)
         else:
             first = block * groups + tile * TILE // group
             if scheme == BLOCK:

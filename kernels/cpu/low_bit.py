@@ -54,10 +54,14 @@ def declines_lookup(call: Call) -> str:
             or ("" if call.looked_up else "the codes lie in the order of dot products"))
 
 
+def _way_of(weight: Weight) -> int:
+    return gemm.way_of(weight.spec.bits, weight.spec.scheme)
+
+
 def one_way(linears: Sequence[Linear]) -> bool:
     """Can a gated pair be one job?"""
     return len({each.weight.spec.scheme if each.weight.spec.is_raw else
-                (each.weight.spec.scheme == "codebook", each.weight.spec.group < TILE, gemm.way_of(each.weight.spec.bits))
+                (each.weight.spec.scheme == "codebook", each.weight.spec.group < TILE, _way_of(each.weight))
                 for each in linears}) == 1
 
 
@@ -87,7 +91,7 @@ def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Lin
 def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
              act: str) -> None:
     """More columns. Widths that are multiplied differently are packed differently, so they are separate jobs."""
-    ways = [gemm.way_of(each.weight.spec.bits) for each in linears]
+    ways = [_way_of(each.weight) for each in linears]
     for way in dict.fromkeys(ways):
         chosen = [i for i, own in enumerate(ways) if own == way]
         tokens, depth = x.shape

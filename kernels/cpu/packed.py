@@ -11,10 +11,9 @@ import numpy as np
 from numba import float32, int64
 
 from ..compile import inlined, kernel
-from ..layout import SILU
-from ..tiles import AFFINE, BLOCK, CODEBOOK, ROWS, SCHEME_MASK, SCHEME_SHIFT, TERNARY, TILE
+from ..tiles import AFFINE, BLOCK, CODEBOOK, LEVEL_SHIFT, MXFP, ROWS, SCHEME_MASK, SCHEME_SHIFT, TERNARY, TILE
 from . import packed_loops as loops
-from .arithmetic import activate, normalise
+from .arithmetic import gate_values, normalise
 from .int8_ir import seed_of
 from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u16_at, u32_at
 from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
@@ -75,11 +74,13 @@ def make_seeds(way, totals, seeds, tiles):
 _book4, _book3, _book2 = (loops.single(bits, loops.CODEBOOK) for bits in (4, 3, 2))
 _plain8, _plain6, _plain5, _plain4, _plain3, _plain2 = (loops.single(bits, loops.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
 _block8, _block5, _block4 = (loops.single(bits, loops.BLOCKS) for bits in (8, 5, 4))
+_exponent4, _expand_exponent4 = loops.single(4, loops.EXPONENTS), loops.expand(4, loops.EXPONENTS)
 _expand_book4, _expand_book3, _expand_book2 = (loops.expand(bits, loops.CODEBOOK) for bits in (4, 3, 2))
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (loops.expand(bits, loops.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
 _four_book, _one_book = (loops.columns(loops.CODEBOOK, count, False) for count in (4, 1))
 _four_plain, _one_plain = (loops.columns(loops.PLAIN, count, True) for count in (4, 1))
 _four_blocks, _one_block = (loops.columns(loops.BLOCKS, count, True) for count in (4, 1))
+_four_exponents, _one_exponents = (loops.columns(loops.EXPONENTS, count, False) for count in (4, 1))
 _four_halves, _one_halves = (loops.columns(loops.HALVES, count, True) for count in (4, 1))
 
 
@@ -93,6 +94,8 @@ def _single(kind, table, tables, x, tiles, shift, zero_shift, out):
             _block5(table, tables, x, tiles, shift, zero_shift, out)
         else:
             _block8(table, tables, x, tiles, shift, zero_shift, out)
+    elif kind & SCHEME_MASK == MXFP:
+        _exponent4(table, tables, x, tiles, shift, zero_shift, out)
     elif kind & SCHEME_MASK == CODEBOOK:
         if bits == 4:
             _book4(table, tables, x, tiles, shift, zero_shift, out)
@@ -124,6 +127,8 @@ def _expand(kind, codes, tables, tiles, out):
             _expand_book3(codes, tables, tiles, out)
         else:
             _expand_book2(codes, tables, tiles, out)
+    elif kind & SCHEME_MASK == MXFP:
+        _expand_exponent4(codes, tables, tiles, out)
     elif bits == 8:
         _expand8(codes, tables, tiles, out)
     elif bits == 6:
@@ -145,6 +150,11 @@ def _columns(kind, four, quads, tables, scales, zeros, x, stride, begin, end, sh
             _four_blocks(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
         else:
             _one_block(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+    elif kind & SCHEME_MASK == MXFP:
+        if four:
+            _four_exponents(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+        else:
+            _one_exponents(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
     elif kind & SCHEME_MASK == CODEBOOK:
         if four:
             _four_book(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
@@ -167,9 +177,11 @@ def _zeros(a, m, block, constant_at):
     scheme = a[m + KIND] & SCHEME_MASK
     if scheme == AFFINE:
         return a[m + ZEROS] + block * _scale_nbytes(a, m), a[m + SHIFT]
-    zero = u8_at(constant_at)
+    zero, value = u8_at(constant_at), 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
+    if scheme == TERNARY or scheme == MXFP:
+        value = 1 if scheme == TERNARY else LEVEL_SHIFT
     for row in range(ROWS):
-        zero[row] = 1 if scheme == TERNARY else 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
+        zero[row] = value
     return constant_at, int64(62)
 
 
@@ -258,13 +270,7 @@ def _write(a, m, block, token, sums, gates):
 @inlined()
 def gate_block(gates, values, act):
     """values *= act(gates), 16 of each."""
-    gate, value = f32_at(gates), f32_at(values)
-    if act == SILU:  # the loop-invariant branch is taken out here so that the common case is vectorised
-        for row in range(ROWS):
-            value[row] = activate(gate[row], SILU) * value[row]
-    else:
-        for row in range(ROWS):
-            value[row] = activate(gate[row], act) * value[row]
+    gate_values(gates, values, values, ROWS, act)
 
 
 @inlined()

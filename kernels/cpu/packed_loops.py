@@ -61,13 +61,20 @@ AHEAD = 0 if WIDTH == 64 else 1024
 MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added to a small float, it leaves the nearest whole number in the low bits
 SMALLEST = 2.0**-126  # scale of activations; below it, its inverse could be infinite
 # Ways of scaling: a codebook has two groups in a tile; the others at most one, and a zero that is stored or the same everywhere, but for
-# symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every tile.
-CODEBOOK, PLAIN, HALVES, BLOCKS = "codebook", "plain", "halves", "blocks"
+# symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every tile, exponents a power of two beside
+# levels.
+CODEBOOK, PLAIN, HALVES, BLOCKS, EXPONENTS = "codebook", "plain", "halves", "blocks", "exponents"
+WITH_LEVELS = (CODEBOOK, EXPONENTS)
 
 
 def byte_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
     """The scales of a group in eight bits, for the rows of a piece."""
     return to_floats(builder, widen_bytes(builder, offset(builder, address, LANES * piece)))
+
+
+def exponent_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
+    """Powers of two from the exponents of float32 numbers, for the rows of a piece."""
+    return builder.bitcast(builder.shl(widen_bytes(builder, offset(builder, address, LANES * piece)), constant(WORDS, 23)), FLOATS)
 
 
 def half_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
@@ -92,6 +99,8 @@ class _Tile:
             return
         if way == BLOCKS:
             self.factors = [half_scales(builder, scales, piece)]
+        elif way == EXPONENTS:
+            self.factors = [exponent_scales(builder, scales, piece)]
         else:
             self.factors = [byte_scales(builder, offset(builder, scales, ROWS * half), piece) for half in range(2 if way == HALVES else 1)]
         self.zeros = widen_bytes(builder, offset(builder, zeros, LANES * piece))
@@ -114,7 +123,7 @@ class _Tile:
 
 
 def _seeds(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    count = 1 if way in (PLAIN, BLOCKS) else 2
+    count = 2 if way in (CODEBOOK, HALVES) else 1
     return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
 
 
@@ -124,7 +133,7 @@ def _quads_of_x(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
 
 def _scale_stride(builder: ir.IRBuilder, way: str, tile: ir.Value, shift: ir.Value) -> ir.Value:
     """Bytes from the first tile's scales to this one's; `shift`: a group is 32 << shift inputs."""
-    if way == PLAIN:
+    if way in (PLAIN, EXPONENTS):
         return builder.mul(builder.lshr(tile, shift), I64(ROWS))
     return builder.mul(tile, I64(ROWS if way == CODEBOOK else 2 * ROWS))
 
@@ -165,9 +174,9 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
 
 
 def _tables(builder: ir.IRBuilder, way: str, address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
-    if way != CODEBOOK:
+    if way not in WITH_LEVELS:
         return [], []
-    return load_table(builder, address), steps_table(builder, offset(builder, address, LEVELS_NBYTES))
+    return load_table(builder, address), steps_table(builder, offset(builder, address, LEVELS_NBYTES)) if way == CODEBOOK else []
 
 
 def single(bits: int, way: str, streams: int = STREAMS):
@@ -200,7 +209,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
                     _prefetch(builder, at, tile_nbytes(bits))
                 for piece in range(PIECES):
                     quads = unpack_tile(builder, at, bits, piece)
-                    if way == CODEBOOK:
+                    if way in WITH_LEVELS:
                         quads = [look_up(builder, levels, each, bits) for each in quads]
                     part = _Tile(builder, way, steps, builder.add(scales[s], stride), builder.add(zeros[s], own), piece, bits == 8)
                     updated.append(part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece]))
@@ -231,7 +240,7 @@ def expand(bits: int, way: str):
                 _prefetch(builder, at, tile_nbytes(bits))
             for piece in range(PIECES):
                 for j, quad in enumerate(unpack_tile(builder, at, bits, piece)):
-                    value = look_up(builder, levels, quad, bits) if way == CODEBOOK else quad
+                    value = look_up(builder, levels, quad, bits) if way in WITH_LEVELS else quad
                     store(builder, value, offset(builder, to, 64 * j + WIDTH * piece), WIDTH)
             _end_loop(builder, blocks, tile, tiles, [], [])
             return context.get_dummy_value()

@@ -7,7 +7,7 @@ import numpy as np
 from numba import float32, int32, int64
 
 from ..compile import inlined, kernel
-from ..tiles import AFFINE, BLOCK, CODEBOOK, LEVELS_NBYTES, ROWS, SCHEME_MASK, SCHEME_SHIFT, TERNARY, TILE
+from ..tiles import AFFINE, BLOCK, CODEBOOK, LEVELS_NBYTES, MXFP, ROWS, SCHEME_MASK, SCHEME_SHIFT, TERNARY, TILE
 from .intrinsics import bits_to_f32, f32_at, fetch_add, i8_at, i64_at, u8_at, u16_at, u32_at
 from .packed import (
     FIELDS,
@@ -75,6 +75,9 @@ def embed_rows(args, worker, counter):
                 nibbles = int64(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
                 step = u8_at(a[m + TABLES] + LEVELS_NBYTES)[(nibbles >> (4 * (column >> 4))) & 15]
                 value = float32(int32(step) * int32(i8_at(a[m + TABLES])[code]))
+            elif scheme == MXFP:
+                exponent = np.uint32(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
+                value = bits_to_f32(exponent << np.uint32(23)) * float32(i8_at(a[m + TABLES])[code])
             else:
                 shift = a[m + SHIFT]
                 group = (block * (tiles >> shift) + (tile >> shift) if shift >= 0 else 2 * block * tiles + k // 16) * ROWS + row

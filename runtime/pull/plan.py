@@ -133,6 +133,8 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str]) -> PullPlan:
         files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
         config, count = _config(wish, repository, files, licence, client)
         nbytes_read += count
+        if wish.bits is not None and config.experts_stored:  # codes and their scales may lie in two files: all of them are needed at once
+            wish = replace(wish, keep=True)
     distinct = {file.etag: file for file in files}.values()
     total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
@@ -192,12 +194,15 @@ class ExpectedStore:
         family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
         groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
         recipe = None if spec is None else Recipe(spec)
+        experts_stored = QuantSpec.parse(config.experts_stored) if spec is None and config.experts_stored else None
         stored: dict[str, StoredTensor] = {}
         experts = 0
         self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
             low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
             own = recipe.spec_for(rule.name, rule.shape, role) if low else raw
+            if experts_stored is not None and families.expert_of(role) is not None and len(rule.shape) == 2:
+                own = experts_stored
             shape, nbytes = tuple(rule.shape), own.nbytes(rule.shape)
             stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
             dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
@@ -209,7 +214,8 @@ class ExpectedStore:
         unvisited = experts * (mixture.experts - mixture.per_token) // mixture.experts if mixture else 0
         self.bytes_per_pass = self.nbytes - unread - unvisited
         bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
-        self.container = None if spec is None else Container(str(spec), bits, stored, {}, {}, {}, {})
+        said = spec or experts_stored
+        self.container = None if said is None else Container(str(said), bits, stored, {}, {}, {}, {})
 
     def close(self) -> None:
         """Nothing is open."""
