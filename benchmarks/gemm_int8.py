@@ -168,7 +168,7 @@ def main() -> int:
     for text in arguments.formats:
         spec = QuantSpec.parse(text)
         blob = random_weight(spec, (outputs, inputs))
-        ways = WAYS if arguments.both_ways else (gemm.way_of(spec.bits),)
+        ways = WAYS if arguments.both_ways else (gemm.way_of(spec.bits, spec.scheme),)
         products += [Product(spec, blob, x, outputs, way, pool) for way in ways]
     rates: dict[str, list[float]] = {name: [] for name in ("tile", *yardsticks.names, *map(name_of, products), "packing")}
     for round_ in range(arguments.rounds + 1):

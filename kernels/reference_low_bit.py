@@ -1,11 +1,11 @@
 """The meaning of a product with a low-bit weight, activations as int8 included: what the compiled kernels are held against, bit for bit.
 
 Sums within a group are exact integers; what is added in float32 is added here in the same order and with the same fused roundings. A
-weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its groups and `rows` float32 [N]: w = row * f * v. Shapes: T tokens,
-N out, K in, G groups.
+weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its groups and `rows` float32 [N]: w = row * f * v. `minima` float32
+[N, G], where given, are taken off f * v, as products with the sums of rounded activations. Shapes: T tokens, N out, K in, G groups.
 
     up to 16 tokens    `packed_linear`    a scale per token and 32 inputs
-    more, from 5 bits  `grouped_linear`   the same, but for outliers
+    more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks)
     more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, a scale per token and 128 inputs
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .tiles import TILE
+from .tiles import SUPER_BLOCK, TILE
 
 F32, F64 = np.float32, np.float64
 MOST = F32(127)
@@ -62,10 +62,12 @@ def quantize_columns(x: np.ndarray, block: int = TILE) -> tuple[np.ndarray, np.n
 
 
 def packed_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *, whole: bool,
-                  outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
-    """x float32 [T, K] -> float32 [T, N]. `whole`: factors are whole numbers, and a tile's groups become one integer (a codebook)."""
+                  outliers: Outliers | None = None, bias: np.ndarray | None = None, minima: np.ndarray | None = None,
+                  supers: np.ndarray | None = None) -> np.ndarray:
+    """x float32 [T, K] -> float32 [T, N]. `whole`: factors are whole numbers, and a tile's groups become one integer (a codebook), which
+    is multiplied by `supers` float32 [N, ceil(K / 256)] if they are given."""
     codes, scales = quantize_columns(x)
-    y = _grouped(codes, scales, values, factors, group, whole) * rows
+    y = _grouped(codes, scales, values, factors, group, whole, minima, supers) * rows
     if outliers is not None:
         for row, column, value in zip(*outliers):
             y[:, row] += value * x[:, column]
@@ -73,10 +75,10 @@ def packed_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: 
 
 
 def grouped_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *,
-                   outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
+                   outliers: Outliers | None = None, bias: np.ndarray | None = None, minima: np.ndarray | None = None) -> np.ndarray:
     """x float32 [T, K] -> float32 [T, N]."""
     codes, scales = quantize_columns(x)
-    y = _grouped(codes, scales, values, factors, group, False) * rows
+    y = _grouped(codes, scales, values, factors, group, False, minima) * rows
     return _finish(y, codes, scales, TILE, outliers, bias)
 
 
@@ -104,8 +106,10 @@ def scaled_weights(values: np.ndarray, factors: np.ndarray, group: int, most: np
     return ((values.astype(np.int64) << shift) * wide + (1 << 14)) >> 15
 
 
-def _grouped(codes: np.ndarray, scales: np.ndarray, values: np.ndarray, factors: np.ndarray, group: int, whole: bool) -> np.ndarray:
-    """sum over tiles of scale * (factor * integer), a fused step per tile or, where a tile has two groups, per group."""
+def _grouped(codes: np.ndarray, scales: np.ndarray, values: np.ndarray, factors: np.ndarray, group: int, whole: bool,
+             minima: np.ndarray | None = None, supers: np.ndarray | None = None) -> np.ndarray:
+    """sum over tiles of scale * (factor * integer), a fused step per tile or, where a tile has two groups, per group; a minimum is one
+    more fused step, before."""
     values = _padded(values, codes.shape[1])
     y = np.zeros((len(codes), len(values)), F32)
     size = min(group, TILE)
@@ -115,8 +119,13 @@ def _grouped(codes: np.ndarray, scales: np.ndarray, values: np.ndarray, factors:
         own = [factors[:, k // group] for k in starts]
         if whole:
             parts = [sum(each * factor for each, factor in zip(sums, own)).astype(F32)]
+            if supers is not None:
+                parts = [parts[0] * supers[:, index * TILE // SUPER_BLOCK]]
         else:
             parts = [each.astype(F32) * factor for each, factor in zip(sums, own)]
+        if minima is not None:
+            totals = [codes[:, k : k + size].sum(1, keepdims=True).astype(F32) for k in starts]
+            parts = [fma(-minima[:, k // group], total, part) for k, total, part in zip(starts, totals, parts)]
         for part in parts:
             y = fma(part, scales[:, index, None], y)
     return y

@@ -5,8 +5,11 @@ A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
     codes    [N/16 blocks][K/32 tiles][tile]
     scales   (the other formats' codes of eight bits are what they multiply by; mxfp: the exponent of a power of two, as in a float32)
              codebook: [N/16][K/32][16 bytes], the even group's code in the low nibble      else: [N/16][K/group][16 bytes]
-             block: [N/16][K/32][16 half-precision floats]
-    zeros    affine only: [N/16][K/group][16 bytes]
+             block, offset: [N/16][K/group][16 half-precision floats]
+             super: [N/16][K/256][16 halves d, 16 halves e, then per tile 16 bytes s | (m & 3) << 6 and 8 bytes: m >> 2 of row r in the
+             low nibble of byte r, of row r + 8 in the high one]
+             signed: [N/16][K/256][16 halves d, then per group 16 int8 s]
+    zeros    affine and offset only: [N/16][K/group][16 bytes]
     rows     bfloat16 [N], a scale per row
     tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by; mxfp: levels alone
     sparse   with outliers: uint32 starts[N/16 + 1], uint32 places[m] (row in block << 28 | column), bfloat16 values[m]
@@ -14,7 +17,8 @@ A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
 A tile is 16 rows x 32 inputs, as bit planes one after the other: 3 bits are planes of 2 + 1, 5 of 4 + 1, 6 of 4 + 2, low bits first.
 Within a tile a quad is 16 rows x 4 inputs: 64 bytes when unpacked, in the order [row][input], which is what one dot-product
 instruction takes against four broadcast activations. A 4-bit vector of 64 bytes holds quads 2i (low nibbles) and 2i + 1; a 2-bit vector
-quads 4i to 4i + 3 from the low bits up; the 1-bit vector quad j in bit j. Rows are padded to 16, inputs to the longer of 32 and a group.
+quads 4i to 4i + 3 from the low bits up; the 1-bit vector quad j in bit j. Rows are padded to 16, inputs to the longer of 32 and a group,
+of super-blocks to 256.
 Every instruction set reads this as it lies, so a file moves between machines and is never repacked.
 """
 
@@ -27,19 +31,29 @@ from .layout import align
 ROWS, TILE = 16, 32  # rows of a block, inputs of a tile
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 CODEBOOK, AFFINE, SYMMETRIC, TERNARY, BLOCK = range(5)
-MXFP = 7
-SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "mxfp": MXFP}
-SCHEME_SHIFT, SCHEME_MASK = 3, 7  # a kernel gets bits << SCHEME_SHIFT | scheme
+MXFP, OFFSET, SUPER, SIGNED = 7, 8, 9, 10
+SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "mxfp": MXFP,
+           "offset": OFFSET, "super": SUPER, "signed": SIGNED}
+SCHEME_SHIFT, SCHEME_MASK = 4, 15  # a kernel gets bits << SCHEME_SHIFT | scheme
 CODEBOOK_GROUP, CODEBOOK_SCALES = 16, 16  # a group's inputs; scale codes, four bits each
 LEVELS_NBYTES = STEPS_NBYTES = 16
 LEVEL_SHIFT = 64  # what kernels add to a level, so that it is unsigned
 MOST_STEP, MOST_LEVEL = 127, 64  # so that a group's sum times its step, over a tile, stays within 32 bits
+SUPER_BLOCK = 256  # inputs that share a half-precision scale, and a scale of minima
+# Bytes of what begins a record (the scales of a super-block of 16 rows), of a tile's codes in it, and of all.
+SUPER_HEAD, SUPER_TILE, SIGNED_HEAD, SIGNED_TILE = 4 * ROWS, 24, 2 * ROWS, 2 * ROWS
+SUPER_NBYTES, SIGNED_NBYTES = SUPER_HEAD + 8 * SUPER_TILE, SIGNED_HEAD + 8 * SIGNED_TILE
 MOST_COLUMNS = 1 << 28  # of a weight with outliers: what a place can name
 
 
-def padded(shape: tuple[int, int], group: int) -> tuple[int, int]:
+def unit(scheme: str, group: int) -> int:
+    """Inputs are padded to a multiple of this."""
+    return SUPER_BLOCK if scheme in ("super", "signed") else max(TILE, group)
+
+
+def padded(shape: tuple[int, int], scheme: str, group: int) -> tuple[int, int]:
     """Rows and inputs as stored."""
-    return align(shape[0], ROWS), align(shape[1], max(TILE, group))
+    return align(shape[0], ROWS), align(shape[1], unit(scheme, group))
 
 
 def tile_nbytes(bits: int) -> int:
@@ -47,9 +61,13 @@ def tile_nbytes(bits: int) -> int:
     return ROWS * TILE * bits // 8
 
 
-def scale_nbytes(scheme: str) -> int:
-    """Bytes of one stored scale (of a codebook, of two groups')."""
-    return 2 if scheme == "block" else 1
+def scales_nbytes(scheme: str, group: int, depth: int) -> int:
+    """Bytes of the scales of a row block of `depth` inputs as stored."""
+    if scheme == "codebook":
+        return depth // TILE * ROWS
+    if scheme in ("super", "signed"):
+        return depth // SUPER_BLOCK * (SUPER_NBYTES if scheme == "super" else SIGNED_NBYTES)
+    return depth // group * ROWS * (2 if scheme in ("block", "offset") else 1)
 
 
 @dataclass(frozen=True)
@@ -68,16 +86,22 @@ class Sections:
     nbytes: int
 
 
+def block_nbytes(depth: int, bits: int, scheme: str, group: int) -> dict[str, int]:
+    """Bytes that a row block takes of each section whose rows follow one another; `depth` as stored."""
+    found = {"codes": depth // TILE * tile_nbytes(bits), "scales": scales_nbytes(scheme, group, depth)}
+    return {**found, "zeros": depth // group * ROWS} if scheme in ("affine", "offset") else found
+
+
 def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outliers: float = 0.0) -> Sections:
     """Where everything lies in the blob of a weight."""
-    rows, depth = padded(shape, group)
-    blocks = rows // ROWS
-    at = align(blocks * (depth // TILE) * tile_nbytes(bits))
+    rows, depth = padded(shape, scheme, group)
+    blocks, each = rows // ROWS, block_nbytes(depth, bits, scheme, group)
+    at = align(blocks * each["codes"])
     scales, zeros, tables, sparse, count = at, -1, -1, -1, 0
-    at += align(blocks * (depth // TILE if scheme == "codebook" else depth // group) * ROWS * scale_nbytes(scheme))
-    if scheme == "affine":
+    at += align(blocks * each["scales"])
+    if "zeros" in each:
         zeros = at
-        at += align(blocks * (depth // group) * ROWS)
+        at += align(blocks * each["zeros"])
     row_scales = at
     at += align(2 * rows)
     if scheme in ("codebook", "mxfp"):

@@ -16,6 +16,7 @@ class Dims:
     """The widths that decide how much working memory a model needs; `rows` is the most rows of logits made at once.
 
     Of a mixture also how many experts there are, how many a token visits, and the width inside one; `ffn` covers that width too.
+    `packed_kv`: sealed pages of the KV cache are packed.
     """
 
     hidden: int
@@ -30,6 +31,7 @@ class Dims:
     experts: int = 0
     top_k: int = 0
     expert_ffn: int = 0
+    packed_kv: bool = False
 
 
 def address(array: np.ndarray | None) -> int:

@@ -4,6 +4,7 @@ From 2 MiB up it starts on a huge-page border and its whole huge pages are advis
 that filling `nbytes` costs `nbytes` rounded up to a small page, whatever the machine's default for huge pages is.
 """
 
+import ctypes
 import mmap
 import sys
 
@@ -23,6 +24,15 @@ def anonymous(nbytes: int) -> np.ndarray:
         _advise(area, mmap.MADV_NOHUGEPAGE, 0, len(area))
         _advise(area, mmap.MADV_HUGEPAGE, begin, nbytes // HUGE_PAGE * HUGE_PAGE)
     return np.frombuffer(area, np.uint8, nbytes, begin)
+
+
+def discard(memory: np.ndarray) -> None:
+    """Give whole pages of anonymous memory back to the system; what is read there next is zero."""
+    begin = memory.ctypes.data
+    skip = -begin % mmap.PAGESIZE
+    nbytes = (len(memory) - skip) // mmap.PAGESIZE * mmap.PAGESIZE
+    if nbytes > 0 and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(begin + skip), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
 def _private(nbytes: int) -> mmap.mmap:

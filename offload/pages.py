@@ -6,21 +6,24 @@ long context stays small. The pool never learns what a page holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .memory import anonymous
 
 
 class PagePool:
-    """`pages` slots of `page_nbytes` in each of `layers` extents."""
+    """An extent of `pages` pages for each layer; `page_nbytes` are the bytes of a page, by layer."""
 
-    def __init__(self, layers: int, pages: int, page_nbytes: int) -> None:
-        self.page_nbytes, self.pages = page_nbytes, pages
-        self._extents = [anonymous(pages * page_nbytes) for _ in range(layers)]
+    def __init__(self, pages: int, page_nbytes: Sequence[int]) -> None:
+        self.page_nbytes, self.pages = tuple(page_nbytes), pages
+        self._extents = [anonymous(pages * nbytes) for nbytes in page_nbytes]
 
     def extent(self, layer: int) -> np.ndarray:
         """The memory of a layer's pages, uint8 `[pages * page_nbytes]`."""
         return self._extents[layer]
 
     def page(self, layer: int, index: int) -> np.ndarray:
-        return self._extents[layer][index * self.page_nbytes : (index + 1) * self.page_nbytes]
+        nbytes = self.page_nbytes[layer]
+        return self._extents[layer][index * nbytes : (index + 1) * nbytes]

@@ -2,17 +2,22 @@
 
 Memory = (baseline + workspace + weights + KV cache) + 5%, where the 5% pays for allocator slack and small objects. The baseline is
 measured by the caller after its imports, so a RAM budget is a figure for the whole process. Embedding and head stay on the host; the
-card takes the last layers of the model, so that activations cross to it once and come back once.
+card takes the last layers of the model, so that activations cross to it once and come back once. Weights that do not fit are streamed
+where the caller says in which blocks: then pinned weights and the ring are exact mappings, and the 5% are of the rest.
 Sliding-window layers are planned as if they kept the whole context; exact per-layer figures belong to the cache, which passes its sum.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import DoesNotFit, UsageError
+from .placement import Residency, reside
 from .size import format_size
 
 # With the device left open, layers move back to the host only for a context up to this; longer ones fill what memory is left.
 AUTO_CTX = 4096
+# A context that was not asked for is shortened to here so that all weights fit; shorter than that, weights are streamed instead.
+RESIDENT_CTX = 512
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,10 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model asks for, in bytes; the KV figures are sums over all layers."""
+    """What a model asks for, in bytes; the KV figures are sums over all layers.
+
+    `blocks`: weights that can be streamed, in order of use; empty where none can. `always`: what stays in memory when they are.
+    """
 
     baseline: int
     workspace: int
@@ -37,6 +45,8 @@ class Demand:
     kv_bytes_per_token: int
     kv_fixed: int
     layers: int
+    blocks: tuple[int, ...] = ()
+    always: int = 0
 
     def __post_init__(self) -> None:
         placed = sorted(block.layer for block in self.weights if block.layer is not None)
@@ -55,7 +65,7 @@ class Budget:
 @dataclass(frozen=True)
 class Placement:
     """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` the card's, slack included;
-    the weights and KV figures are sums over both."""
+    the weights and KV figures are sums over both. `residency` says which of the demand's blocks stream; None where none does."""
 
     devices: tuple[str, ...]
     ctx: int
@@ -67,6 +77,12 @@ class Placement:
     budget: Budget
     notes: tuple[str, ...] = ()
     vram_bytes: int = 0
+    residency: Residency | None = None
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of weights that every pass reads from the disk."""
+        return self.residency.streamed_nbytes if self.residency else 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,8 @@ def plan(
     Raises DoesNotFit with the figures and what would fit instead, UsageError where the request contradicts itself.
     """
     _check(budget, ctx_wanted, device, gpu_layers)
+    if demand.blocks and not budget.vram and not _is_resident(demand, budget, ctx_max, ctx_wanted, quantum):
+        return _streamed(demand, budget, ctx_max, ctx_wanted, quantum)
     smallest = ctx_wanted or min(quantum, ctx_max)
     count = _gpu_count(demand, budget, ctx_wanted or min(ctx_max, AUTO_CTX), device, gpu_layers, quantum)
     if not _fits(_split(demand, count, smallest, quantum), budget):
@@ -117,6 +135,42 @@ def plan(
         notes=tuple(_notes(demand, split, ctx_max, ctx_wanted)),
         vram_bytes=split.vram,
     )
+
+
+def _is_resident(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> bool:
+    """Whether all weights fit beside a context that is worth having."""
+    return _fits(_split(demand, 0, ctx_wanted or min(ctx_max, RESIDENT_CTX), quantum), budget)
+
+
+def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
+    """All on the host, weights pinned as far as memory goes: the context comes first, since every pass reads it too."""
+    least = reside(demand.blocks, _least(demand.blocks)).nbytes + demand.always
+
+    def fits(ctx: int) -> bool:
+        return _with_slack(demand.baseline + demand.workspace + _kv(demand, ctx, quantum)) + least <= budget.ram
+
+    ctx = ctx_wanted or _largest(fits, min(ctx_max, AUTO_CTX), quantum)
+    fixed = _with_slack(demand.baseline + demand.workspace + _kv(demand, ctx or quantum, quantum))
+    if not ctx or not fits(ctx):
+        shorter = _largest(fits, min(ctx_max, ctx), quantum)
+        raise DoesNotFit(f"needs {format_size(fixed + least)} of memory even with weights read from the disk for every token (KV cache "
+                         f"{format_size(_kv(demand, ctx or quantum, quantum))} for {ctx or quantum} tokens + program and buffers "
+                         f"{format_size(fixed + least - _kv(demand, ctx or quantum, quantum))}), the budget is {format_size(budget.ram)}",
+                         f"-c {shorter} fits" if shorter else f"it takes --ram {-(-(fixed + least) // 2**20)}Mi, or a smaller model")
+    residency = reside(demand.blocks, budget.ram - fixed - demand.always)
+    notes = [f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk"
+             if residency.streamed else "the embedding stays on the disk: a token reads its row"]
+    if ctx > ctx_max:
+        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
+    elif ctx_wanted is None and ctx < ctx_max:
+        notes.append(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)")
+    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), _kv(demand, ctx, quantum),
+                     demand.workspace, demand.baseline, fixed + demand.always + residency.nbytes, budget, tuple(notes), 0, residency)
+
+
+def _least(blocks: tuple[int, ...]) -> int:
+    """The smallest budget that `reside` takes: the ring alone, or everything where that is less."""
+    return min(sum(blocks), 2 * max(blocks))
 
 
 def _check(budget: Budget, ctx_wanted: int | None, device: str, gpu_layers: int | None) -> None:
@@ -146,24 +200,33 @@ def _gpu_count(demand: Demand, budget: Budget, ctx: int, device: str, gpu_layers
 
 def _largest_ctx(demand: Demand, budget: Budget, count: int, ctx_max: int, quantum: int) -> int:
     """The largest context that fits: `ctx_max`, or whole quanta of it; 0 when not even one quantum does."""
-    if _fits(_split(demand, count, ctx_max, quantum), budget):
-        return ctx_max
-    fits, fails = 0, -(-ctx_max // quantum)
+    return _largest(lambda ctx: _fits(_split(demand, count, ctx, quantum), budget), ctx_max, quantum)
+
+
+def _largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
+    """`most`, or the largest whole number of quanta below it that is good, or 0."""
+    if is_good(most):
+        return most
+    fits, fails = 0, -(-most // quantum)
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        if _fits(_split(demand, count, middle * quantum, quantum), budget):
+        if is_good(middle * quantum):
             fits = middle
         else:
             fails = middle
     return fits * quantum
 
 
+def _kv(demand: Demand, ctx: int, quantum: int) -> int:
+    """Bytes of the cache, which grows by whole pages."""
+    return demand.kv_fixed + demand.kv_bytes_per_token * -(-ctx // quantum) * quantum
+
+
 def _split(demand: Demand, count: int, ctx: int, quantum: int) -> _Split:
     first = demand.layers - count
     everything = sum(block.nbytes for block in demand.weights)
     on_card = sum(block.nbytes for block in demand.weights if block.layer is not None and block.layer >= first)
-    # The cache grows by whole pages.
-    kv = demand.kv_fixed + demand.kv_bytes_per_token * -(-ctx // quantum) * quantum
+    kv = _kv(demand, ctx, quantum)
     kv_card = -(-kv * count // demand.layers) if count else 0
     weights, caches = (everything - on_card, on_card), (kv - kv_card, kv_card)
     ram = _with_slack(demand.baseline + demand.workspace + weights[0] + caches[0])

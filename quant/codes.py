@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..kernels.tiles import SUPER_BLOCK
 from .spec import QuantSpec
 from .weight import from_f32, to_f32
 
@@ -21,9 +22,10 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Codes:
-    """codes uint8 [N, K]; scales uint8 (of a block format the bits of halves, uint16) [N, G] and zeros uint8 [N, G] or None, with
-    G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] of a codebook and of mxfp, steps uint8 [16] of
-    a codebook, else None."""
+    """codes uint8 [N, K]; scales uint8 (of block and offset formats the bits of halves, uint16; of signed ones int8) [N, G] and zeros
+    uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] of a codebook and
+    of mxfp, steps uint8 [16] of a codebook, else None; of super-blocks the bits of halves d, or d and e, uint16 [N, ceil(K / 256), 1 or 2],
+    and with e the minimum codes m uint8 [N, G]."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -32,6 +34,8 @@ class Codes:
     levels: np.ndarray | None = None
     steps: np.ndarray | None = None
     sparse: Sparse | None = None
+    supers: np.ndarray | None = None
+    minima: np.ndarray | None = None
 
 
 def scale_values(steps: np.ndarray | None = None) -> np.ndarray:
@@ -41,11 +45,25 @@ def scale_values(steps: np.ndarray | None = None) -> np.ndarray:
 
 def factors(codes: Codes) -> np.ndarray:
     """What the groups are multiplied by beside the row scale, float32 [N, G]."""
+    if codes.supers is not None:
+        return _supers(codes, 0) * codes.scales
     if codes.scales.dtype == np.uint16:
         return to_f32(codes.scales, "f16")
     if codes.levels is not None and codes.steps is None:  # exponents; 0 is a zero, where E8M0 has 2**-127
         return (codes.scales.astype(np.uint32) << np.uint32(23)).view(np.float32)
     return scale_values(codes.steps)[codes.scales]
+
+
+def minimum_values(codes: Codes) -> np.ndarray | None:
+    """What is taken off the groups, float32 [N, G]; None where nothing is."""
+    return None if codes.minima is None else _supers(codes, 1) * codes.minima
+
+
+def _supers(codes: Codes, which: int) -> np.ndarray:
+    """d or e of every group, float32 [N, G]. Times codes of at most 8 bits it is exact."""
+    groups = codes.scales.shape[1]
+    halves = to_f32(np.ascontiguousarray(codes.supers[:, :, which]), "f16")
+    return np.repeat(halves, SUPER_BLOCK // (16 if codes.minima is None else 32), axis=1)[:, :groups]
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
@@ -57,7 +75,9 @@ def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
     """v(code), int16 [N, K]: the integers that a kernel multiplies."""
     if codes.levels is not None:
         return codes.levels.astype(np.int16)[codes.codes]
-    if spec.scheme == "affine":
+    if spec.scheme == "super":
+        return codes.codes.astype(np.int16)
+    if spec.scheme in ("affine", "offset"):
         return codes.codes.astype(np.int16) - spread(codes.zeros, spec, codes.codes.shape[1]).astype(np.int16)
     return codes.codes.astype(np.int16) - np.int16(1 if spec.scheme == "ternary" else 1 << (spec.bits - 1))
 
@@ -68,8 +88,12 @@ def spread(per_group: np.ndarray, spec: QuantSpec, depth: int) -> np.ndarray:
 
 
 def dequantize(codes: Codes, spec: QuantSpec) -> np.ndarray:
-    """float32 [N, K]. Products are rounded once: row * (f * v), with f * v exact in float32."""
-    w = codes.rows[:, None] * (spread(factors(codes), spec, codes.codes.shape[1]) * values(codes, spec))
+    """float32 [N, K]. Products are rounded once: row * (f * v), with f * v exact in float32; a minimum is taken off before the row."""
+    depth = codes.codes.shape[1]
+    w = spread(factors(codes), spec, depth) * values(codes, spec)
+    if (minima := minimum_values(codes)) is not None:
+        w -= spread(minima, spec, depth)
+    w = codes.rows[:, None] * w
     if codes.sparse is not None:
         w[codes.sparse.row, codes.sparse.col] += codes.sparse.value
     return w

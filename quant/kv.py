@@ -1,18 +1,23 @@
 """KV page codecs: how the exact tokens of a full page become a sealed record. Pure functions of bytes.
 
-The raw codecs keep 32- or 16-bit floats: sealing adds the header and the checksum and changes nothing else.
+The raw codecs keep 32- or 16-bit floats: sealing adds the header and the checksum and changes nothing else. A packed format keeps its exact
+tokens in 16 bits and packs full pages to the records of `kv_codec.py`, layer by layer in the basis that a profile gives it.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .. import UsageError
+from ..kernels.kv_layout import CHANNELS, MEAN_BITS, MOST_GROUPS, PackedLayout
 from ..kernels.layout import F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
+from . import kv_codec
+from .kv_basis import KVBasis
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,10 @@ class RawCodec:
     @property
     def bits(self) -> int:
         return 32 if self.stored == F32 else 16
+
+    @property
+    def is_packed(self) -> bool:
+        return False
 
     def layout(self, kv_heads: int, head_dim: int) -> PageLayout:
         return PageLayout(kv_heads, head_dim, self.stored)
@@ -47,18 +56,85 @@ class RawCodec:
                 raise ValueError(f"KV page of layer {header.layer}, head {head}, token {header.first_token}: checksum differs")
 
 
+@dataclass(frozen=True)
+class PackedCodec:
+    """One layer's packing: bits of K and V of each KV head, and the basis in which they are quantized."""
+
+    bits: tuple[tuple[int, int], ...]
+    basis: KVBasis
+
+    @property
+    def is_packed(self) -> bool:
+        return True
+
+    def layout(self, kv_heads: int, head_dim: int) -> PackedLayout:
+        """Raises ValueError for another number of heads."""
+        if kv_heads != len(self.bits):
+            raise ValueError(f"a codec of {len(self.bits)} heads for a layer of {kv_heads}")
+        return PackedLayout(head_dim, self.bits)
+
+    def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None:
+        """A raw layer-page `exact` (uint8, of `layout`) as records, uint8 `[layer_page_nbytes]` of this codec's own layout."""
+        k, v = exact_sides(exact, layout)
+        at = self.layout(layout.kv_heads, layout.head_dim).head_offsets
+        for head, (bits_k, bits_v) in enumerate(self.bits):
+            one = slice(head, head + 1)
+            out[at[head] : at[head + 1]] = kv_codec.encode(k[one], v[one], bits_k, bits_v, self.basis.head(head), layer=layer,
+                                                           first_head=head, first_token=first_token)[0]
+
+    def open(self, page: np.ndarray, kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V, float32 [H, PAGE, D], of a layer-page. Raises ValueError as `kv_codec.decode` does."""
+        at = self.layout(kv_heads, head_dim).head_offsets
+        sides = [kv_codec.decode(page[None, at[head] : at[head + 1]], head_dim, self.basis.head(head)) for head in range(kv_heads)]
+        return np.concatenate([k for k, _ in sides]), np.concatenate([v for _, v in sides])
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """What a `--kv` of 8 to 2 bits asks for, before a model is known."""
+
+    bits_k: int
+    bits_v: int
+
+    @property
+    def is_packed(self) -> bool:
+        return True
+
+    def layout(self, kv_heads: int, head_dim: int) -> PageLayout:
+        """Of the exact tokens."""
+        return PageLayout(kv_heads, head_dim, F16)
+
+    def layers(self, count: int, kv_heads: int, head_dim: int, bases: Sequence[KVBasis] | None = None,
+               bits: Sequence[Sequence[tuple[int, int]]] | None = None) -> list[PackedCodec]:
+        """A codec for each layer, with the bases and the heads' bits of a profile where there is one. Raises UsageError for a head size
+        that no record takes."""
+        if head_dim % CHANNELS or head_dim > CHANNELS * MOST_GROUPS:
+            raise UsageError(f"packed caches take heads of a multiple of {CHANNELS} numbers up to {CHANNELS * MOST_GROUPS}, this model has"
+                             f" {head_dim}", "--kv 16bit")
+        plain = KVBasis.plain(kv_heads, head_dim)
+        even = ((self.bits_k, self.bits_v),) * kv_heads
+        return [PackedCodec(tuple(bits[i]) if bits else even, bases[i] if bases else plain) for i in range(count)]
+
+
+def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
+    """K and V, float32 [H, PAGE, D], of a raw layer-page."""
+    kind = np.float32 if layout.stored == F32 else np.float16
+    sides = [exact[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
+             for head in range(layout.kv_heads)]
+    k = np.stack([side[0].reshape(layout.head_dim, PAGE).T for side in sides]).astype(np.float32)
+    return k, np.stack([side[1].reshape(PAGE, layout.head_dim) for side in sides]).astype(np.float32)
+
+
 CODECS = {"32bit": RawCodec(F32), "16bit": RawCodec(F16)}
-PACKED = re.compile(r"auto|[234568]bit|k[234568]v[234568]")
-UNPACKED = "16bit"  # what stands in for a packed cache
+PACKED = re.compile(r"([234568])bit|k([234568])v([234568])")
 
 
-def is_packed(name: str) -> bool:
-    """Does a `--kv` value ask for packed pages, which have a format and no kernels yet?"""
-    return PACKED.fullmatch(name) is not None
-
-
-def codec(name: str) -> RawCodec:
+def codec(name: str) -> RawCodec | PackedFormat:
     """The codec of a `--kv` value. Raises UsageError naming those that exist."""
-    if name not in CODECS:
-        raise UsageError(f"--kv {name} is not in this version", f"use --kv {' or '.join(CODECS)}")
-    return CODECS[name]
+    if name in CODECS:
+        return CODECS[name]
+    if found := PACKED.fullmatch(name):
+        both, bits_k, bits_v = found.groups()
+        return PackedFormat(int(both or bits_k), int(both or bits_v))
+    widths = ", ".join(f"{bits}bit" for bits in MEAN_BITS)
+    raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths} or k8v4 and its like")

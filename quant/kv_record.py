@@ -14,88 +14,10 @@ channels of a token quad: one 64-byte vector of dot products. A group of b bits 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
-from ..kernels.layout import HEADER_NBYTES, PAGE, align
-
-PLANES = {8: (4, 4), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
-WIDTHS = tuple(sorted(PLANES))  # bits of a group; a record counts in places of this list
-MEAN_BITS = (8, 6, 5, 4, 3, 2)  # bits of a side
-GROUP_K, GROUP_V = 32, 16  # tokens of a scale of K, channels of a scale of V
-CHANNELS = 16  # channels of one number of bits, K and V
-QUAD = 4
-TAIL = struct.Struct("<hB12s")  # V's largest scale, flags, 3 bits for every group of K, from bit 48 of V
-TAIL_OFFSET = 48
-MOST_GROUPS = 16
-ROTATED_K, MEAN_K = 1, 2  # flags
-
-
-@dataclass(frozen=True)
-class RecordLayout:
-    """Byte offsets in the record of one layer and one KV head. `head_dim` is a multiple of 16, at most 256."""
-
-    head_dim: int
-    bits_k: int
-    bits_v: int
-
-    def __post_init__(self) -> None:
-        if self.head_dim % CHANNELS or not 0 < self.head_dim <= CHANNELS * MOST_GROUPS:
-            raise ValueError(f"head_dim {self.head_dim} is not a multiple of {CHANNELS} up to {CHANNELS * MOST_GROUPS}")
-        for bits in (self.bits_k, self.bits_v):
-            if bits not in MEAN_BITS:
-                raise ValueError(f"a KV page of {bits} bits: there are {', '.join(map(str, MEAN_BITS))}")
-
-    @property
-    def groups(self) -> int:
-        return self.head_dim // CHANNELS
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of K codes, K exponents, K zeros, V codes, V scales and zeros."""
-        values = PAGE * self.head_dim
-        return (values * self.bits_k // 8, values // GROUP_K, values // GROUP_K, values * self.bits_v // 8, values // GROUP_V)
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each of `sizes` begins."""
-        return tuple(HEADER_NBYTES + sum(self.sizes[:part]) for part in range(len(self.sizes)))
-
-    @property
-    def body_nbytes(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def record_nbytes(self) -> int:
-        return align(HEADER_NBYTES + self.body_nbytes)
-
-    @property
-    def packed_bits(self) -> float:
-        """Bits per value of a record, header and alignment included."""
-        return 8 * self.record_nbytes / (2 * PAGE * self.head_dim)
-
-    def bits_per_value(self, tokens: int, exact: int, exact_bits: int = 16) -> float:
-        """Bits per value of a cache of `tokens`, of which at least `exact` lie in 16-bit slots and the rest in whole pages."""
-        pages = max(0, tokens - exact) // PAGE
-        return (pages * PAGE * self.packed_bits + (tokens - pages * PAGE) * exact_bits) / tokens
-
-
-def pack_widths(k: Sequence[int], v: Sequence[int]) -> bytes:
-    """Bits of the groups of K and of V as the 12 bytes of `TAIL`."""
-    places = [WIDTHS.index(bits) << 3 * (side * MOST_GROUPS + group) for side, row in enumerate((k, v)) for group, bits in enumerate(row)]
-    return sum(places).to_bytes(12, "little")
-
-
-def unpack_widths(raw: bytes, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What `pack_widths` was given. Raises ValueError for a number that stands for nothing."""
-    places = int.from_bytes(raw, "little")
-    sides = [[places >> 3 * (side * MOST_GROUPS + group) & 7 for group in range(groups)] for side in range(2)]
-    if max(map(max, sides)) >= len(WIDTHS):
-        raise ValueError("a KV page with a group of unknown bits")
-    return tuple(WIDTHS[place] for place in sides[0]), tuple(WIDTHS[place] for place in sides[1])
+from ..kernels.kv_layout import CHANNELS, PLANES, QUAD
+from ..kernels.layout import PAGE
 
 
 def pack_k(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from ..kernels.layout import align
-from ..kernels.tiles import CODEBOOK_SCALES, LEVELS_NBYTES, PLANES, ROWS, STEPS_NBYTES, TILE, tile_nbytes
+from ..kernels.tiles import CODEBOOK_SCALES, LEVELS_NBYTES, PLANES, ROWS, STEPS_NBYTES, SUPER_BLOCK, TILE, scales_nbytes, tile_nbytes
+from . import super_blocks
 from .codes import Codes, Sparse
-from .levels import MXFP
 from .spec import QuantSpec
 from .weight import from_f32, to_f32
 
 QUADS = TILE // 4
 LINE = 8  # 64-bit words of a vector
+HALVES = ("block", "offset")  # schemes whose scales are half-precision floats
 EVERY_BYTE = 0x0101010101010101
 
 
@@ -22,50 +23,39 @@ def pack(codes: Codes, spec: QuantSpec) -> np.ndarray:
     at = spec.sections(shape)
     _check(codes, spec, at.sparse_count)
     blob = np.zeros(at.nbytes, np.uint8)
-    rows, depth = at.rows, at.depth
-    tiles = pack_tiles(_pad(codes.codes, rows, depth), spec.bits)
-    blob[: tiles.size] = tiles
-    groups = depth // spec.group
-    scales = _pad(codes.scales, rows, groups)
-    _put(blob, at.scales, _pack_small_scales(scales) if spec.scheme == "codebook" else _by_block(scales).view(np.uint8))
-    if spec.scheme == "affine":
-        _put(blob, at.zeros, _by_block(_pad(codes.zeros, rows, groups)))
-    _put(blob, at.row_scales, from_f32(np.concatenate([codes.rows, np.zeros(rows - shape[0], np.float32)]), "bf16").view(np.uint8))
+    put_rows(blob, spec, shape, 0, codes)
     if codes.levels is not None:
-        steps = np.zeros(STEPS_NBYTES, np.uint8) if codes.steps is None else codes.steps
-        _put(blob, at.tables, np.concatenate([np.resize(codes.levels, LEVELS_NBYTES).view(np.uint8), steps]))
+        put_tables(blob, spec, shape, codes)
     if at.sparse >= 0:
         none = np.zeros(0, np.uint32)
-        _put(blob, at.sparse, pack_sparse(codes.sparse or Sparse(none, none, none.view(np.float32)), rows // ROWS))
+        _put(blob, at.sparse, pack_sparse(codes.sparse or Sparse(none, none, none.view(np.float32)), at.rows // ROWS))
     return blob
 
 
-def put_rows(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, values: np.ndarray, scales: np.ndarray) -> None:
-    """Some rows of a block format into the blob of a weight of `shape`, so that it can be filled piece by piece, from several threads.
+def put_rows(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, codes: Codes) -> None:
+    """Some rows into the blob of a weight of `shape`, but for tables and outliers, so that it can be filled piece by piece, from several
+    threads. `begin` is a multiple of 16, and so is the number of rows unless they are the last."""
+    at = spec.sections(shape)
+    n, first = len(codes.codes), begin // ROWS
+    rows, groups = align(n, ROWS), at.depth // spec.group
+    _put(blob, at.codes + first * (at.depth // TILE) * tile_nbytes(spec.bits), pack_tiles(_pad(codes.codes, rows, at.depth), spec.bits))
+    scales = _pad(codes.scales, rows, groups)
+    if spec.scheme == "codebook":
+        part = _pack_small_scales(scales)
+    elif codes.supers is not None:
+        part = super_blocks.pack(scales, codes.supers, codes.minima, at.depth)
+    else:
+        part = _by_block(scales)
+    _put(blob, at.scales + first * scales_nbytes(spec.scheme, spec.group, at.depth), part.view(np.uint8))
+    if codes.zeros is not None:
+        _put(blob, at.zeros + begin * groups, _by_block(_pad(codes.zeros, rows, groups)))
+    _put(blob, at.row_scales + 2 * begin, from_f32(np.concatenate([codes.rows, np.zeros(rows - n, np.float32)]), "bf16").view(np.uint8))
 
-    values int8 [n, K] are v, not codes; scales float32 [n, K / 32] that half precision holds. `begin` is a multiple of 16.
-    """
-    at, groups = spec.sections(shape), shape[1] // spec.group
-    rows = align(len(values), ROWS)
-    codes = (values.view(np.uint8) + np.uint8(1 << (spec.bits - 1))) & np.uint8((1 << spec.bits) - 1)
-    for start, step, part in (
-        (at.codes, at.depth // TILE * tile_nbytes(spec.bits), pack_tiles(_pad(codes, rows, at.depth), spec.bits)),
-        (at.scales, 2 * groups * ROWS, _by_block(_pad(from_f32(scales, "f16"), rows, groups)).view(np.uint8)),
-        (at.row_scales, 2 * ROWS, from_f32(np.repeat(np.float32([1, 0]), [len(values), rows - len(values)]), "bf16").view(np.uint8)),
-    ):
-        _put(blob, start + begin // ROWS * step, part)
 
-
-def put_exponent_rows(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, codes: np.ndarray, scales: np.ndarray) -> None:
-    """`put_rows` for mxfp: codes uint8 [n, K] and scales uint8 [n, K / 32] as they are."""
-    at, rows = spec.sections(shape), align(len(codes), ROWS)
-    for start, step, part in (
-        (at.codes, at.depth // TILE * tile_nbytes(spec.bits), pack_tiles(_pad(codes, rows, at.depth), spec.bits)),
-        (at.scales, at.depth // spec.group * ROWS, _by_block(_pad(scales, rows, at.depth // spec.group))),
-        (at.row_scales, 2 * ROWS, from_f32(np.repeat(np.float32([0.5, 0]), [len(codes), rows - len(codes)]), "bf16").view(np.uint8)),
-    ):
-        _put(blob, start + begin // ROWS * step, part)
-    _put(blob, at.tables, MXFP.view(np.uint8))
+def put_tables(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], codes: Codes) -> None:
+    """Levels and steps into the blob of a weight of `shape`."""
+    steps = np.zeros(STEPS_NBYTES, np.uint8) if codes.steps is None else codes.steps
+    _put(blob, spec.sections(shape).tables, np.concatenate([np.resize(codes.levels, LEVELS_NBYTES).view(np.uint8), steps]))
 
 
 def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
@@ -81,17 +71,22 @@ def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
         part = blob[start : start + blocks * groups * ROWS * np.dtype(dtype).itemsize].view(dtype).reshape(blocks, groups, ROWS)
         return np.ascontiguousarray(part.transpose(0, 2, 1).reshape(at.rows, groups)[:n, :used])
 
+    supers = minima = None
     if spec.scheme == "codebook":
         scales = _unpack_small_scales(blob[at.scales :], blocks, at.depth // TILE)[:n, :used]
+    elif spec.scheme in super_blocks.SCHEMES:
+        found = super_blocks.unpack(blob[at.scales :], spec.scheme == "super", at.rows, at.depth)
+        supers = found[1][:n, : -(-k // SUPER_BLOCK)]
+        scales, minima = (None if each is None else each[:n, :used] for each in (found[0], found[2]))
     else:
-        scales = by_group(at.scales, np.uint16 if spec.scheme == "block" else np.uint8)
+        scales = by_group(at.scales, np.uint16 if spec.scheme in HALVES else np.uint8)
     rows = to_f32(blob[at.row_scales : at.row_scales + 2 * n].view(np.uint16), "bf16")
     tables = blob[at.tables : at.tables + LEVELS_NBYTES + STEPS_NBYTES] if at.tables >= 0 else None
     levels = None if tables is None else tables[: 1 << spec.bits].view(np.int8).copy()
     steps = tables[LEVELS_NBYTES:].copy() if spec.scheme == "codebook" else None
     sparse = _unpack_sparse(blob[at.sparse :], blocks, at.sparse_count) if at.sparse >= 0 else None
     return Codes(np.ascontiguousarray(codes[:n, :k]), np.ascontiguousarray(scales), by_group(at.zeros) if at.zeros >= 0 else None, rows,
-                 levels, steps, sparse)
+                 levels, steps, sparse, supers, minima)
 
 
 def pack_tiles(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -133,11 +128,15 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
     groups = -(-k // spec.group)
     if codes.scales.shape != (n, groups) or codes.rows.shape != (n,):
         raise ValueError(f"scales {codes.scales.shape} and rows {codes.rows.shape} for {spec} of shape {(n, k)}")
-    if (codes.scales.dtype == np.uint16) != (spec.scheme == "block"):
+    if codes.scales.dtype != (np.uint16 if spec.scheme in HALVES else np.int8 if spec.scheme == "signed" else np.uint8):
         raise ValueError(f"scales of {codes.scales.dtype} for {spec}")
-    if (codes.zeros is None) != (spec.scheme != "affine") or (codes.levels is None) != (spec.scheme not in ("codebook", "mxfp")) or (
-            codes.steps is None) != (spec.scheme != "codebook"):
-        raise ValueError(f"zeros belong to affine, levels and steps to codebook weights, not to {spec}")
+    if (codes.supers is None) != (spec.scheme not in super_blocks.SCHEMES) or (codes.minima is None) != (spec.scheme != "super"):
+        raise ValueError(f"super-blocks and minima do not belong to {spec}, or are missing")
+    if codes.supers is not None:
+        super_blocks.check(codes.scales, codes.supers, codes.minima, k)
+    if (codes.zeros is None) != (spec.scheme not in ("affine", "offset")) or (codes.steps is None) != (spec.scheme != "codebook") or (
+            codes.levels is None) != (spec.scheme not in ("codebook", "mxfp")):
+        raise ValueError(f"zeros belong to affine and offset, levels and steps to codebook weights, not to {spec}")
     if codes.zeros is not None and codes.zeros.shape != (n, groups):
         raise ValueError(f"zeros {codes.zeros.shape} for {spec} of shape {(n, k)}")
     for name, table, size in (("levels", codes.levels, 1 << spec.bits), ("steps", codes.steps, STEPS_NBYTES)):

@@ -12,13 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ..kernels.layout import PAGE, PageLayout
-from ..quant.kv import RawCodec
-from .policy.keep import Action, PageStats, Policy
+from ..offload.memory import anonymous, discard
+from ..offload.pages import PagePool
+from ..quant.kv import PackedCodec, PackedFormat, RawCodec
+from .policy.keep import Action, Keep, PageStats, Policy
+
+if TYPE_CHECKING:
+    from ..quant.kv_seal import Sealer
+    from .kv_profile import Profile
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class LayerPages(Protocol):
 
     def write(self, k: object, v: object, slots: np.ndarray, rows: np.ndarray) -> None: ...
     def attend(self, q: object, position: int, blocks: np.ndarray, sinks: object | None = None) -> object: ...
-    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: RawCodec) -> None: ...
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: RawCodec | PackedCodec) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,16 @@ class Step:
 
 
 class KVCache:
-    """`layers` are the backends' storages in layer order. `n` tokens are held."""
+    """`layers` are the backends' storages in layer order, `codecs` what seals their pages; `layout` is that of exact tokens and `exact`
+    their memory; `sealers` are told when all of a page has been noted. `n` tokens are held. `open_cache` makes one."""
 
-    def __init__(self, layers: Sequence[LayerPages], codec: RawCodec, policy: Policy, shape: CacheShape, layout: PageLayout) -> None:
-        self.shape, self.codec, self.policy, self.layout = shape, codec, policy, layout
+    def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
+                 layout: PageLayout, exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = ()) -> None:
+        self._exact, self._sealers = exact, sealers
+        self.shape, self.codecs, self.policy, self.layout = shape, codecs, policy, layout
         self._layers = [LayerCache(pages, self) for pages in layers]
+        self.sealed_nbytes = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
+        self._used: set[int] = set()  # slots that hold tokens, or did and have not been given back
         self.step: Step | None = None
         self.clear()
 
@@ -138,6 +149,7 @@ class KVCache:
         for page in range(max(0, self._page(self.n)), last + 1):
             if page not in self._slot_of:
                 self._slot_of[page] = self._free.pop()
+        self._used.update(self._slot_of.values())
         pages = np.where(positions < self.shape.sinks, -1, (positions - self.shape.sinks) // PAGE)
         starts = np.where(pages < 0, 0, self.shape.sinks + PAGE * pages)
         slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
@@ -173,9 +185,11 @@ class KVCache:
         while self._start(self.sealed + 1) <= self.n - self.shape.window:
             page, slot = self.sealed, self._slot_of.pop(self.sealed)
             if self.policy.act(PageStats(page, self._start(page), PAGE)) is Action.KEEP:
-                for index, layer in enumerate(self._layers):
-                    layer.pages.seal(slot, page, index, self._start(page), self.codec)
-            self._free.append(slot)
+                for index, (layer, codec) in enumerate(zip(self._layers, self.codecs, strict=True)):
+                    layer.pages.seal(slot, page, index, self._start(page), codec)
+                for sealer in self._sealers:
+                    sealer.flush()
+            self._release(slot)
             self.sealed += 1
             self._changed = True
 
@@ -191,21 +205,35 @@ class KVCache:
             self.sealed, n = sealed, min(n, self._start(sealed))
         keep = self._page(n - 1) if n else -1
         for page in [page for page in self._slot_of if page > keep]:
-            self._free.append(self._slot_of.pop(page))
+            self._release(self._slot_of.pop(page))
         self.n = n
         return n
+
+    def _release(self, slot: int) -> None:
+        """A slot is free: its memory goes back, since a chunk of a prompt takes more slots than an answer after it."""
+        self._free.append(slot)
+        self._used.discard(slot)
+        size = self.layout.layer_page_nbytes
+        for memory in self._exact:
+            discard(memory[slot * size : (slot + 1) * size])
 
     # -- what it cost ----------------------------------------------------------------------------------------------------------
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes in use: sealed pages and every exact slot, all layers."""
-        return (self.sealed + self.shape.slots) * self.layout.layer_page_nbytes * len(self._layers)
+        """Bytes in use: sealed pages and exact slots that hold tokens, all layers."""
+        return self.sealed * self.sealed_nbytes + len(self._used) * self.layout.layer_page_nbytes * len(self._layers)
 
     @property
     def read_nbytes(self) -> int:
         """Bytes of keys and values that attention over everything held reads."""
-        return self.n * 2 * self.layout.side_nbytes // PAGE * self.layout.kv_heads * len(self._layers)
+        exact = self.exact_tokens * 2 * self.layout.side_nbytes // PAGE * self.layout.kv_heads * len(self._layers)
+        return exact + self.sealed * self.sealed_nbytes
+
+    @property
+    def is_packed(self) -> bool:
+        """Are sealed pages packed to fewer bits than exact ones?"""
+        return any(codec.is_packed for codec in self.codecs)
 
     @property
     def exact_tokens(self) -> int:
@@ -220,9 +248,49 @@ class KVCache:
     @property
     def packed_bits(self) -> float:
         """Bits per value of a sealed page, header and alignment included, sinks and window left out."""
-        return 8 * self.layout.layer_page_nbytes / (2 * PAGE * self.layout.kv_heads * self.layout.head_dim)
+        values = 2 * PAGE * self.layout.kv_heads * self.layout.head_dim * len(self._layers)
+        return 8 * self.sealed_nbytes / values
 
 
-def cache_nbytes(layers: int, layout: PageLayout, shape: CacheShape) -> tuple[int, int]:
-    """(fixed bytes of the exact slots, bytes per page of the grid), over all layers: what the planner counts."""
-    return layers * shape.slots * layout.layer_page_nbytes, layers * layout.layer_page_nbytes
+def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
+               codecs: Sequence[RawCodec | PackedCodec] | None = None) -> KVCache:
+    """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the layers' pages, where a profile says."""
+    kv_heads, head_dim = specs[0].kv_heads, specs[0].head_dim
+    layout, codecs = kv.layout(kv_heads, head_dim), codecs or layer_codecs(kv, len(specs), kv_heads, head_dim)
+    pool = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in codecs])
+    exact = [anonymous(shape.slots * layout.layer_page_nbytes) for _ in specs]
+    layers = [ops.kv_layer(layout, exact[i], pool.extent(i), spec.scale, spec.window, spec.softcap, codecs[i])
+              for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
+    return KVCache(layers, codecs, Keep(), shape, layout, exact, _sealers(backends, layers, codecs, layout))
+
+
+def _sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec],
+             layout: PageLayout) -> list[Sealer]:
+    """Compiled sealing for the packed layers of the CPU, which are told of it."""
+    packed = [i for i, codec in enumerate(codecs) if codec.is_packed and backends[i].name == "cpu"]
+    if not packed:
+        return []
+    from ..quant.kv_seal import NotingCodec, Sealer
+
+    sealer = Sealer(backends[packed[0]], layout, [codec.basis for codec in codecs], [codec.bits for codec in codecs])
+    for i in packed:
+        layers[i].sealed_by = NotingCodec(sealer, i)
+    return [sealer]
+
+
+def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int,
+                 profile: Profile | None = None) -> list[RawCodec | PackedCodec]:
+    """What seals each layer's pages: with a profile, in its bases and with its bits. Raises UsageError for a head size that cannot be
+    packed."""
+    if not isinstance(kv, PackedFormat):
+        return [kv] * layers
+    if profile is None:
+        return kv.layers(layers, kv_heads, head_dim)
+    bits = profile.bits(kv.bits_k) if kv.bits_k == kv.bits_v else profile.bits(kv.bits_k, kv.bits_v)
+    return kv.layers(layers, kv_heads, head_dim, profile.bases(bits), bits)
+
+
+def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> tuple[int, int]:
+    """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
+    sealed = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
+    return len(codecs) * shape.slots * layout.layer_page_nbytes, sealed

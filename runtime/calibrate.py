@@ -16,17 +16,14 @@ import numpy as np
 from .. import UsageError
 from ..kernels.reference import normalise
 from ..kernels.reference_moe import Routed
-from ..offload.memory import anonymous
-from ..offload.pages import PagePool
 from ..quant.kv import codec
 from ..quant.stats import Stats
 from ..quant.weight import Norm
-from .cache import AttnSpec, CacheShape, KVCache
+from .cache import AttnSpec, CacheShape, KVCache, open_cache
 from .config import ModelConfig, read_config
 from .events import Notice, Progress
 from .families import LayerWeights, expert_of, expert_role, kind_of
 from .model import Model, attention_specs, dims
-from .policy.keep import Keep
 from .prepare import LOGIT_ROWS, EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
@@ -242,8 +239,4 @@ def normalised(states: np.ndarray, norm: Norm) -> np.ndarray:
 
 def one_layer_cache(ops: object, spec: AttnSpec, tokens: int) -> KVCache:
     """An exact cache of one layer that holds a window."""
-    kept = codec("32bit")
-    layout, shape = kept.layout(spec.kv_heads, spec.head_dim), CacheShape(tokens, sink=0, window=tokens, chunk=tokens)
-    pool = PagePool(1, shape.pages, layout.layer_page_nbytes)
-    pages = ops.kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pool.extent(0), spec.scale, spec.window, spec.softcap)
-    return KVCache([pages], kept, Keep(), shape, layout)
+    return open_cache([ops], [spec], codec("32bit"), CacheShape(tokens, sink=0, window=tokens, chunk=tokens))

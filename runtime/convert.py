@@ -31,7 +31,7 @@ from ..quant import methods
 from ..quant.error import error_db
 from ..quant.methods.spqr import OUTLIERS
 from ..quant.recipe import Recipe, parse_rule, parse_target
-from ..quant.spec import QuantSpec
+from ..quant.spec import FOREIGN, QuantSpec
 from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids
 from .container import FILE, Container, StoredTensor, read_container
 from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
@@ -73,9 +73,8 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         methods.get(self.method)
-        if given := [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if spec.scheme in ("block", "mxfp")]:
-            whose = "blocks of GGUF files run" if given[0].scheme == "block" else "MXFP4 checkpoints run"
-            raise UsageError(f"{given[0]} is how {whose}, nothing is quantized to it", "--bits 4 quantizes to our own format")
+        if given := [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if spec.scheme in FOREIGN]:
+            raise UsageError(f"{given[0]} is how codes of other tools run, nothing is quantized to it", "effllm export writes GGUF files")
         if self.target is not None and any(spec.outliers for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules))):
             raise UsageError("--target chooses among formats without outliers", "leave one of the two away, or another --method")
         if self.calibration_tokens < LEAST:

@@ -20,8 +20,10 @@ from ..kernels.tiles import ROWS
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import AGAIN, TensorInfo, damaged, shown
 from ..offload.size import format_size
+from ..quant.codes import Codes
 from ..quant.imports import mxfp4
-from ..quant.pack import put_exponent_rows
+from ..quant.levels import MXFP
+from ..quant.pack import put_rows, put_tables
 from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32
 from .container import Container, StoredTensor
@@ -116,6 +118,9 @@ class ExpertStore(TensorStore):
             return shape[0], shape[1], (shape[2] * mxfp4.GROUP,)
         return (shape[0], shape[2], (shape[1],)) if kind is None else (shape[0], shape[1], ())
 
+    def place(self, info: TensorInfo) -> int | None:
+        return None if info.name in self._parts else super().place(info)
+
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
@@ -182,7 +187,9 @@ class ExpertStore(TensorStore):
         codes, scales = self._codes(part, begin, end)
         if (scales == mxfp4.NOT_A_NUMBER).any():
             raise self._not_a_number(part)
-        put_exponent_rows(blob, FORMAT, self.container.tensors[info.name].shape, begin, codes, scales)
+        shape, made = self.container.tensors[info.name].shape, Codes(codes, scales, None, np.full(end - begin, 0.5, np.float32), MXFP)
+        put_rows(blob, FORMAT, shape, begin, made)
+        put_tables(blob, FORMAT, shape, made)
 
     def _codes(self, part: Part, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Codes uint8 [n, K] and scales uint8 [n, K / 32] of some outputs."""

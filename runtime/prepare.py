@@ -8,19 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .. import UsageError
+from .. import DoesNotFit, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.plan import BlockBytes, Budget, Demand, Placement, plan
 from ..offload.size import parse_size
-from ..quant.kv import UNPACKED, codec, is_packed
-from .cache import CacheShape, cache_nbytes
+from ..quant.kv import PackedCodec, RawCodec, codec
+from .cache import CacheShape, cache_nbytes, layer_codecs
 from .config import ModelConfig, read_config
 from .container import Container
 from .model import check_tensors, dims
+from .parts import CONVERTED, Parts, cut
+from .passes import widest
 from .source import check_mapping, is_low_bit, open_weights
+from .streamed import Streams
+
+if TYPE_CHECKING:
+    from .kv_profile import Profile
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
 COLD_ALLOWANCE = 64 << 20
@@ -48,7 +55,6 @@ class EngineOptions:
     chunk: int = 512
     kernel: str = "auto"
     exact: bool = False
-    kv_asked: str | None = None  # set here: what `kv` stands in for
 
     def __post_init__(self) -> None:
         choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
@@ -64,15 +70,12 @@ class EngineOptions:
             raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
         if self.exact:
             object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
-        if is_packed(self.kv) and not self.strict:
-            object.__setattr__(self, "kv_asked", self.kv)
-            object.__setattr__(self, "kv", UNPACKED)
         codec(self.kv)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before a byte of weights is read."""
+    """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once."""
 
     folder: Path | None
     config: ModelConfig
@@ -82,6 +85,9 @@ class Prepared:
     options: EngineOptions
     notices: tuple[str, ...]
     container: Container | None = None
+    codecs: tuple[RawCodec | PackedCodec, ...] | None = None
+    streams: Streams | None = None
+    chunk: int = PAGE
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -100,14 +106,15 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices]
-    if options.kv_asked:
-        notices.append(f"--kv {options.kv_asked}: packed caches are not in this version, keys and values stay at {options.kv}")
     device = _device(options, notices) if container is None else _device_of_low_bit(options, notices)
     sinks = CacheShape(1, options.kv_sink).sinks
     if options.kv_sink > PAGE:
         notices.append(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
-    layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
+    kv = codec(options.kv)
+    layout = kv.layout(config.num_key_value_heads, config.head_dim)
+    profile = _profile(folder, config, store, options, notices) if kv.is_packed else None
+    codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
     workers = worker_count(options)
     wanted = options.ctx
     learned = config.position_offset is not None
@@ -115,22 +122,58 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         raise UsageError(f"-c {wanted} is more than the {config.context_length} positions that the model was made for",
                          "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
 
-    def shape_for(ctx: int) -> CacheShape:
-        return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(chunk, -(-ctx // PAGE) * PAGE))
+    def shape_for(ctx: int, tokens: int) -> CacheShape:
+        return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(tokens, -(-ctx // PAGE) * PAGE))
 
-    def workspace(ctx: int) -> int:
-        return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS), workers).values())
-
-    fixed, per_page = cache_nbytes(config.num_hidden_layers, layout, shape_for(wanted or config.context_length))
-    demand = Demand(
-        baseline=_baseline(kernel_kinds(container is not None, options)), workspace=workspace(wanted or config.context_length),
-        weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
-        kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
-    placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
-                     options.gpu_layers)
-    return Prepared(folder, config, store, placement, shape_for(placement.ctx), options, tuple(notices) + placement.notes, container)
+    parts = cut(tensors, store) if device == "cpu" and options.load == "ram" and not options.gpu_layers else None
+    baseline = _baseline(kernel_kinds(container is not None, options))
+
+    def plan_for(tokens: int) -> Placement:
+        """The plan with working memory for passes of so many tokens."""
+        shape = shape_for(wanted or config.context_length, tokens)
+        fixed, per_page = cache_nbytes(codecs, layout, shape)
+        widths = dims(config, shape.ctx, shape.chunk, LOGIT_ROWS, kv.is_packed)
+        demand = Demand(
+            baseline=baseline, workspace=4 * sum(plan_workspace(widths, workers).values()),
+            weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
+            kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers,
+            blocks=() if parts is None else parts.sizes, always=0 if parts is None else parts.always_nbytes)
+        return plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
+                    options.gpu_layers)
+
+    try:
+        tokens, placement = (chunk, plan_for(chunk)) if kv.is_packed else widest(plan_for, chunk)
+    except DoesNotFit as error:
+        raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
+    streams = None if placement.residency is None else Streams(parts, placement.residency)
+    shape = shape_for(placement.ctx, tokens)
+    if kv.is_packed and placement.ctx < shape.sinks + shape.window + PAGE:
+        notices.append(f"--kv {options.kv}: nothing will be packed in a context of {placement.ctx} tokens, less than the first and newest"
+                       f" tokens, which stay exact, and a page ({shape.sinks} + {shape.window} + {PAGE})")
+    return Prepared(folder, config, store, placement, shape, options, tuple(notices) + placement.notes, container, tuple(codecs), streams,
+                    shape_for(placement.ctx, chunk).chunk)
+
+
+def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
+    """The error with the reason why weights cannot be left on the disk."""
+    hint = error.hint
+    if parts.kept_for == CONVERTED and folder is not None:
+        hint = f"effllm quantize {folder} -o DIR --bits 4 makes a folder that runs from the disk"
+    return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
+
+
+def _profile(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions, notices: list[str]) -> Profile | None:
+    """What is known of the model's keys and values; a model without a profile gets the same bits everywhere, which is said."""
+    if folder is None:
+        return None
+    from .kv_profile_file import load_profile
+
+    profile = load_profile(folder, config, store)
+    if profile is None:
+        notices.append(f"--kv {options.kv}: no profile of this model, every head gets the same bits; effllm eval kv-profile records one")
+    return profile
 
 
 def worker_count(options: EngineOptions) -> int:
@@ -150,7 +193,7 @@ def kernel_kinds(low_bit: bool, options: EngineOptions) -> tuple[str, ...]:
     from ..kernels import warm
 
     needed = {warm.RAW: True, warm.LOW_BIT: low_bit, warm.EXACT: low_bit and options.exact,
-              warm.LOOKUP: low_bit and options.kernel == "lut"}
+              warm.LOOKUP: low_bit and options.kernel == "lut", warm.KV: codec(options.kv).is_packed}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
 
@@ -193,6 +236,7 @@ def _device(options: EngineOptions, notices: list[str]) -> str:
         return "cuda"
     if options.device == "cuda":
         raise UsageError("--device cuda: torch finds no GPU here", "--device cpu")
+    notices.append("a GPU is here but torch cannot use it: running on the CPU (effllm doctor says more)")
     return "cpu"
 
 

@@ -25,28 +25,46 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
         return open_gguf_store(path, wide, low_bit)
     store = TensorStore.open(path)
     try:
-        return store if os.path.exists(path / FILE) else _rearranged(store, read_json(path / "config.json"), wide,
-                                                                            kept or (lambda name: low_bit))
+        return store if os.path.exists(path / FILE) else _rearranged(store, wide, low_bit, kept)
     except BaseException:
         store.close()
         raise
 
 
-def _rearranged(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Callable[[str], bool]) -> TensorStore:
+def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None) -> TensorStore:
     """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
+    raw = read_json(store.folder / "config.json")
     if raw.get("model_type") == "gpt_oss":
         from .expert_store import ExpertStore
 
-        return ExpertStore(store, kept)
+        return ExpertStore(store, kept or (lambda name: low_bit))
     if isinstance(section := raw.get("quantization_config"), dict):
         from .imported import ImportedStore
 
-        return ImportedStore(store, section, wide)
+        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else ())
     return store
 
 
+def _parted(path: Path) -> frozenset[str]:
+    """Names of the tensors of which a model reads ranges of rows under other names."""
+    from . import families
+    from .config import read_config
+
+    config = read_config(path)
+    family = families.get(config.family)
+    rules = (rule for i in range(config.num_hidden_layers) for rule in family.layer_tensors(config, i).values())
+    return frozenset(rule.part_of[0] for rule in rules if rule.part_of)
+
+
+def quantization_of(path: Path) -> Mapping[str, object] | None:
+    """The `quantization_config` of a folder, where its config has one; it has been judged when the config was read."""
+    raw = read_json(path / "config.json")
+    section = raw.get("quantization_config")
+    return section if isinstance(section, dict) else None
+
+
 def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Container | None]:
-    """The weights of a model for a run, and what says which of them are low-bit. Without `low_bit` blocks of a GGUF file are widened.
+    """The weights of a model for a run, and what says which of them are low-bit. Without `low_bit` what other tools quantized is widened.
 
     Raises CheckpointError, ModelNotFound.
     """
@@ -57,21 +75,28 @@ def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Contain
 def is_low_bit(path: Path, low_bit: bool = True) -> bool:
     """Whether `open_weights` will find low-bit weights, whatever else may be wrong with the model."""
     if not is_gguf(path):
-        return os.path.exists(path / FILE) or low_bit and _holds_mxfp4(path)
-    from .gguf.store import MULTIPLIED, read_header
+        return os.path.exists(path / FILE) or (low_bit and _imports_codes(path))
+    from ..quant.imports.gguf import KEPT
+    from .gguf.store import read_header
 
     try:
-        return low_bit and any(tensor.type in MULTIPLIED for tensor in read_header(path).tensors.values())
+        return low_bit and any(tensor.type in KEPT for tensor in read_header(path).tensors.values())
     except EffllmError:
         return False
 
 
-def _holds_mxfp4(path: Path) -> bool:
+def _imports_codes(path: Path) -> bool:
+    from .imported import may_run_from_codes
+
     try:
-        section = read_json(path / "config.json").get("quantization_config")
+        section = quantization_of(path)
     except EffllmError:
         return False
-    return isinstance(section, dict) and section.get("quant_method") == "mxfp4"
+    return section is not None and (section.get("quant_method") == "mxfp4" or may_run_from_codes(section))
+
+
+def _is_rearranged(path: Path) -> bool:
+    return quantization_of(path) is not None or read_json(path / "config.json").get("model_type") == "gpt_oss"
 
 
 def settings_of(path: Path) -> dict[str, object] | None:
@@ -94,9 +119,5 @@ def folder_files(path: Path) -> dict[str, str]:
 
 def check_mapping(path: Path | None) -> None:
     """Raises UsageError for weights that cannot be mapped from their file."""
-    if path is not None and not is_gguf(path) and not os.path.exists(path / FILE):
-        raw = read_json(path / "config.json")
-        if raw.get("model_type") == "gpt_oss" or isinstance(raw.get("quantization_config"), dict):
-            raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave --load away")
-    if path is not None and is_gguf(path):
+    if path is not None and (is_gguf(path) or not os.path.exists(path / FILE) and _is_rearranged(path)):
         raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave --load away")

@@ -88,7 +88,23 @@ def _permuted(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Va
     return builder.shuffle_vector(*found, ir.Constant(ir.VectorType(I32, 16), list(range(16))))
 
 
-EMULATED = {"vpdpbusd.512": _dot_product, "vpdpbusd.256": _dot_product, "permvar.si.512": _permuted,
-            "pshuf.b.512": _halved("pshuf.b", I8, 32), "pmul.hr.sw.512": _halved("pmul.hr.sw", I16, 16),
-            "packuswb.512": _halved("packuswb", I8, 32), "pmaddubs.w.512": _halved("pmadd.ub.sw", I16, 16),
-            "pmaddw.d.512": _halved("pmadd.wd", I32, 8)}
+def _pairs(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """vpdpwssd: to each 32-bit sum, the products of two pairs of signed 16-bit numbers."""
+    count = 2 * sums.type.count
+    wide, words = ir.VectorType(I32, count), ir.VectorType(I16, count)
+    products = builder.mul(*(builder.sext(builder.bitcast(each, words), wide) for each in (a, b)))
+    for i in range(2):
+        sums = builder.add(sums, _picked(builder, products, list(range(i, count, 2))))
+    return sums
+
+
+def _permuted_floats(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+    """vpermps over 16 floats, by way of `_permuted`."""
+    words = ir.VectorType(I32, 16)
+    return builder.bitcast(_permuted(builder, builder.bitcast(table, words), places), table.type)
+
+
+EMULATED = {"vpdpbusd.512": _dot_product, "vpdpbusd.256": _dot_product, "vpdpwssd.512": _pairs, "vpdpwssd.256": _pairs,
+            "permvar.si.512": _permuted, "permvar.sf.512": _permuted_floats, "pshuf.b.512": _halved("pshuf.b", I8, 32),
+            "pmul.hr.sw.512": _halved("pmul.hr.sw", I16, 16), "packuswb.512": _halved("packuswb", I8, 32),
+            "pmaddubs.w.512": _halved("pmadd.ub.sw", I16, 16), "pmaddw.d.512": _halved("pmadd.wd", I32, 8)}

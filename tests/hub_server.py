@@ -1,6 +1,6 @@
 """A hub on the loopback: the API, files behind a redirect to a storage on another port, and everything that can go wrong with them.
 
-It speaks what huggingface_hub speaks, which tests/test_pull_protocol.py checks with that library. `requests` holds every request with
+It speaks what huggingface_hub speaks, which tests/test_pull.py checks with that library. `requests` holds every request with
 its headers, `served` counts bytes of bodies by file name.
 """
 
@@ -285,3 +285,16 @@ class Handler(BaseHTTPRequestHandler):
                 hub.served[file] += len(piece)
             if file and hub.rate:
                 time.sleep(len(piece) / hub.rate)
+
+
+def always(status: int, headers: dict[str, str] | None = None, body: bytes = b"", word: str = "", times: int = 1000) -> Disturbance:
+    """Answers requests whose path holds `word`, for a number of times."""
+    left = [times]
+
+    def disturb(request: Request) -> Reply | None:
+        if word not in request.path or not left[0]:
+            return None
+        left[0] -= 1
+        return status, headers or {}, body
+
+    return disturb

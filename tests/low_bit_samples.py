@@ -12,10 +12,10 @@ import numpy as np
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.workspace import Dims
-from effllm.quant.codes import Codes, Sparse, bf16, factors, values
+from effllm.quant.codes import Codes, Sparse, bf16, factors, minimum_values, values
 from effllm.quant.pack import pack
 from effllm.quant.spec import BITS, GROUPS, QuantSpec
-from effllm.quant.weight import Linear, Norm, Weight
+from effllm.quant.weight import Linear, Norm, Weight, to_f32
 
 FORMATS = tuple(str(QuantSpec(bits, group, scheme)) for scheme in BITS for bits in BITS[scheme] for group in GROUPS[scheme])
 WITH_OUTLIERS = ("codebook4:16+0.01", "codebook2:16+0.05", "symmetric8:32+0.005", "affine3:64+0.02", "ternary:128+0.05")
@@ -28,19 +28,27 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     groups = -(-depth // spec.group)
     book = spec.scheme == "codebook"
     scales = rng.integers(0 if book or every_scale else 32, 16 if book else 256, (rows, groups), np.uint8)
-    if spec.scheme == "block":  # either sign, over the sizes that weights have, subnormal ones and zero with `every_scale`
+    if spec.scheme in ("block", "offset"):  # either sign, over the sizes that weights have, subnormal ones and zero with `every_scale`
         powers = rng.integers(-24 if every_scale else -4, 4, scales.shape)
         scales = (np.ldexp(rng.standard_normal(scales.shape, np.float32), powers)).astype(np.float16).view(np.uint16)
     if spec.scheme == "mxfp":
         scales = rng.integers(0 if every_scale else 120, 200 if every_scale else 128, scales.shape, np.uint8)
-    zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if spec.scheme == "affine" else None
+    with_zeros = spec.scheme in ("affine", "offset")
+    zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if with_zeros else None
+    supers = minima = None
+    if spec.scheme in ("super", "signed"):
+        halves = rng.standard_normal((rows, -(-depth // 256), 2 if spec.scheme == "super" else 1), np.float32)
+        supers = np.ldexp(halves, rng.integers(-20 if every_scale else -8, 0, halves.shape)).astype(np.float16).view(np.uint16)
+        scales = (scales & 63) if spec.scheme == "super" else scales.view(np.int8)
+        minima = rng.integers(0, 64, scales.shape, np.uint8) if spec.scheme == "super" else None
     count = round(rows * depth * spec.outliers)
     places = np.sort(rng.choice(rows * depth, count, replace=False))
     sparse = Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32), bf16(rng.standard_normal(count, np.float32)))
     return Codes(codes=rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8),
                  scales=scales, zeros=zeros, rows=bf16(rng.standard_normal(rows, np.float32) / 256),
                  levels=np.sort(rng.integers(-64, 64, 1 << spec.bits)).astype(np.int8) if book or spec.scheme == "mxfp" else None,
-                 steps=np.sort(rng.integers(1, 128, 16)).astype(np.uint8) if book else None, sparse=sparse if spec.outliers else None)
+                 steps=np.sort(rng.integers(1, 128, 16)).astype(np.uint8) if book else None, sparse=sparse if spec.outliers else None,
+                 supers=supers, minima=minima)
 
 
 def low_bit(codes: Codes, spec: QuantSpec) -> Weight:
@@ -59,15 +67,18 @@ def factors_of(codes: Codes) -> np.ndarray:
 
 def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
     """The definition for up to 16 columns."""
-    return definition.packed_linear(x, values(codes, spec), factors_of(codes), codes.rows, spec.group, whole=spec.scheme == "codebook",
-                                    outliers=_outliers(codes), bias=bias)
+    signed = spec.scheme == "signed"  # whose scale codes are whole numbers too
+    supers = to_f32(codes.supers[:, :, 0], "f16") if signed else None
+    return definition.packed_linear(x, values(codes, spec), codes.scales.astype(np.float32) if signed else factors_of(codes), codes.rows,
+                                    spec.group, whole=signed or spec.scheme == "codebook", outliers=_outliers(codes), bias=bias,
+                                    minima=minimum_values(codes), supers=supers)
 
 
 def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
     """The definition for more columns."""
     parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
-    if spec.bits > 4 or spec.scheme == "mxfp":
-        return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias)
+    if spec.bits > 4 or spec.scheme in ("mxfp", "super"):
+        return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias, minima=minimum_values(codes))
     most, shift = _range(codes, spec)
     return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias)
 

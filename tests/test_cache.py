@@ -14,10 +14,8 @@ from effllm.kernels.cpu.ops import CpuOps, default_registry
 from effllm.kernels.layout import EXTENT, F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.offload.memory import anonymous
-from effllm.offload.pages import PagePool
 from effllm.quant.kv import codec
-from effllm.runtime.cache import CacheShape, KVCache, cache_nbytes
+from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, cache_nbytes, open_cache
 from effllm.runtime.policy.keep import Keep
 
 CTX = 1024
@@ -34,12 +32,8 @@ def pool():
 def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softcap=None, shape=SHAPE, layers=1, only=None) -> KVCache:
     """A cache with CPU storage for every layer."""
     ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1), default_registry(only))
-    kind = codec(kv)
-    layout = kind.layout(kv_heads, head_dim)
-    pages = PagePool(layers, shape.pages, layout.layer_page_nbytes)
-    stores = [ops.kv_layer(layout, anonymous(shape.slots * layout.layer_page_nbytes), pages.extent(i), head_dim**-0.5, window, softcap)
-              for i in range(layers)]
-    return KVCache(stores, kind, Keep(), shape, layout)
+    spec = AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)
+    return open_cache([ops] * layers, [spec] * layers, codec(kv), shape)
 
 
 class Feed:
@@ -148,7 +142,7 @@ def test_a_prompt_cut_by_turns_gives_the_same_bits(pool):
        pages=st.one_of(st.none(), st.integers(1, 3)))
 def test_pieces_cover_the_prompt_and_end_on_pages(held, more, chunk, sink, pages):
     shape = CacheShape(4096, sink=sink, chunk=chunk * PAGE)
-    cache = KVCache([], codec("32bit"), Keep(), shape, codec("32bit").layout(1, 8))
+    cache = KVCache([], [], Keep(), shape, codec("32bit").layout(1, 8))
     cache.n = held
     pieces = list(cache.pieces(more, pages))
     assert sum(pieces) == more and all(0 < piece <= (pages or chunk) * PAGE for piece in pieces)
@@ -209,10 +203,10 @@ def test_sealed_records_carry_header_and_checksum(pool):
     assert header.crc32 == zlib.crc32(body)
     keys = body[: layout.side_nbytes].view(np.float16).reshape(layout.head_dim, PAGE).T
     assert np.array_equal(keys, feed.k[16 + PAGE : 16 + 2 * PAGE, layout.head_dim :].astype(np.float16))
-    cache.codec.check(page, layout)
+    cache.codecs[0].check(page, layout)
     page[layout.key_offset(1) + 5] ^= 1
     with pytest.raises(ValueError, match="layer 0, head 1, token 144: checksum differs"):
-        cache.codec.check(page, layout)
+        cache.codecs[0].check(page, layout)
 
 
 def test_golden_header_bytes():
@@ -251,16 +245,18 @@ def test_the_byte_count_is_the_memory_in_use(pool):
             rows = np.ones((piece, 48), np.float32)
             cache.layer(layer).attend(np.ones((piece, 144), np.float32), rows, rows)
         cache.commit()
-    fixed, per_page = cache_nbytes(3, cache.layout, shape)
-    assert cache.allocated_nbytes == fixed + cache.sealed * per_page
+    fixed, per_page = cache_nbytes(cache.codecs, cache.layout, shape)
+    assert cache.sealed == 3 and cache.exact_tokens == 600 - 3 * PAGE
+    slots = 3  # sinks, and two pages of exact tokens
+    assert cache.allocated_nbytes == slots * fixed // shape.slots + cache.sealed * per_page
     assert cache.bits_per_value == pytest.approx(8 * cache.allocated_nbytes / (2 * 48 * 3 * 600))
     assert cache.packed_bits == 8 * cache.layout.layer_page_nbytes / (2 * PAGE * 48) >= 16
 
 
 def test_unknown_kv_is_refused_with_what_exists():
-    with pytest.raises(UsageError, match="--kv 4bit is not in this version") as caught:
-        codec("4bit")
-    assert caught.value.hint == "use --kv 32bit or 16bit"
+    with pytest.raises(UsageError, match="--kv 7bit is not known") as caught:
+        codec("7bit")
+    assert "32bit, 16bit, 8bit" in caught.value.hint and "k8v4" in caught.value.hint
 
 
 def test_a_step_of_one_token_keeps_the_arrays_of_the_last_within_a_page(pool):

@@ -2,10 +2,10 @@
 
 import os
 import struct
+import sys
 import tracemalloc
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,29 +16,10 @@ from effllm.offload.gguf import MAX_KEYS, MAX_STRINGS, MAX_TENSORS, MAX_TEXT, Gg
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.gguf.tokenizer import load_tokenizer
 
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_bytes import ARRAY, STRING, U32, file, pair, small_model, tensor, text
+
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-U32, STRING, ARRAY = 4, 8, 9
-
-
-def text(value: str | bytes) -> bytes:
-    raw = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def pair(key: str, kind: int, raw: bytes) -> bytes:
-    return text(key) + struct.pack("<I", kind) + raw
-
-
-def tensor(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
-    """Dimensions as the file has them, the innermost first."""
-    return text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape) + struct.pack("<IQ", kind, offset)
-
-
-def file(pairs: list[bytes], tensors: list[bytes], data: int = 4096, version: int = 3, counts: tuple[int, int] | None = None) -> bytes:
-    tensor_count, key_count = counts or (len(tensors), len(pairs))
-    head = b"GGUF" + struct.pack("<IQQ", version, tensor_count, key_count) + b"".join(pairs) + b"".join(tensors)
-    return head + bytes(-len(head) % 32 + data)
-
 
 GOOD_PAIRS = [pair("general.architecture", STRING, text("llama")), pair("a.number", U32, struct.pack("<I", 7)),
               pair("a.list", ARRAY, struct.pack("<IQ", STRING, 2) + text("x") + text("yy")),
@@ -143,30 +124,6 @@ def test_every_cut_is_noticed(tmp_path: Path) -> None:
     raw = file(GOOD_PAIRS, GOOD_TENSORS, data=132)
     for length in range(len(raw) - 1):
         assert refusal(raw[:length], tmp_path)
-
-
-def small_model() -> bytes:
-    """A file that holds a model of one layer with a vocabulary, by hand."""
-    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "ab", "▁ab"]
-    pairs = [pair("general.architecture", STRING, text("llama"))]
-    for key, value in (("block_count", 1), ("context_length", 64), ("embedding_length", 8), ("feed_forward_length", 8),
-                       ("attention.head_count", 2), ("attention.head_count_kv", 1)):
-        pairs.append(pair(f"llama.{key}", U32, struct.pack("<I", value)))
-    pairs.append(pair("llama.attention.layer_norm_rms_epsilon", 6, struct.pack("<f", 1e-5)))
-    pairs.append(pair("tokenizer.ggml.bos_token_id", U32, struct.pack("<I", 1)))
-    pairs.append(pair("tokenizer.ggml.model", STRING, text("llama")))
-    pairs.append(pair("tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", STRING, len(tokens)) + b"".join(map(text, tokens))))
-    pairs.append(pair("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ8f", 6, 8, *range(8))))
-    pairs.append(pair("tokenizer.ggml.token_type", ARRAY, struct.pack("<IQ8i", 5, 8, 2, 3, 3, 1, 1, 1, 1, 1)))
-    shapes = {"token_embd.weight": (8, 8), "output_norm.weight": (8,), "blk.0.attn_norm.weight": (8,), "blk.0.ffn_norm.weight": (8,),
-              "blk.0.attn_q.weight": (8, 8), "blk.0.attn_k.weight": (8, 4), "blk.0.attn_v.weight": (8, 4),
-              "blk.0.attn_output.weight": (8, 8), "blk.0.ffn_gate.weight": (8, 8), "blk.0.ffn_up.weight": (8, 8),
-              "blk.0.ffn_down.weight": (8, 8)}
-    tensors, at = [], 0
-    for name, shape in shapes.items():
-        tensors.append(tensor(name, shape, 0, at))
-        at += 4 * int(np.prod(shape))
-    return file(pairs, tensors, data=at)
 
 
 def used(path: Path) -> None:

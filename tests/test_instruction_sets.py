@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,11 +22,11 @@ import pytest
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
-from effllm.quant.codes import values
+from effllm.kernels.tiles import scales_nbytes
 from effllm.quant.spec import QuantSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from low_bit_samples import FORMATS, WITH_OUTLIERS, factors_of, low_bit, random_codes
+from low_bit_samples import FORMATS, WITH_OUTLIERS, few, low_bit, random_codes
 
 HERE = Path(__file__).resolve().parent
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -43,7 +44,8 @@ if "avx512vnni" in cpu_features() and "avxvnni" not in cpu_features():  # 256-bi
     TARGETS["avx2vnni"] = ("cascadelake", f"{AVX512},-avx512bw", ("avx512f", "avx512dq", "avx512cd", "avx512vl", "avx512vnni"))
 # What multiplies, as the assembler writes it.
 DOT = {"avx512": r"vpdpbusd\t.*%zmm", "avx2vnni": r"vpdpbusd\t.*%ymm", "avx2": r"vpmaddubsw\t.*%ymm", "portable": r"pmaddwd|pmullw|pmull"}
-LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("symmetric8:32", "plain"))
+LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("symmetric8:32", "plain"), ("super4:32", "super"),
+         ("super5:32", "super"), ("signed6:16", "signed"))
 
 pytestmark = pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
 
@@ -106,19 +108,18 @@ def check_loops() -> None:
     assert np.array_equal(totals, codes.reshape(-1, 16).sum(1))
     for text, loop in compiled_loops().items():
         spec = QuantSpec.parse(text)
-        made = random_codes(rng, spec, (rows, depth))
-        book = spec.scheme == "codebook"
-        packed.make_seeds(packed.BOOK if book else packed.WHOLE, totals.ctypes.data, seeds.ctypes.data, depth // 32)
+        made = replace(random_codes(rng, spec, (rows, depth)), rows=np.ones(rows, np.float32))
+        packed.make_seeds(packed.seeds_way(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data, depth // 32)
         weight = low_bit(made, spec)
         at, zeros = spec.sections((rows, depth)), np.full(16, 1 << (spec.bits - 1), np.uint8)
         streams = np.arange(packed_loops.STREAMS)
         table = np.concatenate([weight.address + at.codes + streams * depth * 2 * spec.bits,
-                                weight.address + at.scales + streams * depth // 2, np.full(len(streams), zeros.ctypes.data)])
+                                weight.address + at.scales + streams * scales_nbytes(spec.scheme, spec.group, depth),
+                                np.full(len(streams), zeros.ctypes.data)])
         of_x = np.array([column.ctypes.data, scales.ctypes.data, seeds.ctypes.data])
         out = np.zeros((1, rows), np.float32)
         loop(table.ctypes.data, weight.address + max(0, at.tables), of_x.ctypes.data, depth // 32, 0, 62, out.ctypes.data)
-        want = definition.packed_linear(x, values(made, spec), factors_of(made), np.ones(rows, np.float32), spec.group, whole=book)
-        assert np.array_equal(out, want), text
+        assert np.array_equal(out, few(x, made, spec)), text
 
 
 def loop_assembly() -> dict[str, str]:

@@ -7,28 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effllm.kernels.kv_layout import CHANNELS, MEAN_BITS, PLANES, TAIL_OFFSET, WIDTHS, RecordLayout, pack_widths, unpack_widths
 from effllm.kernels.layout import HEADER_NBYTES, PAGE, PageHeader
-from effllm.quant.kv_basis import KVBasis, allocate, hadamard
+from effllm.quant.kv_basis import KVBasis, hadamard
+from effllm.quant.kv_bits import allocate
 from effllm.quant.kv_codec import decode, encode
-from effllm.quant.kv_record import (
-    CHANNELS,
-    MEAN_BITS,
-    PLANES,
-    TAIL_OFFSET,
-    WIDTHS,
-    RecordLayout,
-    pack_k,
-    pack_scales,
-    pack_v,
-    pack_widths,
-    unpack_k,
-    unpack_scales,
-    unpack_v,
-    unpack_widths,
-)
+from effllm.quant.kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 
 SIZES = (64, 80, 96, 128, 256)
-GOLDEN = {8: 2078481202, 6: 921266520, 5: 1206394795, 4: 1159713893, 3: 2519626853, 2: 1098413978}
+GOLDEN = {8: 3568589614, 6: 921266520, 5: 2918295413, 4: 1179872051, 3: 3980613162, 2: 693264014, 1: 2366947719}
 
 
 def page(heads: int, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +92,7 @@ def test_a_record_gives_back_what_its_bits_allow(size: int, bits_k: int, bits_v:
     assert (header.layer, header.head, header.first_token, header.count) == (3, heads - 1, 64, PAGE)
     assert (header.bits_k, header.bits_v) == (bits_k, bits_v)
     back_k, back_v = decode(records, size, basis)
-    worst = {8: -44.5, 6: -33, 5: -27.5, 4: -22, 3: -16, 2: -9.8}
+    worst = {8: -44.5, 6: -33, 5: -27.5, 4: -22, 3: -16, 2: -9.8, 1: -3.5}
     assert decibels(back_k, k) < worst[bits_k]
     assert decibels(back_v, v) < worst[bits_v]
 

@@ -29,7 +29,8 @@ from low_bit_samples import FORMATS, NO_NORM, WITH_OUTLIERS, dims_for, few, low_
 ALL = FORMATS + WITH_OUTLIERS
 # One of every loop, and the kinds of scales, zeros and corrections around them.
 SOME = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:16", "symmetric5:128", "affine4:32", "affine3:64",
-        "affine8:128", "ternary:64", "codebook4:16+0.01", "symmetric2:32")
+        "affine8:128", "ternary:64", "codebook4:16+0.01", "symmetric2:32", "block4:32", "offset4:128", "super4:32", "super5:32",
+        "signed6:16")
 COLUMNS = (1, 2, 3, 4, 5, 8, 15, 16)
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
 
@@ -101,10 +102,13 @@ def test_the_largest_numbers_of_a_format_do_not_overflow(pools, text):
     top = 2 if spec.scheme == "ternary" else (1 << spec.bits) - 1
     ends = np.repeat(np.where(np.arange(32)[:, None] % 2, np.uint8(0), np.uint8(top)), depth, axis=1)
     ends[16:, ::2] = top - ends[16:, ::2]
-    base = replace(base, codes=ends, scales=np.full_like(base.scales, 15 if spec.scheme == "codebook" else 255))
+    most = {"codebook": 15, "super": 63, "signed": -128, "block": 0x7BFF, "offset": 0x7BFF}.get(spec.scheme, 255)
+    base = replace(base, codes=ends, scales=np.full_like(base.scales, most))
+    if spec.scheme == "super":
+        base = replace(base, minima=np.full_like(base.minima, 63))
     if spec.scheme == "codebook":
         base = replace(base, levels=np.linspace(-64, 63, 1 << spec.bits).astype(np.int8), steps=np.arange(112, 128, dtype=np.uint8))
-    if spec.scheme == "affine":
+    if spec.scheme in ("affine", "offset"):
         base = replace(base, zeros=np.where(np.arange(32)[:, None] % 4 < 2, np.uint8(0), np.uint8(255)) + np.zeros_like(base.scales))
     each = Linear(low_bit(base, replace(spec, outliers=0.0)))
     sign = np.where(np.arange(depth) % 2, -1.0, 1.0).astype(np.float32)
@@ -122,7 +126,9 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
     codes = random_codes(rng, replace(spec, outliers=0.0), (20, 96))
     codes = replace(codes, rows=np.where(np.arange(20) == 7, np.float32(0), codes.rows))
     if spec.scheme != "codebook":  # whose least step is 1
-        codes = replace(codes, scales=np.where(np.arange(20)[:, None] == 11, np.uint8(0), codes.scales))
+        codes = replace(codes, scales=np.where(np.arange(20)[:, None] == 11, np.zeros_like(codes.scales), codes.scales))
+    if spec.scheme == "super":
+        codes = replace(codes, minima=np.where(np.arange(20)[:, None] == 11, np.uint8(0), codes.minima))
     cpu, each = CpuOps(pools[2], dims_for(96, 20)), Linear(low_bit(codes, replace(spec, outliers=0.0)))
     x = rng.standard_normal((4, 96), np.float32)
     x[1] = 0
@@ -136,7 +142,8 @@ def test_zero_rows_and_zero_inputs_give_zeros(pools, text):
     assert same(product(cpu, wide, each), many(wide, codes, replace(spec, outliers=0.0)))
 
 
-@pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "symmetric8:16", "affine3:64", "ternary:64", "codebook4:16+0.01"))
+@pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "symmetric8:16", "affine3:64", "ternary:64", "codebook4:16+0.01",
+                                  "super5:32", "signed6:16", "offset8:64"))
 def test_nan_and_infinity_stay_visible_in_their_column_alone(pools, text):
     spec, rng = QuantSpec.parse(text), np.random.default_rng(3)
     codes = random_codes(rng, spec, (20, 100))
@@ -152,7 +159,7 @@ def test_nan_and_infinity_stay_visible_in_their_column_alone(pools, text):
     assert np.isnan(many_columns[:6][bad]).all() and np.isfinite(many_columns[:6][~bad]).all()
 
 
-@pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "affine8:64", "symmetric6:16"))
+@pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:32", "affine8:64", "symmetric6:16", "super4:32", "signed6:16"))
 def test_inputs_at_the_ends_of_float32(pools, text):
     """Tiny inputs, whose inverse would overflow, count as zeros; huge ones are exact as long as the result is finite."""
     spec, rng = QuantSpec.parse(text), np.random.default_rng(4)
@@ -180,7 +187,9 @@ def test_results_are_added_to_what_is_there(pools, text):
 
 PAIRS = (("codebook4:16", "codebook4:16"), ("codebook4:16", "codebook2:16+0.02"), ("symmetric8:32", "symmetric6:128"),
          ("affine4:32", "ternary:64"), ("symmetric8:16", "symmetric8:32"), ("symmetric8:16", "symmetric5:16"),
-         ("codebook4:16", "symmetric8:32"), ("affine8:64", "affine4:64"), ("codebook3:16", "bf16"), ("f32", "symmetric6:32"))
+         ("super4:32", "super5:32"), ("super4:32", "signed6:16"),
+         ("signed6:16", "codebook4:16"), ("offset4:64", "block4:32"), ("codebook4:16", "symmetric8:32"),
+         ("affine8:64", "affine4:64"), ("codebook3:16", "bf16"), ("f32", "symmetric6:32"))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -214,7 +223,7 @@ def _linear(rng: np.random.Generator, text: str, rows: int, depth: int):
 @pytest.mark.parametrize("workers", (1, 2, 3))
 def test_formats_meet_in_one_stage(pools, workers):
     rng, depth = np.random.default_rng(7), 200
-    texts = ("codebook4:16", "bf16", "symmetric8:32", "symmetric6:16", "affine3:128", "codebook2:16", "ternary:32")
+    texts = ("codebook4:16", "bf16", "symmetric8:32", "symmetric6:16", "affine3:128", "codebook2:16", "ternary:32", "super4:32")
     made = [_linear(rng, text, 30 + 7 * i, depth) for i, text in enumerate(texts)]
     cpu = CpuOps(pools[workers], dims_for(depth, 80))
     cpu.workspace = ops.Workspace({**cpu.workspace.floats, **{f"y{i}": 32 * 80 for i in range(len(texts))}})
@@ -270,7 +279,8 @@ def test_a_stage_that_is_replayed_reads_its_input_anew(pools):
             assert same(out, few(x, codes, spec))
 
 
-@pytest.mark.parametrize("text", ("codebook4:16", "affine8:64", "symmetric6:16", "ternary:32"))
+@pytest.mark.parametrize("text", ("codebook4:16", "affine8:64", "symmetric6:16", "ternary:32", "super4:32", "signed6:16",
+                                  "offset4:32"))
 def test_which_kernels_take_low_bit_weights(pools, text):
     rng, spec = np.random.default_rng(13), QuantSpec.parse(text)
     each = Linear(low_bit(random_codes(rng, spec, (20, 64)), spec))

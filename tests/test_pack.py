@@ -25,6 +25,9 @@ from low_bit_samples import FORMATS, WITH_OUTLIERS, random_codes
 # sha256 of the blob of `counted(spec)`, its first 16 digits. A change here is a new version of the layout: old files become unreadable.
 GOLDEN = {
     "mxfp4:32": "8a1a0c3e4ffc9f20", "block8:32": "a619cf2716b31158", "block5:32": "baef7c374407aaac", "block4:32": "01617376a925e7e6",
+    "offset8:32": "7d5916b05f9fa306", "offset8:64": "c0c45a18932cc7e4", "offset8:128": "e96336a6728d11c0",
+    "offset4:32": "b90edc4ba52bcc96", "offset4:64": "9ad2ddcc7769216e", "offset4:128": "2ad6d151792ff7df",
+    "super5:32": "36d70d87969abce4", "super4:32": "5ddbc440372d5d01", "signed6:16": "fcff9bfbcb45a0fe",
     "codebook4:16": "2bd72257fa25d194", "codebook3:16": "9123088f474d2e4e", "codebook2:16": "179b7f35beb1ece2",
     "affine8:32": "a883979c5ff1c426", "affine8:64": "5627c002af4deda8", "affine8:128": "88ae428e7ed9e276",
     "affine6:32": "70b1727ce065ad1e", "affine6:64": "680fd2ac4125f180", "affine6:128": "12093cba2a1aa9b7",
@@ -63,15 +66,21 @@ def counted(spec: QuantSpec, rows: int = 17, depth: int = 70) -> Codes:
     count = round(rows * depth * spec.outliers)
     places = np.arange(count) * (rows * depth // max(1, count))
     bits, entry = spec.bits, np.arange(16)
+    supers = ((5 * n + 11 * np.arange(-(-depth // 256))) % 700 + 0x2A00).astype(np.uint16)
+    six, eight = ((((a * n + b * g) % 256).astype(np.uint8)) for a, b in ((5, 11), (9, 4)))
+    foreign = {"super": (six & 63, eight & 63, np.stack([supers, supers ^ 0x8001], 2)),
+               "signed": (six.view(np.int8), None, supers[:, :, None])}
+    own, minima, supers = foreign.get(spec.scheme, (None, None, None))
     return Codes(codes=((7 * n + 3 * k + n * k // 5) % (3 if spec.scheme == "ternary" else 1 << bits)).astype(np.uint8),
-                 scales=(((5 * n + 11 * g) % 700 + 0x3A00 | (n + g) % 2 << 15).astype(np.uint16) if spec.scheme == "block"
+                 scales=own if own is not None else (
+                         ((5 * n + 11 * g) % 700 + 0x3A00 | (n + g) % 2 << 15).astype(np.uint16) if spec.scheme in ("block", "offset")
                          else ((5 * n + 11 * g) % (16 if book else 256)).astype(np.uint8)),
-                 zeros=((13 * n + 7 * g) % 256).astype(np.uint8) if spec.scheme == "affine" else None,
+                 zeros=((13 * n + 7 * g) % 256).astype(np.uint8) if spec.scheme in ("affine", "offset") else None,
                  rows=bf16(((n[:, 0] - 8) / 16).astype(np.float32)),
                  levels=(entry[: 1 << bits] * (120 >> bits) - 60).astype(np.int8) if book or spec.scheme == "mxfp" else None,
                  steps=(7 * entry + 9).astype(np.uint8) if book else None,
                  sparse=Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32),
-                               bf16((places % 9 - 4).astype(np.float32) / 8)) if spec.outliers else None)
+                               bf16((places % 9 - 4).astype(np.float32) / 8)) if spec.outliers else None, supers=supers, minima=minima)
 
 
 @settings(max_examples=150, deadline=None)
@@ -105,28 +114,31 @@ def test_tiles_alone_survive_too(bits):
 def test_dequantize_is_the_formula_weight_by_weight(text):
     """w = row * (f(scale) * v(code)) + correction, one number at a time."""
     spec = QuantSpec.parse(text)
-    codes = random_codes(np.random.default_rng(3), spec, (5, 147), every_scale=True)
+    codes = random_codes(np.random.default_rng(3), spec, (5, 290), every_scale=True)
     corrections = {} if codes.sparse is None else dict(zip(zip(codes.sparse.row.tolist(), codes.sparse.col.tolist()), codes.sparse.value))
     got = dequantize(codes, spec)
-    assert got.shape == (5, 147) and got.dtype == np.float32
+    assert got.shape == (5, 290) and got.dtype == np.float32
     for n in range(5):
-        for k in range(147):
+        for k in range(290):
             code, scale = int(codes.codes[n, k]), int(codes.scales[n, k // spec.group])
             if spec.scheme == "codebook":
                 product = int(codes.steps[scale]) * int(codes.levels[code])
             elif spec.scheme == "mxfp":
                 product = np.float32(2.0 ** (scale - 127) if scale else 0) * int(codes.levels[code])
             else:
-                zero = 1 if spec.scheme == "ternary" else 2 ** (spec.bits - 1)
-                if spec.scheme == "affine":
+                zero = {"ternary": 1, "super": 0}.get(spec.scheme, 2 ** (spec.bits - 1))
+                if spec.scheme in ("affine", "offset"):
                     zero = int(codes.zeros[n, k // spec.group])
-                if spec.scheme == "block":
+                if spec.scheme in ("block", "offset"):
                     scale = np.uint16(scale).view(np.float16).astype(np.float32)
                 product = scale * (code - zero)
+                if codes.supers is not None:
+                    d, *e = (np.uint16(bits).view(np.float16).astype(np.float32) for bits in codes.supers[n, k // 256].tolist())
+                    product = d * np.float32(product) - (e[0] * np.float32(codes.minima[n, k // 32]) if e else np.float32(0))
             want = codes.rows[n] * np.float32(product) + corrections.get((n, k), np.float32(0))
             assert got[n, k] == want
     blob = pack(codes, spec)
-    assert np.array_equal(Weight.low_bit(spec, (5, 147), blob).to_f32(), got)
+    assert np.array_equal(Weight.low_bit(spec, (5, 290), blob).to_f32(), got)
 
 
 def test_a_scale_code_is_the_scale_itself_or_chooses_a_step():
@@ -183,6 +195,31 @@ def test_an_mxfp4_weight_written_out_by_hand():
     assert dequantize(codes, QuantSpec.parse("mxfp4:32")).tolist() == [[0.25, 0.5, 0.75, 1.0, 1.5], [32.0, 48.0, 0.0, -4.0, -8.0]]
 
 
+def test_super_blocks_written_out_by_hand():
+    """Two rows of 34 inputs: a record of their scales, of which the first two tiles hold anything; then one with signed scales."""
+    supers = np.array([[[0x3C00, 0xC000]], [[0x4000, 0x3800]]], np.uint16)  # 1 and -2; 2 and 0.5
+    codes = Codes(codes=np.array([[15] * 34, [1] * 34], np.uint8), scales=np.array([[63, 2], [5, 6]], np.uint8), zeros=None,
+                  rows=np.array([1.0, 1.0], np.float32), supers=supers, minima=np.array([[61, 4], [7, 8]], np.uint8))
+    row_scales = bytes([0x80, 0x3F, 0x80, 0x3F])
+    by_hand = {64 * i: bytes([0xFF] * 4 + [0x11] * 4) for i in range(4)}  # the first tile: quads 2i and 2i + 1 of both rows
+    by_hand |= {256: bytes([15, 15, 0, 0, 1, 1]),  # the second: two inputs
+                2048: bytes([0x00, 0x3C, 0x00, 0x40]), 2080: bytes([0x00, 0xC0, 0x00, 0x38]),  # 16 halves d, 16 halves e
+                2112: bytes([63 | 61 % 4 << 6, 5 | 7 % 4 << 6]), 2128: bytes([61 // 4, 7 // 4]),  # of the first tile
+                2136: bytes([2 | 4 % 4 << 6, 6 | 8 % 4 << 6]), 2152: bytes([4 // 4, 8 // 4]),
+                2304: row_scales}
+    spec = QuantSpec.parse("super4:32")
+    assert pack(codes, spec).tobytes() == laid_out(by_hand, 2368)
+    w = dequantize(codes, spec)
+    assert w[0, 31] == 63 * 15 + 2 * 61 and w[0, 32] == 2 * 15 + 2 * 4 and w[1, 33] == 2 * 6 * 1 - 0.5 * 8
+    codes = replace(codes, codes=codes.codes + 32, scales=np.array([[-128, 1, 7], [3, -2, -1]], np.int8), supers=supers[:, :, :1],
+                    minima=None)
+    blob, spec = pack(codes, QuantSpec.parse("signed6:16")), QuantSpec.parse("signed6:16")
+    assert blob[3072:3076].tobytes() == bytes([0x00, 0x3C, 0x00, 0x40]) and blob.size == 3072 + 288 + 32 + 64
+    assert [blob[3104 + 16 * i : 3106 + 16 * i].tolist() for i in range(4)] == [[128, 3], [1, 254], [7, 255], [0, 0]]
+    w = dequantize(codes, spec)
+    assert w[0, 15] == -128 * 15 and w[0, 16] == 15 and w[1, 33] == -2
+
+
 def laid_out(parts: dict[int, bytes], size: int) -> bytes:
     blob = bytearray(size)
     for start, part in parts.items():
@@ -225,6 +262,12 @@ def test_arrays_that_do_not_fit_the_format_are_refused():
     assert "code 3" in refusal(replace(sparse, codes=np.full((20, 70), 3, np.uint8)), "ternary:64+0.01")
     assert "14 outliers" in refusal(replace(sparse, sparse=None), "ternary:64+0.01")
     assert "0 outliers" in refusal(sparse, "ternary:64")
+    large, signed = (random_codes(rng, QuantSpec.parse(text), (20, 270)) for text in ("super5:32", "signed6:16"))
+    assert "missing" in refusal(replace(large, minima=None), "super5:32") and (
+        "scales of int8" in refusal(replace(signed, scales=signed.scales[:, ::2]), "super5:32"))
+    assert "up to 63" in refusal(replace(large, minima=large.minima + 64), "super5:32")
+    assert "super-blocks (20, 1, 1)" in refusal(replace(signed, supers=signed.supers[:, :1]), "signed6:16")
+    assert "do not belong" in refusal(replace(affine, supers=large.supers), "affine3:32")
 
 
 @pytest.mark.parametrize(("rows", "columns"), (((0, 1), (5, 5)), ((1, 0), (5, 5)), ((0, 0), (7, 7)), ((0, 0), (7, 6)), ((0, 2), (5, 0)),

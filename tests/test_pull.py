@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, Reply, Repo, Request, etag, running
+from hub_server import Hub, Reply, Request, always, etag, running
 from pulls import FABLE, Person, on_disk, sharded, tiny
 
 REPO = "org/name"
@@ -211,19 +211,6 @@ def test_what_is_missing_or_private(hub: Hub, person: Person, token: str | None,
 # -- a bad network -------------------------------------------------------------------------------------------------------------------
 
 
-def always(status: int, headers: dict[str, str] | None = None, body: bytes = b"", word: str = "", times: int = 1000) -> object:
-    """Answers requests whose path holds `word`, for a number of times."""
-    left = [times]
-
-    def disturb(request: Request) -> Reply | None:
-        if word not in request.path or not left[0]:
-            return None
-        left[0] -= 1
-        return status, headers or {}, body
-
-    return disturb
-
-
 def test_a_rate_limit_is_waited_for_and_one_that_lasts_is_said(hub: Hub, person: Person) -> None:
     repo = hub.add(REPO, files=tiny())
     hub.disturb = always(429, {"Retry-After": "0"}, word="model.safetensors", times=2)
@@ -252,6 +239,23 @@ def test_a_sign_in_page_instead_of_the_hub(hub: Hub, person: Person) -> None:
         said = person.types("pull", REPO).refused(6)
         assert "sign" in said and "browser" in said
     assert not [name for name in person.blobs(REPO) if name == etag("model.safetensors", tiny()["model.safetensors"])]
+
+
+def test_a_network_that_sends_everybody_to_its_sign_in_page(hub: Hub, person: Person) -> None:
+    """By a redirect, also of the files alone, and with an answer that does not say how long it is."""
+    hub.add(REPO, files=tiny())
+    page = b"<!DOCTYPE html><html>Welcome</html>"
+    for word, named in (("/api/", "HTTPS_PROXY"), ("config.json", "checksum"), ("model.safetensors", "browser")):
+        def portal(request: Request, word: str = word) -> Reply | None:
+            if "login" in request.path:
+                return 200, {"Content-Type": "text/html; charset=utf-8"}, page
+            return (302, {"Location": f"{hub.storage}/login?from=you"}, b"") if word in request.path else None
+
+        hub.disturb = portal
+        said = person.types("pull", REPO).refused(6)
+        assert "sign-in page" in said or named in said, said
+    hub.disturb = None
+    assert person.types("pull", REPO).code == 0
 
 
 def test_no_network_and_offline(hub: Hub, person: Person) -> None:
@@ -344,49 +348,3 @@ def test_a_proxy_is_used_and_exceptions_are_made(hub: Hub, person: Person) -> No
     direct = Person(person.home, "http://hub.invalid", proxied.variables | {"NO_PROXY": "localhost,.invalid"})
     assert "name is not known" in direct.types("pull", REPO, "--dry-run").refused(6) and not hub.requests
     assert "socks5" in person.types("pull", REPO, HTTP_PROXY="socks5://127.0.0.1:1").refused(6)
-
-
-# -- run offers it -------------------------------------------------------------------------------------------------------------------
-
-
-def test_run_of_an_absent_model_asks_once_at_a_terminal(hub: Hub, person: Person) -> None:
-    repo = hub.add(REPO, FABLE)
-    words = ("run", REPO, "Once", "--raw", "-n", "2")
-    said = person.types(*words).refused(3)
-    assert f"effllm pull {REPO}" in said and not hub.requests
-    declined = person.types(*words, answers="n\n")
-    assert declined.code == 3 and "download" in declined.err and not hub.asked("model.safetensors")
-    ran = person.types(*words, answers="y\n")
-    assert ran.code == 0 and ran.out.strip() and ran.err.count("[Y/n]") == 1
-    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
-    hub.forget()
-    assert person.types(*words).code == 0 and not hub.requests
-
-
-def test_run_with_yes_and_bits(hub: Hub, person: Person) -> None:
-    hub.add(REPO, FABLE)
-    ran = person.types("run", REPO, "Once", "--raw", "-n", "2", "--bits", "4", "-y")
-    assert ran.code == 0 and ran.out.strip()
-    assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable", f"{REPO}:4bit"]
-
-
-@pytest.mark.parametrize(("words", "code", "said"), [
-    (("pull", "fable"), 2, "comes with effllm"), (("pull", "./folder"), 2, "is a path"), (("pull", "lama3"), 3, "did you mean llama3"),
-    (("pull", REPO, "--keep"), 2, "--bits 4 --keep"), (("pull", f"{REPO}:4bit", "--bits", "3"), 2, "disagree"),
-    (("pull", REPO, "--bits", "7"), 2, "7bit"), (("pull", f"{REPO}:a.gguf", "--bits", "4"), 2, "as it is"),
-    (("pull", "word"), 3, "no model 'word'"), (("pull", REPO + "@../x"), 2, "no revision")])
-def test_requests_that_make_no_sense(person: Person, hub: Hub, words: tuple[str, ...], code: int, said: str) -> None:
-    assert said in person.types(*words).refused(code)
-    assert not hub.requests
-
-
-def test_the_hub_is_not_believed(hub: Hub, person: Person) -> None:
-    repo: Repo = hub.add(REPO, files=tiny())
-    good = {"id": REPO, "sha": repo.commit, "siblings": []}
-    for change in ({"sha": "../../x"}, {"siblings": 5}, {"sha": None}):
-        hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | change).encode(), "/api/")
-        assert "does not answer as a hub" in person.types("pull", REPO).refused(6)
-    evil = [{"rfilename": "../../../evil.safetensors", "size": 3, "blobId": "0" * 40}, {"rfilename": "model.safetensors", "size": -1,
-            "blobId": "0" * 40}, {"rfilename": "config.json", "size": 1, "blobId": "../x"}]
-    hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | {"siblings": evil}).encode(), "/api/")
-    assert "no weights" in person.types("pull", REPO).refused(3)

@@ -51,7 +51,9 @@ def test_the_text_of_a_share_keeps_every_digit(share):
 
 
 @pytest.mark.parametrize("text", ("", "4", "7bit", "4bits", "4BIT", "codebook4", "codebook4:32", "codebook5:16", "codebook4:16:16",
-                                  "affine4:16", "affine7:32", "affine4:48", "symmetric4:256", "symmetric1:32", "ternary:16", "ternary2:64",
+                                  "affine4:16", "affine7:32",
+                                  "super6:32", "super4:16", "signed6:32", "signed8:16", "offset4:16",
+                                  "affine4:48", "symmetric4:256", "symmetric1:32", "ternary:16", "ternary2:64",
                                   "f64", "bf16+1%", "f32:32", "4bit+6%", "4bit+0.06", "4bit+1", "4bit+-1%", "4bit+", "+1%", "4bit+1%+1%",
                                   " 4bit", "4bit\n"))
 def test_what_is_no_format_says_what_is(text):
@@ -92,7 +94,8 @@ def test_nbytes_is_the_size_of_what_is_packed(text):
 def test_bits_per_weight_are_the_codes_and_a_share_of_the_group(text):
     """Counted from the description of the format, not from the layout: a shape that nothing pads, so large that alignment is nothing."""
     spec, shape = QuantSpec.parse(text), (4096, 8192)
-    per_group = {"codebook": 4, "affine": 16, "symmetric": 8, "ternary": 8, "block": 16, "mxfp": 8}[spec.scheme]
+    per_group = {"codebook": 4, "affine": 16, "symmetric": 8, "ternary": 8, "block": 16, "offset": 24,
+                 "super": 6 + 6 + 4, "signed": 8 + 1, "mxfp": 8}[spec.scheme]
     tables = 64 if spec.scheme in ("codebook", "mxfp") else 0
     assert spec.nbytes(shape) == 4096 * 8192 * spec.bits // 8 + 4096 * 8192 // spec.group * per_group // 8 + 2 * 4096 + tables
 
@@ -110,8 +113,9 @@ def test_sections_follow_one_another_on_cache_lines(text):
         starts = [start for start in (at.codes, at.scales, at.zeros, at.row_scales, at.tables, at.sparse) if start >= 0]
         assert starts == sorted(set(starts)) and all(start % 64 == 0 for start in [*starts, at.nbytes])
         assert at.rows % 16 == 0 and 0 <= at.rows - shape[0] < 16
-        assert at.depth % max(32, spec.group) == 0 and 0 <= at.depth - shape[1] < max(32, spec.group)
-        assert (at.zeros >= 0) == (spec.scheme == "affine") and (at.tables >= 0) == (spec.scheme in ("codebook", "mxfp"))
+        unit = 256 if spec.scheme in ("super", "signed") else max(32, spec.group)
+        assert at.depth % unit == 0 and 0 <= at.depth - shape[1] < unit
+        assert (at.zeros >= 0) == (spec.scheme in ("affine", "offset")) and (at.tables >= 0) == (spec.scheme in ("codebook", "mxfp"))
         assert at.sparse_count == round(shape[0] * shape[1] * spec.outliers)
 
 

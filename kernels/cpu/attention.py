@@ -154,7 +154,7 @@ def _with_sink(a, head, m, l):
 
 @kernel({"contract"})
 def attend_few(args, worker, counter):
-    """Partials for few tokens. Blocks of work: (KV head, page block).
+    """Partials for few tokens. Blocks of work: (KV head, page block). Without PAGES sealed blocks are left to another kernel.
 
     Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D]; rows in multiples of LOW_ROWS.
     """
@@ -177,6 +177,8 @@ def attend_few(args, worker, counter):
             return
         kv, block = job // blocks, job % blocks
         entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
+        if entry[SEALED] and not a[PAGES]:
+            continue
         first, count = entry[FIRST], entry[COUNT]
         partial = a[PARTIALS] + 4 * job * rows * (depth + 2)
         if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):

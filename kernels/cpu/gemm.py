@@ -5,9 +5,10 @@ takes BLOCK_ROWS rows at a time, expands SPAN inputs of them into the second-lev
 for a whole job:
 
     SCALED   weights become int8 of the row's own range; blocks of 128 activations:  y = s * m / 127 * sum_b(x_b * int)
-    GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int))
+    GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int [- m_g * sum_g]))
 
-with s the row's scale, m the largest |f * v| that its scale codes allow, and int an exact integer sum. Both add float32 in the order of the
+with s the row's scale, m the largest |f * v| that its scale codes allow, int an exact integer sum, m_g a group's minimum and sum_g that of
+its activations. Both add float32 in the order of the
 inputs, one chain per output, so a result depends on neither the other tokens, the threads, nor the instruction set. Limited by the units
 that multiply. `multiply_exact` is the product in float32 of what the weights mean, from the panels of `linear.pack_columns`.
 """
@@ -18,7 +19,7 @@ from numba import float32, uint32
 
 from ..compile import inlined, kernel
 from ..layout import align
-from ..tiles import AFFINE, TILE
+from ..tiles import AFFINE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, normalise
 from .gemm_expand import SCALED_SHIFT
@@ -57,6 +58,7 @@ from .gemm_tiles import (
     finish_adding,
     group_product,
     half_group_product,
+    minimum_product,
     outlier_sums,
     pack_block,
 )
@@ -89,9 +91,9 @@ def panel_nbytes(tokens: int, depth: int, way: int) -> int:
     return align(-(-tokens // TOKENS) * (align(depth, SCALED_BLOCK) // block) * (HEADER + block * TOKENS * ITEM) + SLACK)
 
 
-def way_of(bits: int, scheme: str = "") -> int:
-    """How a format is multiplied: up to 4 bits in the row's int8, above that exactly, and so with powers of two for scales."""
-    return SCALED if bits <= 4 and scheme != "mxfp" else GROUPED
+def way_of(bits: int, scheme: str) -> int:
+    """How a format is multiplied: up to 4 bits in the row's int8, above that and with minima or powers of two for scales exactly."""
+    return SCALED if bits <= 4 and scheme not in ("mxfp", "super") else GROUPED
 
 
 @kernel()
@@ -129,8 +131,10 @@ def _product(a, matrix, way, scratch, number, panel, sums, span):
         return
     factors = scratch + FACTORS_AT + number * STRIPE * (SPAN // 16) * 4
     shifts = scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4
-    stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE else 0
-    if a[matrix + GROUP] == 16:
+    stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE or a[matrix + SCHEME] == OFFSET else 0
+    if a[matrix + SCHEME] == SUPER:
+        minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
+    elif a[matrix + GROUP] == 16:
         half_group_product(wide, factors, shifts, stride, panel, sums, span)
     else:
         group_product(wide, factors, shifts, stride, panel, sums, span)
@@ -216,20 +220,21 @@ def multiply(args, worker, counter):
         used = (min(share, a[matrix + ROWS] - row) + STRIPE - 1) // STRIPE  # stripes of each matrix
         for number in range(both * used):
             own = matrix + number // used * FIELDS
-            prepare_rows(a, own, stored_depth(depth, a[own + GROUP]), way, row + number % used * STRIPE, scratch, number)
+            prepare_rows(a, own, stored_depth(a, own, depth), way, row + number % used * STRIPE, scratch, number)
         for i in range(both * used * panels * TOKENS * STRIPE):
             f32_at(sums)[i] = ZERO
         for start in range(0, padded, SPAN):
             for number in range(both * used):
                 own = matrix + number // used * FIELDS
-                stored = stored_depth(depth, a[own + GROUP])
-                if start < stored:
-                    expand_stripe(a, own, stored, way, row + number % used * STRIPE, start, min(SPAN, stored - start), scratch, number)
+                stored = stored_depth(a, own, depth)
+                span = min(SPAN, min(stored, padded) - start)  # a super-block may be stored further than activations are packed
+                if span > 0:
+                    expand_stripe(a, own, stored, way, row + number % used * STRIPE, start, span, scratch, number)
             for panel in range(panels):
                 x = a[X] + panel * panel_nbytes + start // block * block_nbytes
                 for number in range(both * used):
                     own = matrix + number // used * FIELDS
-                    span = min(SPAN, stored_depth(depth, a[own + GROUP]) - start)
+                    span = min(SPAN, min(stored_depth(a, own, depth), padded) - start)
                     if span > 0:
                         _product(a, own, way, scratch, number, x, sums + number * sums_nbytes + 4 * panel * TOKENS * STRIPE, span)
         for number in range(both * used):
@@ -275,7 +280,7 @@ def multiply_exact(args, worker, counter):
         first = block * MANY_BLOCK
         rows = min(MANY_BLOCK, a[matrix + ROWS] - first)
         strips = (rows + FLOAT_ROWS - 1) // FLOAT_ROWS
-        stored = stored_depth(depth, a[matrix + GROUP])
+        stored = stored_depth(a, matrix, depth)
         for start in range(0, depth, DEPTH_BLOCK):
             span = min(DEPTH_BLOCK, depth - start)
             for row in range(0, rows, TILE_ROWS):

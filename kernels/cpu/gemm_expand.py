@@ -38,8 +38,8 @@ from .int8_ir import (
     unpack_tile,
     widen_bytes,
 )
-from .intrinsics import F32, I16, I32, I64
-from .packed_loops import byte_scales, exponent_scales, half_scales
+from .intrinsics import I16, I32, I64
+from .packed_factors import byte_scales, exponent_scales, half_scales
 
 SCALED_SHIFT = 128  # what stripes of scaled weights are above their values with VNNI; those of levels LEVEL_SHIFT
 CODEBOOK, LINEAR, BLOCKS, EXPONENTS = "codebook", "linear", "blocks", "exponents"
@@ -300,32 +300,6 @@ def levels_of(typingctx, codes, tables):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def floats_of(typingctx, codes, zeros, factors, rows, out, stride):
-    """A tile as float32: row * (factor * (code - zero)), its 16 rows `stride` bytes apart at `out`.
-
-    zeros: 16 bytes. factors: float32 [half][16]. rows: bfloat16 [16].
-    """
-    four, floats, bytes_ = ir.VectorType(I32, 4), ir.VectorType(F32, 4), ir.VectorType(I8, 4)
-
-    def codegen(context, builder, signature, args):
-        codes, zeros, factors, rows, out, stride = args
-        loop = Loop(builder, I64(ROWS), [out], "rows")
-        at = lambda base, item: builder.add(base, builder.mul(loop.turn, I64(item)))  # noqa: E731
-        zero = splat(builder, builder.zext(load(builder, at(zeros, 1), I8), I32), four)
-        row = builder.shl(builder.zext(load(builder, at(rows, 2), I16), I32), I32(16))
-        row = splat(builder, builder.bitcast(row, F32), floats)
-        for quad in range(QUADS):
-            factor = splat(builder, load(builder, offset(builder, at(factors, 4), 64 * (quad // 4)), F32, 4), floats)
-            raw = builder.zext(load(builder, offset(builder, at(codes, 4), 64 * quad), bytes_), four)
-            value = builder.fmul(row, builder.fmul(factor, builder.sitofp(builder.sub(raw, zero), floats)))
-            store(builder, value, offset(builder, loop.values[0], 16 * quad), 4)
-        loop.end([builder.add(loop.values[0], stride)])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
 
 
 scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)

@@ -8,14 +8,31 @@ from __future__ import annotations
 from numba import float32, int32, int64, uint32
 
 from ..compile import inlined
-from ..tiles import AFFINE, BLOCK, CODEBOOK, LEVEL_SHIFT, MXFP, TERNARY, TILE
+from ..tiles import (
+    AFFINE,
+    BLOCK,
+    CODEBOOK,
+    LEVEL_SHIFT,
+    MXFP,
+    OFFSET,
+    SIGNED,
+    SIGNED_HEAD,
+    SIGNED_NBYTES,
+    SIGNED_TILE,
+    SUPER,
+    SUPER_BLOCK,
+    SUPER_HEAD,
+    SUPER_NBYTES,
+    SUPER_TILE,
+    TERNARY,
+    TILE,
+)
 from ..tiles import ROWS as TILE_ROWS
 from .gemm_expand import (
     block_factors,
     codebook_factors,
     codes_of,
     exponent_factors,
-    floats_of,
     largest_block,
     largest_linear,
     largest_step,
@@ -27,6 +44,7 @@ from .gemm_expand import (
     scaled_codebook,
     scaled_linear,
 )
+from .gemm_factors import floats_of, floats_with_minima, signed_factors, super_factors
 from .gemm_tiles import INPUTS, ITEM, PAIRS, STEP, STRIPE
 from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at, u32_at
 from .lut_order import expand_tiles, pair_at
@@ -42,13 +60,13 @@ MOST = float32(127.0)
 # Scratch of a worker, byte offsets.
 WIDE_AT = 0  # stripes
 FACTORS_AT = WIDE_AT + BLOCK_ROWS * SPAN * ITEM  # float32 [stripe][group][STRIPE]
-SHIFTS_AT = FACTORS_AT + BLOCK_ROWS * (SPAN // 16) * 4  # int32 [stripe][tile][STRIPE]
+SHIFTS_AT = FACTORS_AT + BLOCK_ROWS * (SPAN // 16) * 4  # int32 [stripe][tile][STRIPE], or float32 minima
 LIMITS_AT = SHIFTS_AT + BLOCK_ROWS * (SPAN // TILE) * 4  # float32 per row, as is the next
 ROWS_AT = LIMITS_AT + 4 * BLOCK_ROWS
-TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile, 16 constant zeros, factors of a tile
+TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile, 16 constant zeros, factors and minima of a tile
 ZEROS_AT = TILE_AT + TILE_ROWS * TILE
 TILE_FACTORS_AT = ZEROS_AT + 64
-STRIPES_NBYTES = TILE_FACTORS_AT + 128
+STRIPES_NBYTES = TILE_FACTORS_AT + 192
 TILE_SCRATCH_NBYTES = STRIPES_NBYTES - TILE_AT
 
 _codes_2, _codes_3, _codes_4, _codes_5, _codes_6, _codes_8 = (codes_of(bits) for bits in (2, 3, 4, 5, 6, 8))
@@ -76,9 +94,11 @@ def _unpack(a, matrix, tiles, block, tile, out):
 
 
 @inlined()
-def stored_depth(depth, group):
+def stored_depth(a, matrix, depth):
     """Inputs as stored."""
-    unit = max(TILE, group)
+    unit = max(TILE, a[matrix + GROUP])
+    if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == SIGNED:
+        unit = SUPER_BLOCK
     return (depth + unit - 1) // unit * unit
 
 
@@ -89,7 +109,31 @@ def _stored_rows(a, matrix):
 
 @inlined()
 def _constant_zero(a, matrix):
+    if a[matrix + SCHEME] == SUPER:
+        return 0
     return 1 if a[matrix + SCHEME] == TERNARY else 1 << (a[matrix + BITS] - 1)
+
+
+@inlined()
+def _halves(scheme):
+    """Are scales half-precision floats?"""
+    return scheme == BLOCK or scheme == OFFSET
+
+
+@inlined()
+def _stores_zeros(scheme):
+    return scheme == AFFINE or scheme == OFFSET
+
+
+@inlined()
+def _record(a, matrix, tiles, block, tile):
+    """Where a super-block's scales lie, and the tile's codes among them."""
+    at = block * (tiles >> 3) + (tile >> 3)
+    if a[matrix + SCHEME] == SUPER:
+        record = a[matrix + SCALES] + at * SUPER_NBYTES
+        return record, record + SUPER_HEAD + (tile & 7) * SUPER_TILE
+    record = a[matrix + SCALES] + at * SIGNED_NBYTES
+    return record, record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE
 
 
 @inlined()
@@ -132,12 +176,12 @@ def _largest(a, matrix, depth, row, scratch, out):
         return
     groups = depth // group
     zeros, stride = scratch + ZEROS_AT, 0
-    if scheme == AFFINE:
+    if _stores_zeros(scheme):
         zeros, stride = a[matrix + ZEROS] + block * groups * TILE_ROWS, TILE_ROWS
     else:
         _fill(zeros, _constant_zero(a, matrix))
     most = 2 if scheme == TERNARY else (1 << a[matrix + BITS]) - 1
-    if scheme == BLOCK:
+    if _halves(scheme):
         largest_block(a[matrix + SCALES] + block * groups * 2 * TILE_ROWS, zeros, stride, most, groups, out)
     else:
         largest_linear(a[matrix + SCALES] + block * groups * TILE_ROWS, zeros, stride, most, groups, out)
@@ -168,7 +212,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     codes, tables, zeros, up = scratch + TILE_AT, a[matrix + TABLES], scratch + ZEROS_AT, _up(a, matrix)
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
-    if scheme != AFFINE:
+    if not _stores_zeros(scheme):
         shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
         _fill(zeros, shift)
         shifts = i32_at(scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4)
@@ -193,29 +237,37 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
             elif scheme == MXFP:  # never scaled: powers of two span more than a row's int8 would hold
                 plain_codebook(codes, tables, out)
                 exponent_factors(a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS, 0, factors, 0)
+            elif scheme == SUPER:
+                record, own = _record(a, matrix, tiles, block, tile)
+                plain_linear(codes, zeros, out)
+                super_factors(record, own, factors, shifts_at)
+            elif scheme == SIGNED:
+                record, own = _record(a, matrix, tiles, block, tile)
+                plain_linear(codes, zeros, out)
+                signed_factors(record, own, factors, factors + 4 * STRIPE)
             else:
                 if left == 0:
                     last = tile * TILE // group
                     left = max(1, group // TILE)
-                    scales = a[matrix + SCALES] + (block * groups + last) * TILE_ROWS * (2 if scheme == BLOCK else 1)
+                    scales = a[matrix + SCALES] + (block * groups + last) * TILE_ROWS * (2 if _halves(scheme) else 1)
                     second = scales + (TILE_ROWS if parts == 2 else 0)
-                    if scheme == AFFINE:
+                    if _stores_zeros(scheme):
                         zeros = a[matrix + ZEROS] + (block * groups + last) * TILE_ROWS
                 left -= 1
                 if way == SCALED:
-                    if scheme == BLOCK:
+                    if _halves(scheme):
                         scaled_blocks(codes, scales, second, zeros, limits, up, out)
                     else:
                         scaled_linear(codes, scales, second, zeros, limits, up, out)
                 else:
                     plain_linear(codes, zeros, out)
-                    if scheme == BLOCK:
+                    if _halves(scheme):
                         block_factors(scales, 0, factors, 0)
                     else:
                         linear_factors(scales, 0, factors, 0)
                     if parts == 2:
                         linear_factors(second, 0, factors + 4 * STRIPE, 0)
-                    if scheme == AFFINE and not PAIRS:
+                    if _stores_zeros(scheme) and not PAIRS:
                         for i in range(TILE_ROWS):
                             i32_at(shifts_at)[i] = int32(u8_at(zeros)[i])
             factors += 4 * parts * STRIPE
@@ -232,6 +284,7 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
     """
     scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
     codes, zeros, factors = scratch, scratch + (ZEROS_AT - TILE_AT), scratch + (TILE_FACTORS_AT - TILE_AT)
+    minima = factors + 128
     tiles, groups, block = depth // TILE, depth // group, row // TILE_ROWS
     _fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix))
     for tile in range(start // TILE, (start + span) // TILE):
@@ -244,16 +297,24 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
             levels_of(codes, a[matrix + TABLES])
             exponent_factors(a[matrix + SCALES] + at * TILE_ROWS, 0, factors, 0)
             exponent_factors(a[matrix + SCALES] + at * TILE_ROWS, 0, factors + 64, 0)
+        elif scheme == SUPER:
+            record, own = _record(a, matrix, tiles, block, tile)
+            super_factors(record, own, factors, minima)
+            super_factors(record, own, factors + 64, minima)
+            floats_with_minima(codes, minima, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
+            continue
+        elif scheme == SIGNED:
+            record, own = _record(a, matrix, tiles, block, tile)
+            signed_factors(record, own, factors, factors + 64)
         else:
             first = block * groups + tile * TILE // group
-            if scheme == BLOCK:
+            if _halves(scheme):
                 block_factors(a[matrix + SCALES] + first * 2 * TILE_ROWS, 0, factors, 0)
                 block_factors(a[matrix + SCALES] + first * 2 * TILE_ROWS, 0, factors + 64, 0)
-                floats_of(codes, zeros, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
-                continue
-            linear_factors(a[matrix + SCALES] + first * TILE_ROWS, 0, factors, 0)
-            linear_factors(a[matrix + SCALES] + (first + (1 if group == 16 else 0)) * TILE_ROWS, 0, factors + 64, 0)
-            if scheme == AFFINE:
+            else:
+                linear_factors(a[matrix + SCALES] + first * TILE_ROWS, 0, factors, 0)
+                linear_factors(a[matrix + SCALES] + (first + (1 if group == 16 else 0)) * TILE_ROWS, 0, factors + 64, 0)
+            if _stores_zeros(scheme):
                 zeros = a[matrix + ZEROS] + first * TILE_ROWS
         floats_of(codes, zeros, factors, a[matrix + ROW_SCALES] + 2 * row, out + 4 * (tile * TILE - start), stride)
     if a[matrix + SPARSE] != 0:

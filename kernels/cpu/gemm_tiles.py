@@ -112,17 +112,21 @@ def _start(builder: ir.IRBuilder, header: ir.Value, tokens: int, shifts: list[ir
 
 
 def _flush(builder: ir.IRBuilder, out: ir.Value, header: ir.Value, sums: list[ir.Value], tokens: int,
-           factors: list[ir.Value] | None) -> None:
-    """out[token][row] += scale of the token * (factor of the row * sum), as one fused multiply-add."""
+           factors: list[ir.Value] | None, minima: list[ir.Value] | None = None) -> None:
+    """out[token][row] += scale of the token * (factor of the row * sum), as one fused multiply-add; minima, times the sum of the token's
+    inputs, go to the product by another."""
     # Without this the compiler keeps what it has stored, in more registers than there are.
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
     for t in range(tokens):
         scale = splat(builder, _word(builder, header, 0, t, F32), FLOATS)
+        total = splat(builder, builder.sitofp(_word(builder, header, 1, t, I32), F32), FLOATS) if minima else None
         for v in range(VECTORS):
             at = offset(builder, out, 4 * LANES * (VECTORS * t + v))
             value = builder.sitofp(sums[VECTORS * t + v], FLOATS)
             if factors:
                 value = builder.fmul(value, factors[v])
+            if minima:
+                value = fma(builder, minima[v], total, value)
             store(builder, fma(builder, value, scale, load(builder, at, FLOATS, 4)), at, 4)
 
 
@@ -152,8 +156,9 @@ def _block_product(tokens: int):
     return run
 
 
-def _group_product(tokens: int, halves: bool):
-    """`halves`: groups of 16 inputs, two in a block; else at most one."""
+def _group_product(tokens: int, halves: bool, with_minima: bool = False):
+    """`halves`: groups of 16 inputs, two in a block; else at most one. `with_minima`: in the place of shifts (there are none) float32
+    minima, negative, of every block."""
 
     @intrinsic
     def run(typingctx, weights, factors, shifts, stride, panel, out, inputs):
@@ -167,13 +172,16 @@ def _group_product(tokens: int, halves: bool):
             weights, factors, shifts, stride, panel, out, inputs = args
             loop = Loop(builder, builder.lshr(inputs, I64(5)), [weights, factors, shifts, panel], "groups")
             weights, factors, shifts, header = loop.values
-            rows = [load(builder, offset(builder, shifts, 4 * LANES * v), WORDS, 4) for v in range(VECTORS)]
+            kind, minima = FLOATS if with_minima else WORDS, None
+            rows = [load(builder, offset(builder, shifts, 4 * LANES * v), kind, 4) for v in range(VECTORS)]
+            if with_minima:
+                rows, minima = [constant(WORDS, 0)] * VECTORS, rows
             steps = builder.add(header, I64(HEADER))
             for part in ("first half", "second half") if halves else ("whole",):
                 first = _start(builder, header, tokens, rows, part)
                 weights, steps, sums = _steps(builder, weights, steps, I64(16 if halves else 32), first, tokens)
                 scales = [load(builder, offset(builder, factors, 4 * LANES * v), FLOATS, 4) for v in range(VECTORS)]
-                _flush(builder, out, header, sums, tokens, scales)
+                _flush(builder, out, header, sums, tokens, scales, minima)
                 factors = builder.add(factors, I64(4 * STRIPE))
             loop.end([weights, factors, builder.add(shifts, stride), steps])
             return context.get_dummy_value()
@@ -300,3 +308,4 @@ outlier_sums = _correction()
 finish, finish_adding = _finish(False), _finish(True)
 block_product = _block_product(TOKENS)
 half_group_product, group_product = _group_product(TOKENS, True), _group_product(TOKENS, False)
+minimum_product = _group_product(TOKENS, False, with_minima=True)

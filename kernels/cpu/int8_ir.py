@@ -75,14 +75,14 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     return builder.call(function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{LANES}f32"), [a, b, c])
 
 
-def _shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) -> ir.Value:
+def shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) -> ir.Value:
     """Bytes shifted right, `keep` bits kept; by 16-bit lanes, since no instruction set shifts bytes."""
     if bits:
         value = builder.bitcast(builder.lshr(builder.bitcast(value, HALVES), constant(HALVES, bits)), BYTES)
     return value if bits + keep == 8 and not bits else builder.and_(value, constant(BYTES, (1 << keep) - 1))
 
 
-def _shift_left(builder: ir.IRBuilder, value: ir.Value, bits: int) -> ir.Value:
+def shift_left(builder: ir.IRBuilder, value: ir.Value, bits: int) -> ir.Value:
     """Bytes shifted left that lose nothing."""
     return builder.bitcast(builder.shl(builder.bitcast(value, HALVES), constant(HALVES, bits)), BYTES) if bits else value
 
@@ -96,7 +96,7 @@ def unpack_tile(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int)
         for vector in range(8 // per):
             raw = load(builder, offset(builder, address, at + 64 * vector + WIDTH * piece), BYTES)
             for i in range(per):
-                part = _shift_left(builder, _shift_right(builder, raw, width * i, width), shift)
+                part = shift_left(builder, shift_right(builder, raw, width * i, width), shift)
                 j = per * vector + i
                 quads[j] = part if quads[j] is None else builder.or_(quads[j], part)
         at, shift = at + 64 * (8 // per), shift + width
@@ -147,6 +147,40 @@ def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, w
     return sums
 
 
+def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value | None = None) -> ir.Value:
+    """The products of some quads, summed per row; codes are up to `most` (above 127: see `dot`). Times `steps`, in their form, if given.
+
+    Without a four-way dot product, pairs of products are summed in 16 bits for as many quads as fit, and one instruction for all of them
+    goes on to 32 bits, where it multiplies by the step at the same time.
+    """
+    if INSTRUCTION_SET == "avx2" and most <= 127:
+        pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
+        scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
+        per, total = 32767 // (2 * 127 * most), None
+        for start in range(0, len(quads), per):
+            pairs = None
+            for quad, own in zip(quads[start : start + per], x[start : start + per]):
+                products = builder.call(pair_up, [quad, own])
+                pairs = products if pairs is None else builder.add(pairs, products)
+            part = builder.call(scale_up, [pairs, constant(HALVES, 1) if steps is None else steps])
+            total = part if total is None else builder.add(total, part)
+        return total
+    # two chains: a dot product takes several cycles
+    parts = [constant(WORDS, 0)] * 2
+    for j, (quad, own) in enumerate(zip(quads, x)):
+        which = 2 * j // len(quads) if len(quads) > 4 else 0
+        parts[which] = dot(builder, parts[which], quad, own, most > 127)
+    total = builder.add(*parts)
+    return total if steps is None else builder.mul(total, steps)
+
+
+def step_form(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
+    """Whole numbers of 16 bits and a sign, a word per row, in the form that `sum_quads` and `codebook_sum` multiply by."""
+    if INSTRUCTION_SET != "avx2":
+        return words
+    return builder.bitcast(builder.or_(builder.and_(words, constant(WORDS, 0xFFFF)), builder.shl(words, constant(WORDS, 16))), HALVES)
+
+
 def steps_table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
     """The 16 steps at an address, as `look_up_steps` wants them."""
     lane = ir.VectorType(I8, 16)
@@ -191,26 +225,26 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
 
 
 def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value],
-                 steps: tuple[ir.Value, ir.Value]) -> ir.Value:
+                 steps: tuple[ir.Value, ir.Value], halved: bool = False) -> ir.Value:
     """The sum over a tile's two groups of step * (levels . x), exact in 32 bits; `quads` hold levels + 64.
 
     Where there is no four-way dot product, the multiplication that sums pairs takes the step along and so costs nothing. `seeds` take the
-    64 back; `seed_of` makes them.
+    64 back; `seed_of` makes them. `halved`: quads hold numbers up to 63 that are 32 above what they mean.
     """
     if INSTRUCTION_SET != "avx2":
         parts = []
         for group in (0, 1):
-            own = seeds[group]
+            own = builder.ashr(seeds[group], constant(WORDS, 1)) if halved else seeds[group]
             for j in range(4 * group, 4 * group + 4):
                 own = dot(builder, own, quads[j], x[j], False)
             parts.append(builder.mul(own, steps[group]))
         return builder.add(*parts)
-    pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
     scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
-    bias = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
-    sums = builder.shl(bias, constant(WORDS, 1))
-    for j in range(8):
-        sums = builder.add(sums, builder.call(scale_up, [builder.call(pair_up, [quads[j], x[j]]), steps[j // 4]]))
+    sums = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
+    sums = sums if halved else builder.shl(sums, constant(WORDS, 1))
+    for group in (0, 4):
+        part = sum_quads(builder, quads[group : group + 4], x[group : group + 4], 63 if halved else 127, steps[group // 4])
+        sums = builder.add(sums, part)
     return sums
 
 

@@ -1,7 +1,7 @@
 """How the CPU backend runs low-bit weights: argument blocks for `packed.py` (up to 16 columns), `gemm.py` (more) and single rows.
 
-Matrices that read the same input are one job whatever their formats; only a gated pair must be of one way (both codebooks, or both with
-groups of half a tile, or neither).
+Matrices that read the same input are one job whatever their formats; only a gated pair must be of one way (`packed.seeds_way`, and
+`gemm.way_of`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..layout import ACTIVATIONS, NORMS
 from ..registry import Call
-from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES, TILE
+from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import Dims, address
 from . import gemm, linear, lut, lut_order, packed, packed_rows
 from .inner_loops import TILE_COLUMNS
@@ -61,8 +61,12 @@ def _way_of(weight: Weight) -> int:
 def one_way(linears: Sequence[Linear]) -> bool:
     """Can a gated pair be one job?"""
     return len({each.weight.spec.scheme if each.weight.spec.is_raw else
-                (each.weight.spec.scheme == "codebook", each.weight.spec.group < TILE, _way_of(each.weight))
+                (packed.seeds_way(each.weight.spec.scheme, each.weight.spec.group), _way_of(each.weight))
                 for each in linears}) == 1
+
+
+def _way_of(weight: Weight) -> int:
+    return gemm.way_of(weight.spec.bits, weight.spec.scheme)
 
 
 def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
@@ -75,7 +79,7 @@ def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     for i, each in enumerate(linears):
         out = outs[min(i, len(outs) - 1)]
         before, after = each.weight.low_bit_fields
-        block += [*before, address(each.bias), ops.at(out), out.shape[1], *after]
+        block += [*before, address(each.bias), ops.at(out), out.strides[0] // 4, *after]
     ops.args[: len(block)] = block
     if norm is not None:
         ops.reals[linear.EPS] = norm.eps
@@ -102,7 +106,7 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
         block = [ops.at(x), *head]
         for i in chosen:
             out = outs[min(i, len(outs) - 1)]
-            block += [*_gemm_fields(linears[i]), ops.at(out), out.shape[1]]
+            block += [*_gemm_fields(linears[i]), ops.at(out), out.strides[0] // 4]
         ops.args[: len(block)] = block
         if norm is not None:
             ops.reals[gemm.EPS] = norm.eps
@@ -132,7 +136,7 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
     ops.run(linear.pack_columns, ops.where, True, ops.args)
     block = [ops.at(panels), *head, gemm.GROUPED, len(linears)]
     for each, out in zip(linears, outs):
-        block += [*_gemm_fields(each), ops.at(out), out.shape[1]]
+        block += [*_gemm_fields(each), ops.at(out), out.strides[0] // 4]
     ops.args[: len(block)] = block
     ops.run(gemm.multiply_exact, ops.where, True, ops.args)
 
@@ -148,6 +152,6 @@ def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
     """Rows of a low-bit embedding table -> float32 [T, K] at `out`."""
     before, after = table.low_bit_fields
     factor = int(np.float32(scale).view(np.uint32))
-    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.shape[1], *after]
+    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.strides[0] // 4, *after]
     ops.args[: len(block)] = block
     ops.run(packed_rows.embed_rows, ops.where, len(ids) > 1, ops.args)

@@ -11,12 +11,31 @@ import numpy as np
 from numba import float32, int64
 
 from ..compile import inlined, kernel
-from ..tiles import AFFINE, BLOCK, CODEBOOK, LEVEL_SHIFT, MXFP, ROWS, SCHEME_MASK, SCHEME_SHIFT, TERNARY, TILE
-from . import packed_loops as loops
+from ..tiles import (
+    AFFINE,
+    BLOCK,
+    CODEBOOK,
+    LEVEL_SHIFT,
+    MXFP,
+    OFFSET,
+    ROWS,
+    SCHEME_MASK,
+    SCHEME_SHIFT,
+    SIGNED,
+    SIGNED_NBYTES,
+    SUPER,
+    SUPER_BLOCK,
+    SUPER_NBYTES,
+    TERNARY,
+    TILE,
+)
 from .arithmetic import gate_values, normalise
 from .int8_ir import seed_of
 from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u16_at, u32_at
 from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
+from .packed_formats import columns_of, expand_of, single_of
+from .packed_loops import STREAMS
+from .packed_vectors import put_block, quantize_tiles, scale_rows
 
 # Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
 # SHIFT -1 half a tile.
@@ -24,8 +43,7 @@ WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW
 MOST_COLUMNS = 16
 STREAM_NBYTES = 131_072
 STRETCH = 8  # tiles that are expanded at once: 4 KiB
-PAD = 128  # inputs of a column are padded with zeros to whole groups of the longest kind
-STREAMS = loops.STREAMS
+PAD = SUPER_BLOCK  # inputs of a column are padded with zeros to whole groups of the longest kind
 WHOLE, BOOK, HALF = 0, 1, 2  # sums are scaled by whole tiles, as a codebook's, by halves of tiles
 # Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns.
 TABLE_AT, X_AT, ZERO_AT, SUMS_AT, QUADS_AT = 0, 256, 320, 384, 384 + 8 * ROWS * MOST_COLUMNS
@@ -43,6 +61,11 @@ def column_nbytes(depth: int) -> int:
     return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
 
 
+def seeds_way(scheme: str, group: int) -> int:
+    """Which seeds a format's loops take; a gated pair has to agree in them."""
+    return BOOK if scheme in ("codebook", "signed") else HALF if group < TILE else WHOLE
+
+
 def scratch_nbytes(depth: int, tokens: int) -> int:
     """Scratch of one worker."""
     return 64 + COLUMNS_AT + tokens * column_nbytes(depth)
@@ -55,7 +78,7 @@ def quantize_column(x, depth, codes, scales, totals):
     values = f32_at(x)
     for i in range(depth, padded):
         values[i] = float32(0.0)
-    loops.quantize_tiles(x, padded // TILE, codes, scales, totals)
+    quantize_tiles(x, padded // TILE, codes, scales, totals)
 
 
 @inlined()
@@ -71,112 +94,12 @@ def make_seeds(way, totals, seeds, tiles):
             seed[2 * tile] = total[2 * tile] + total[2 * tile + 1]
 
 
-_book4, _book3, _book2 = (loops.single(bits, loops.CODEBOOK) for bits in (4, 3, 2))
-_plain8, _plain6, _plain5, _plain4, _plain3, _plain2 = (loops.single(bits, loops.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
-_block8, _block5, _block4 = (loops.single(bits, loops.BLOCKS) for bits in (8, 5, 4))
-_exponent4, _expand_exponent4 = loops.single(4, loops.EXPONENTS), loops.expand(4, loops.EXPONENTS)
-_expand_book4, _expand_book3, _expand_book2 = (loops.expand(bits, loops.CODEBOOK) for bits in (4, 3, 2))
-_expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (loops.expand(bits, loops.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
-_four_book, _one_book = (loops.columns(loops.CODEBOOK, count, False) for count in (4, 1))
-_four_plain, _one_plain = (loops.columns(loops.PLAIN, count, True) for count in (4, 1))
-_four_blocks, _one_block = (loops.columns(loops.BLOCKS, count, True) for count in (4, 1))
-_four_exponents, _one_exponents = (loops.columns(loops.EXPONENTS, count, False) for count in (4, 1))
-_four_halves, _one_halves = (loops.columns(loops.HALVES, count, True) for count in (4, 1))
-
-
-@inlined()
-def _single(kind, table, tables, x, tiles, shift, zero_shift, out):
-    bits = kind >> SCHEME_SHIFT
-    if kind & SCHEME_MASK == BLOCK:
-        if bits == 4:
-            _block4(table, tables, x, tiles, shift, zero_shift, out)
-        elif bits == 5:
-            _block5(table, tables, x, tiles, shift, zero_shift, out)
-        else:
-            _block8(table, tables, x, tiles, shift, zero_shift, out)
-    elif kind & SCHEME_MASK == MXFP:
-        _exponent4(table, tables, x, tiles, shift, zero_shift, out)
-    elif kind & SCHEME_MASK == CODEBOOK:
-        if bits == 4:
-            _book4(table, tables, x, tiles, shift, zero_shift, out)
-        elif bits == 3:
-            _book3(table, tables, x, tiles, shift, zero_shift, out)
-        else:
-            _book2(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 8:
-        _plain8(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 6:
-        _plain6(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 5:
-        _plain5(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 4:
-        _plain4(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 3:
-        _plain3(table, tables, x, tiles, shift, zero_shift, out)
-    else:
-        _plain2(table, tables, x, tiles, shift, zero_shift, out)
-
-
-@inlined()
-def _expand(kind, codes, tables, tiles, out):
-    bits = kind >> SCHEME_SHIFT
-    if kind & SCHEME_MASK == CODEBOOK:
-        if bits == 4:
-            _expand_book4(codes, tables, tiles, out)
-        elif bits == 3:
-            _expand_book3(codes, tables, tiles, out)
-        else:
-            _expand_book2(codes, tables, tiles, out)
-    elif kind & SCHEME_MASK == MXFP:
-        _expand_exponent4(codes, tables, tiles, out)
-    elif bits == 8:
-        _expand8(codes, tables, tiles, out)
-    elif bits == 6:
-        _expand6(codes, tables, tiles, out)
-    elif bits == 5:
-        _expand5(codes, tables, tiles, out)
-    elif bits == 4:
-        _expand4(codes, tables, tiles, out)
-    elif bits == 3:
-        _expand3(codes, tables, tiles, out)
-    else:
-        _expand2(codes, tables, tiles, out)
-
-
-@inlined()
-def _columns(kind, four, quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums):
-    if kind & SCHEME_MASK == BLOCK:
-        if four:
-            _four_blocks(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-        else:
-            _one_block(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-    elif kind & SCHEME_MASK == MXFP:
-        if four:
-            _four_exponents(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-        else:
-            _one_exponents(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-    elif kind & SCHEME_MASK == CODEBOOK:
-        if four:
-            _four_book(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-        else:
-            _one_book(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-    elif shift < 0:
-        if four:
-            _four_halves(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-        else:
-            _one_halves(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-    elif four:
-        _four_plain(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-    else:
-        _one_plain(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
-
-
 @inlined()
 def _zeros(a, m, block, constant_at):
     """Where a row block's zeros begin, and by how much its tiles are shifted to find them; for formats that store none they are made."""
     scheme = a[m + KIND] & SCHEME_MASK
-    if scheme == AFFINE:
-        return a[m + ZEROS] + block * _scale_nbytes(a, m), a[m + SHIFT]
+    if scheme == AFFINE or scheme == OFFSET:
+        return a[m + ZEROS] + block * (a[m + TILES] >> a[m + SHIFT]) * ROWS, a[m + SHIFT]
     zero, value = u8_at(constant_at), 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
     if scheme == TERNARY or scheme == MXFP:
         value = 1 if scheme == TERNARY else LEVEL_SHIFT
@@ -187,7 +110,8 @@ def _zeros(a, m, block, constant_at):
 
 @inlined()
 def _way(a, m):
-    if a[m + KIND] & SCHEME_MASK == CODEBOOK:
+    scheme = a[m + KIND] & SCHEME_MASK
+    if scheme == CODEBOOK or scheme == SIGNED:
         return BOOK
     return HALF if a[m + SHIFT] < 0 else WHOLE
 
@@ -200,9 +124,13 @@ def _tile_nbytes(a, m):
 @inlined()
 def _scale_nbytes(a, m):
     """Bytes of a row block's scales."""
-    way = _way(a, m)
-    if a[m + KIND] & SCHEME_MASK == BLOCK:
-        return a[m + TILES] * 2 * ROWS
+    way, scheme = _way(a, m), a[m + KIND] & SCHEME_MASK
+    if scheme == SUPER:
+        return (a[m + TILES] >> 3) * SUPER_NBYTES
+    if scheme == SIGNED:
+        return (a[m + TILES] >> 3) * SIGNED_NBYTES
+    if scheme == BLOCK or scheme == OFFSET:
+        return (a[m + TILES] >> a[m + SHIFT]) * 2 * ROWS
     if way == WHOLE:
         return (a[m + TILES] >> a[m + SHIFT]) * ROWS
     return a[m + TILES] * (ROWS if way == BOOK else 2 * ROWS)
@@ -223,12 +151,12 @@ def _block_sums(a, m, block, tokens, scratch, x_nbytes, sums):
         clean[i] = float32(0.0)
     for begin in range(0, tiles, STRETCH):
         end = min(begin + STRETCH, tiles)
-        _expand(kind, codes + begin * tile, a[m + TABLES], end - begin, scratch + QUADS_AT)
+        expand_of(kind, codes + begin * tile, a[m + TABLES], end - begin, scratch + QUADS_AT)
         t = 0
         while t < tokens:
             four = t + 4 <= tokens
             x[0], x[1], x[2] = base0 + t * x_nbytes, base1 + t * x_nbytes, base2 + t * x_nbytes
-            _columns(kind, four, scratch + QUADS_AT, a[m + TABLES], scales, zeros, scratch + X_AT, x_nbytes, begin, end, shift,
+            columns_of(kind, four, scratch + QUADS_AT, a[m + TABLES], scales, zeros, scratch + X_AT, x_nbytes, begin, end, shift,
                      zero_shift, sums + 4 * ROWS * t)
             t += 4 if four else 1
     x[0], x[1], x[2] = base0, base1, base2
@@ -237,7 +165,7 @@ def _block_sums(a, m, block, tokens, scratch, x_nbytes, sums):
 @inlined()
 def _finish(a, m, block, sums, x):
     """Row scales, corrections and bias of a row block's 16 sums, in place. `x`: the column before it was quantized."""
-    loops.scale_rows(sums, a[m + ROW_SCALES] + 2 * ROWS * block)
+    scale_rows(sums, a[m + ROW_SCALES] + 2 * ROWS * block)
     if a[m + SPARSE] != 0:
         value, starts = f32_at(sums), u32_at(a[m + SPARSE])
         at = a[m + SPARSE] + 4 * ((a[m + ROW_COUNT] + ROWS - 1) // ROWS + 1)
@@ -260,7 +188,7 @@ def _write(a, m, block, token, sums, gates):
     if gates != 0:
         gate_block(gates, sums, act)
     if rows == ROWS:
-        loops.put_block(sums, target, 1 if mode == ADD else 0)
+        put_block(sums, target, 1 if mode == ADD else 0)
         return
     value, out = f32_at(sums), f32_at(target)
     for row in range(rows):
@@ -285,7 +213,7 @@ def _stream_sums(a, m, block, run, blocks, scratch, sums):
         at = min(block + i * run, blocks - 1)
         table[i], table[STREAMS + i] = a[m + WEIGHT] + at * tile, a[m + SCALES] + at * small
         table[2 * STREAMS + i], zero_shift = _zeros(a, m, at, scratch + ZERO_AT)
-    _single(a[m + KIND], scratch + TABLE_AT, a[m + TABLES], scratch + X_AT, a[m + TILES], a[m + SHIFT], zero_shift, sums)
+    single_of(a[m + KIND], scratch + TABLE_AT, a[m + TABLES], scratch + X_AT, a[m + TILES], a[m + SHIFT], zero_shift, sums)
 
 
 @kernel()

@@ -7,7 +7,27 @@ import numpy as np
 from numba import float32, int32, int64
 
 from ..compile import inlined, kernel
-from ..tiles import AFFINE, BLOCK, CODEBOOK, LEVELS_NBYTES, MXFP, ROWS, SCHEME_MASK, SCHEME_SHIFT, TERNARY, TILE
+from ..tiles import (
+    AFFINE,
+    BLOCK,
+    CODEBOOK,
+    LEVELS_NBYTES,
+    MXFP,
+    OFFSET,
+    ROWS,
+    SCHEME_MASK,
+    SCHEME_SHIFT,
+    SIGNED,
+    SIGNED_HEAD,
+    SIGNED_NBYTES,
+    SIGNED_TILE,
+    SUPER,
+    SUPER_HEAD,
+    SUPER_NBYTES,
+    SUPER_TILE,
+    TERNARY,
+    TILE,
+)
 from .intrinsics import bits_to_f32, f32_at, fetch_add, i8_at, i64_at, u8_at, u16_at, u32_at
 from .packed import (
     FIELDS,
@@ -78,15 +98,25 @@ def embed_rows(args, worker, counter):
             elif scheme == MXFP:
                 exponent = np.uint32(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
                 value = bits_to_f32(exponent << np.uint32(23)) * float32(i8_at(a[m + TABLES])[code])
+            elif scheme == SUPER:
+                record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SUPER_NBYTES
+                own = record + SUPER_HEAD + (tile & 7) * SUPER_TILE
+                low, high = int64(u8_at(own)[row]), int64(u8_at(own + ROWS)[row % (ROWS // 2)]) >> (4 * (row // (ROWS // 2))) & 15
+                factor_of, least = half_at(record + 2 * row) * float32(low & 63), half_at(record + 2 * (ROWS + row))
+                value = factor_of * float32(code) - least * float32(low >> 6 | high << 2)
+            elif scheme == SIGNED:
+                record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SIGNED_NBYTES
+                own = record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE + (column >> 4) * ROWS
+                value = half_at(record + 2 * row) * float32(int64(i8_at(own)[row]) * (code - 32))
             else:
                 shift = a[m + SHIFT]
                 group = (block * (tiles >> shift) + (tile >> shift) if shift >= 0 else 2 * block * tiles + k // 16) * ROWS + row
                 zero = int64(1)
-                if scheme == AFFINE:
+                if scheme == AFFINE or scheme == OFFSET:
                     zero = int64(u8_at(a[m + ZEROS])[group])
                 elif scheme != TERNARY:
                     zero = int64(1) << (bits - 1)
-                scale = half_at(a[m + SCALES] + 2 * group) if scheme == BLOCK else float32(u8_at(a[m + SCALES])[group])
+                scale = half_at(a[m + SCALES] + 2 * group) if scheme == BLOCK or scheme == OFFSET else float32(u8_at(a[m + SCALES])[group])
                 value = scale * float32(code - zero)
             out[k] = row_scale * value
         if a[m + SPARSE] != 0:

@@ -94,20 +94,23 @@ class LayerPages:
     def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """Plain softmax over the gathered keys and values."""
         self.ops.flush()
-        layout = self.layout
         keys, values, at = [], [], []
         for sealed, index, first, count in blocks:
-            page = (self.sealed if sealed else self.exact)[index * layout.layer_page_nbytes : (index + 1) * layout.layer_page_nbytes]
-            kind = np.float32 if layout.stored == F32 else np.float16
-            k, v = [], []
-            for head in range(layout.kv_heads):
-                body = page[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
-                k.append(body[0].reshape(layout.head_dim, -1).T[:count])
-                v.append(body[1].reshape(-1, layout.head_dim)[:count])
-            keys.append(np.stack(k, 1))
-            values.append(np.stack(v, 1))
+            k, v = self.sides(sealed, index)
+            keys.append(k[:count])
+            values.append(v[:count])
             at.append(first + np.arange(count))
-        split = q.reshape(len(q), -1, layout.head_dim)
+        split = q.reshape(len(q), -1, self.layout.head_dim)
         result = reference.attend(split, np.concatenate(keys), np.concatenate(values), position, np.concatenate(at), self.scale,
                                   self.window, self.softcap, sinks)
         out[:] = result.reshape(out.shape)
+
+    def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V as stored, [PAGE, KVH, D], of a block."""
+        layout = self.layout
+        page = (self.sealed if sealed else self.exact)[index * layout.layer_page_nbytes : (index + 1) * layout.layer_page_nbytes]
+        kind = np.float32 if layout.stored == F32 else np.float16
+        bodies = [page[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
+                  for head in range(layout.kv_heads)]
+        return (np.stack([body[0].reshape(layout.head_dim, -1).T for body in bodies], 1),
+                np.stack([body[1].reshape(-1, layout.head_dim) for body in bodies], 1))

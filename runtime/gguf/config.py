@@ -34,6 +34,7 @@ SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original
                                                      "yarn_beta_slow", "yarn_log_multiplier"))
 
 
+REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
 
@@ -53,7 +54,8 @@ def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) 
         message = error.message.replace("config.json", str(header.path))
         for theirs, ours in KEYS.items():
             message = message.replace(ours, f"{name}.{theirs}")
-        raise CheckpointError(message, error.hint) from error
+        message = message.replace("rope_scaling: short_factor", FACTORS if FACTORS in header.tensors else SHORT)
+        raise CheckpointError(message, error.hint or REPAIR) from error
     unknown = sorted(unknown_keys(header, name, architecture(header.path, name)))
     if not unknown:
         return config

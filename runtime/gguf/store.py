@@ -22,9 +22,9 @@ from ...offload.checkpoint import OpenFile, TensorStore, open_regular
 from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...offload.size import format_size
-from ...quant.imports.gguf import DECODERS, decode, dequantize
-from ...quant.pack import put_rows
-from ...quant.spec import QuantSpec
+from ...quant.imports import mxfp4
+from ...quant.imports.gguf import DECODERS, KEPT, dequantize, kept
+from ...quant.pack import put_rows, put_tables
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
@@ -32,7 +32,6 @@ from .architectures import DIVISORS, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 
 RAW = ("F32", "F16", "BF16")
-MULTIPLIED = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block")}
 BLOCK_NBYTES = 4 << 20  # of what one step of a conversion makes
 _LAST: dict[tuple[Path, tuple[int, int]], GgufHeader] = {}  # one header at most
 
@@ -79,7 +78,7 @@ class GgufStore(TensorStore):
             if tensor.name in DIVISORS:
                 continue
             names = own_names(tensor.name, file.found)
-            if names is None:
+            if names is None or beyond(tensor.name, config):
                 raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
                                       "the file is of another kind of model than it says")
             if tensor.type not in DECODERS and tensor.type not in RAW:
@@ -87,8 +86,8 @@ class GgufStore(TensorStore):
                                       f"known: {', '.join((*RAW, *DECODERS))}")
             for name, source in self._parts(tensor, names, config, file.found):
                 self._sources[name] = source
-                if low_bit and tensor.type in MULTIPLIED and len(tensor.shape) == 2:
-                    stored[name] = StoredTensor(name, MULTIPLIED[tensor.type], source.shape, 0)
+                if low_bit and tensor.type in KEPT and len(tensor.shape) == 2:
+                    stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
                     tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), self._path, tensor.offset, stored[name].nbytes)
                     continue
                 dtype = tensor.type if tensor.type in RAW and not source.offset else "F32" if len(tensor.shape) == 1 else wide.upper()
@@ -123,6 +122,12 @@ class GgufStore(TensorStore):
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(self._sources[name].nbytes for name in names))
                 yield (f"weights in blocks ({listed}) {what} as they are read: {format_size(sizes[0])} of memory for "
                        f"{format_size(sizes[1])} of file")
+
+    def place(self, info: TensorInfo) -> int | None:
+        source = self._sources[info.name]
+        if source.tensor.type not in RAW or source.heads or source.offset:
+            return None
+        return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         """As of any store: bytes of rows of the tensor as `tensors` describes it."""
@@ -170,12 +175,15 @@ class GgufStore(TensorStore):
         """Rows [begin, end), `begin` on a row block, into their places in a blob."""
         source = self._sources[name]
         tensor = source.tensor
-        decoded = decode(self._rows(source, begin, end, tensor.row_nbytes), tensor.type)
-        if not np.isfinite(decoded.scales).all():
+        codes = kept(self._rows(source, begin, end, tensor.row_nbytes), tensor.type)
+        halves = codes.scales if codes.supers is None else codes.supers
+        finite = np.isfinite(halves.view(np.float16)) if codes.levels is None else codes.scales < mxfp4.NOT_A_NUMBER
+        if not finite.all():
             raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with a scale of NaN or infinity",
                                   "the file is damaged: download it again")
-        put_rows(blob, MULTIPLIED[tensor.type], source.shape, begin, decoded.codes.reshape(end - begin, -1),
-                 decoded.scales.reshape(end - begin, -1))
+        put_rows(blob, KEPT[tensor.type], source.shape, begin, codes)
+        if codes.levels is not None:
+            put_tables(blob, KEPT[tensor.type], source.shape, codes)
 
     def _fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         source = self._sources[info.name]
@@ -211,6 +219,12 @@ class GgufStore(TensorStore):
         self.read_at(self._path, source.tensor.offset + (source.first + first) * nbytes, memoryview(raw).cast("B"))
         return raw if order is None else raw[order - first]
 
+
+
+def beyond(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of a layer that the model does not have."""
+    first, _, rest = name.partition(".")
+    return first == "blk" and int(rest.partition(".")[0]) >= config.num_hidden_layers
 
 
 def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -75,8 +75,8 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if model == "llama" and scores is None:
         raise fail("tokenizer.ggml.scores", f"{len(tokens)} numbers")
     merges = data.get("tokenizer.ggml.merges", [])
-    if not isinstance(merges, list) or (model == "gpt2" and not merges):
-        raise fail("tokenizer.ggml.merges", "a list of texts")
+    if not isinstance(merges, list) or (model == "gpt2" and not merges) or any(merge.find(" ", 1) < 1 for merge in merges):
+        raise fail("tokenizer.ggml.merges", "a list of pairs of texts")
     pre = data.get("tokenizer.ggml.pre", "default")
     if model == "gpt2" and pre not in CUTTERS:
         raise TokenizerError(f"{path} cuts words by the rules of {shown_value(pre)}, which are not known here", OTHER_FILE)
@@ -122,7 +122,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     for merge in vocabulary.merges:
         at = merge.find(" ", 1)
         left, right = merge[:at], merge[at + 1 :]
-        if at > 0 and left in ids and right in ids and left + right in ids:
+        if left in ids and right in ids and left + right in ids:
             pairs.append((left, right))
     made = Tokenizer(models.BPE(vocab=ids, merges=pairs, fuse_unk=False, byte_fallback=False, ignore_merges=cutter.whole))
     made.pre_tokenizer = pre_tokenizer(cutter.patterns)

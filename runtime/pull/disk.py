@@ -8,13 +8,13 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ... import DoesNotFit, EffllmError
 from ...offload.size import format_size
-from ...offload.writer import FULL
+from ...offload.writer import FULL, held_nbytes
 from ..events import Notice
 
 POLL_S = 0.2
@@ -22,14 +22,17 @@ WINDOW_S = 10.0
 
 
 @contextmanager
-def speaking(folder: Path, variable: str) -> Iterator[None]:
-    """A failed write becomes an error with a next step; `variable` names another place for `folder`."""
+def speaking(folder: Path, variable: str, missing: Callable[[], int]) -> Iterator[None]:
+    """A failed write becomes an error with a next step; `variable` names another place for `folder`, `missing` says how many bytes are
+    still to be written there."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise DoesNotFit(f"the disk of {folder} is full",
-                             "make room, then run the same command again: it goes on where it stopped") from error
+            nbytes, free = missing(), free_nbytes(folder)
+            raise DoesNotFit(f"the disk of {folder} is full: {format_size(nbytes)} are still to come, {format_size(free)} are free",
+                             f"make room for {format_size(max(1, nbytes - free))}, then run the same command again: it goes on where it "
+                             "stopped") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise EffllmError(f"{error.filename or folder} cannot be written: {error.strerror.lower()}",
                               f"set {variable} to a folder that you may write") from error
@@ -61,6 +64,11 @@ def allocated(folder: Path) -> int:
         return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(folder))
     except OSError:
         return 0
+
+
+def taken(folder: Path) -> int:
+    """Bytes of the disk that a result and the files that it is being made of take so far."""
+    return held_nbytes(folder) + allocated(source_folder(folder))
 
 
 def check_space(needs: list[tuple[Path, int]]) -> None:

@@ -68,13 +68,24 @@ class CacheFolder:
     def link(self, file: RemoteFile) -> None:
         """Let the snapshot show a blob that is here."""
         place = self.snapshot / file.name
-        target = os.path.relpath(self.blob(file), self.snapshot)
-        if place.is_symlink() and os.readlink(place) == target:
+        if self._is_linked(file):
             return
         aside = self.snapshot / f".{file.name}.{os.getpid()}"
         aside.unlink(missing_ok=True)
-        aside.symlink_to(target)
+        aside.symlink_to(self._target(file))
         os.replace(aside, place)
+
+    def _target(self, file: RemoteFile) -> str:
+        return os.path.relpath(self.blob(file), self.snapshot)
+
+    def _is_linked(self, file: RemoteFile) -> bool:
+        place = self.snapshot / file.name
+        return place.is_symlink() and os.readlink(place) == self._target(file)
+
+    def is_whole(self, files: Sequence[RemoteFile]) -> bool:
+        """Whether all of it is in its place, so that nothing has to be written: the cache may be one that is only read."""
+        pointed = self._ref is None or hub.read_ref(self._ref) == self._commit
+        return pointed and all(self.is_here(file) and self._is_linked(file) for file in files)
 
     def make(self) -> None:
         for folder in (self.blobs, self.snapshot, self.locks):
@@ -98,7 +109,11 @@ def download(repository: Repository, files: Sequence[RemoteFile], client: Client
     """
     place = CacheFolder(env, repository)
     first = [file for file in files if file in companions(repository) or file.name == hub.INDEX]
-    with speaking(hub.cache_folder(env), "HF_HUB_CACHE"), ExitStack() as locks:
+    if place.is_whole(files) and len(_with_index(place, repository, files)) == len(files):
+        yield place.snapshot
+        return
+    each = {file.etag: file for file in files}.values()
+    with speaking(hub.cache_folder(env), "HF_HUB_CACHE", lambda: sum(file.size - place.held(file) for file in each)), ExitStack() as locks:
         place.make()
         for etag in sorted({file.etag for file in files}):
             busy = f"another program is downloading {repository.asked}: waiting for it, then going on with what it left"

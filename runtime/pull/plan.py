@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ... import DoesNotFit, ModelNotFound, UsageError
 from ...offload.checkpoint import TensorInfo
-from ...offload.writer import held_nbytes
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
 from .. import families, hub, storage
@@ -25,7 +24,7 @@ from ..container import DTYPES, Container, StoredTensor
 from ..convert_plan import MATRICES
 from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
-from .disk import allocated, check_space, free_nbytes, source_folder
+from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
 from .repository import Repository, companions, describe, named_file, weights
 
@@ -182,8 +181,9 @@ def _with_bits(plan: PullPlan, config: ModelConfig, env: Mapping[str, str]) -> P
     shards = [file.size for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
     if plan.wish.keep:
         return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + result + beside)
-    needed, begun = max(shards, default=0) + result + 2 * beside, held_nbytes(folder) + allocated(source_folder(folder))
-    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - begun), disk_free=free_nbytes(folder))
+    needed = max(shards, default=0) + result + 2 * beside
+    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)),
+                   disk_free=free_nbytes(folder))
 
 
 class ExpectedStore:
@@ -196,7 +196,7 @@ class ExpectedStore:
         recipe = None if spec is None else Recipe(spec)
         experts_stored = QuantSpec.parse(config.experts_stored) if spec is None and config.experts_stored else None
         stored: dict[str, StoredTensor] = {}
-        experts = 0
+        experts = self.nbytes = 0
         self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
             low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
@@ -206,9 +206,10 @@ class ExpectedStore:
             shape, nbytes = tuple(rule.shape), own.nbytes(rule.shape)
             stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
             dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
-            self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), 0, nbytes)
+            self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), self.nbytes, nbytes)
+            self.nbytes += nbytes
             experts += nbytes if families.expert_of(role) is not None else 0
-        self.nbytes, self.notices = sum(info.nbytes for info in self.tensors.values()), ()
+        self.notices = ()
         embed, mixture = groups[0]["embed"].name, config.mixture
         unread = self.tensors[embed].nbytes if "head" in groups[0] else 0
         unvisited = experts * (mixture.experts - mixture.per_token) // mixture.experts if mixture else 0
@@ -216,6 +217,10 @@ class ExpectedStore:
         bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
         said = spec or experts_stored
         self.container = None if said is None else Container(str(said), bits, stored, {}, {}, {}, {})
+
+    def place(self, info: TensorInfo) -> int | None:
+        """As if all lay in one file."""
+        return info.offset
 
     def close(self) -> None:
         """Nothing is open."""
@@ -233,7 +238,7 @@ def _with_memory(plan: PullPlan, config: ModelConfig) -> PullPlan:
     except DoesNotFit as error:
         return replace(plan, memory=Memory(False, 0, 0, 0, error.message))
     memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx)
-    if warm.is_cold((warm.RAW,)) or "cuda" in placement.devices:
+    if warm.is_cold((warm.RAW,)) or "cuda" in placement.devices or placement.streamed_bytes:
         return replace(plan, memory=memory)
     return replace(plan, memory=memory, tokens_per_s=SHARE * memory_rate(options) / store.bytes_per_pass)
 

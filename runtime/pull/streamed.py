@@ -30,7 +30,7 @@ from ..convert_plan import ConversionPlan, plan_conversion
 from ..convert_tensors import Converter
 from ..events import Notice, Progress
 from .client import Client, DownloadFailed, RemoteFile
-from .disk import Rate, locked, source_folder, speaking
+from .disk import Rate, locked, source_folder, speaking, taken
 from .download import PHASE, CacheFolder, complete, download
 from .plan import PullPlan
 
@@ -40,7 +40,8 @@ HEAD_NBYTES = 64 << 10  # holds the header of most shards
 def quantized(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice | Path]:
     """Make `plan.folder`; it is the last that is yielded. What is done stays when this is left early."""
     out, wish = plan.folder, plan.wish
-    with speaking(storage.models_folder(env), "XDG_DATA_HOME"), ExitStack() as held:
+    begun = taken(out)
+    with speaking(storage.models_folder(env), "XDG_DATA_HOME", lambda: max(0, plan.disk_bytes + begun - taken(out))), ExitStack() as held:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = yield from locked(out.with_name(f".{out.name}.lock"), f"another effllm is making {out}: waiting for it")
         held.callback(os.close, lock)

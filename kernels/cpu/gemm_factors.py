@@ -1,0 +1,84 @@
+"""The factors of super-blocks for the products of many columns, and tiles as float32: what `gemm_expand.py` is for int8."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..tiles import ROWS
+from .gemm_expand import QUADS
+from .gemm_tiles import Loop
+from .int8_ir import I8, LANES, PIECES, constant, load, offset, splat, store, to_floats
+from .intrinsics import F32, I16, I32, I64
+from .packed_factors import half_scales, signed_bytes, six_bits
+
+
+@intrinsic
+def super_factors(typingctx, record, codes, out, minima):
+    """d * s of 16 rows, float32 at `out`, and minus e * m at `minima`. record, codes: of a super-block and of a tile in it (`tiles.py`)."""
+
+    def codegen(context, builder, signature, args):
+        record, codes, out, minima = args
+        for piece in range(PIECES):
+            factor, least = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
+            scales, places = six_bits(builder, codes, piece)
+            store(builder, builder.fmul(factor, to_floats(builder, scales)), offset(builder, out, 4 * LANES * piece), 4)
+            least = builder.fneg(builder.fmul(least, to_floats(builder, places)))
+            store(builder, least, offset(builder, minima, 4 * LANES * piece), 4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+@intrinsic
+def signed_factors(typingctx, record, codes, out, second):
+    """d * s of 16 rows, float32 at `out`, and of a tile's other group at `second`."""
+
+    def codegen(context, builder, signature, args):
+        record, codes, *outs = args
+        for piece in range(PIECES):
+            factor = half_scales(builder, record, piece)
+            for half, out in enumerate(outs):
+                scales = to_floats(builder, signed_bytes(builder, offset(builder, codes, ROWS * half), piece))
+                store(builder, builder.fmul(factor, scales), offset(builder, out, 4 * LANES * piece), 4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+def _floats_of(with_minima: bool):
+    @intrinsic
+    def run(typingctx, codes, zeros, factors, rows, out, stride):
+        """A tile as float32: row * (factor * (code - zero)), its 16 rows `stride` bytes apart at `out`; with minima row * (factor * code
+        - minimum).
+
+        zeros: 16 bytes, or minima float32 [16], negative. factors: float32 [half][16]. rows: bfloat16 [16].
+        """
+        four, floats, bytes_ = ir.VectorType(I32, 4), ir.VectorType(F32, 4), ir.VectorType(I8, 4)
+
+        def codegen(context, builder, signature, args):
+            codes, zeros, factors, rows, out, stride = args
+            loop = Loop(builder, I64(ROWS), [out], "rows")
+            at = lambda base, item: builder.add(base, builder.mul(loop.turn, I64(item)))  # noqa: E731
+            if with_minima:
+                zero, minimum = constant(four, 0), splat(builder, load(builder, at(zeros, 4), F32, 4), floats)
+            else:
+                zero, minimum = splat(builder, builder.zext(load(builder, at(zeros, 1), I8), I32), four), None
+            row = builder.shl(builder.zext(load(builder, at(rows, 2), I16), I32), I32(16))
+            row = splat(builder, builder.bitcast(row, F32), floats)
+            for quad in range(QUADS):
+                factor = splat(builder, load(builder, offset(builder, at(factors, 4), 64 * (quad // 4)), F32, 4), floats)
+                raw = builder.zext(load(builder, offset(builder, at(codes, 4), 64 * quad), bytes_), four)
+                value = builder.fmul(factor, builder.sitofp(builder.sub(raw, zero), floats))
+                value = builder.fmul(row, builder.fadd(value, minimum) if with_minima else value)
+                store(builder, value, offset(builder, loop.values[0], 16 * quad), 4)
+            loop.end([builder.add(loop.values[0], stride)])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return run
+
+
+floats_of, floats_with_minima = _floats_of(False), _floats_of(True)

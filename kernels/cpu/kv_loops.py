@@ -1,0 +1,392 @@
+"""The inner loops of attention over packed pages, as LLVM instructions: codes to bytes, bytes to 16-bit numbers, their dot products.
+
+A page is opened once for all queries of its KV head. Codes become bytes with the code in the high bits, then signed 16-bit numbers
+`code * a + b`: the scale and the zero of a code's channel (of K, for 32 tokens) or token (of V, for 16 channels) are in them, as whole
+numbers of a common step, at most `MOST`. Queries and softmax weights are rounded to 16 bits as well, so that sums of products stay below
+2^31: exact, and the same on every instruction set. A product of pairs of 16-bit numbers is one instruction everywhere and adds no noise
+that 8-bit codes could notice. The other way, scales multiplied into queries and weights and products of 8 bits, was slower.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ..layout import PAGE
+from .int8_ir import (
+    BYTES,
+    FLOATS,
+    HALVES,
+    I8,
+    INSTRUCTION_SET,
+    LANES,
+    PIECES,
+    WIDTH,
+    WORDS,
+    constant,
+    function,
+    load,
+    offset,
+    shift_left,
+    shift_right,
+    splat,
+    store,
+)
+from .intrinsics import F32, I16, I32, I64
+
+SPAN = 32  # tokens that share a scale of K
+MOST = 8191  # of an opened K or V
+TOTAL = 250_000.0  # of the sizes of a row of queries or weights: times MOST below 2^31
+LARGEST = 32767.0
+LEAST = 2.0**-100  # a largest value below it counts as zero: its inverse could be infinite
+CHAINS = 8  # independent sums of a dot product
+
+
+def _loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: list[tuple[ir.Type, ir.Value]]):
+    """Head of a loop from 0 to `count` (> 0) in steps: (counter, carried values, finish). `finish(values)` ends the body and returns what
+    is carried out of it."""
+    entry = builder.basic_block
+    loop, done = builder.append_basic_block("loop"), builder.append_basic_block("loop.done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    counter = builder.phi(I64)
+    counter.add_incoming(I64(0), entry)
+    phis = []
+    for kind, first in carried:
+        phi = builder.phi(kind)
+        phi.add_incoming(first, entry)
+        phis.append(phi)
+
+    def finish(values: list[ir.Value]) -> list[ir.Value]:
+        following = builder.add(counter, I64(step))
+        last = builder.basic_block
+        counter.add_incoming(following, last)
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, last)
+        builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+        builder.position_at_end(done)
+        return values
+
+    return counter, phis, finish
+
+
+def _spread(width: int, up: int, merge: bool):
+    """A plane of `width` bits: its fields, moved up by `up`, into one byte each; `merge` keeps what the bytes hold already."""
+
+    @intrinsic
+    def spread(typingctx, source, target, run):
+        """`run` bytes (a multiple of 64) at source -> 8 / width runs of bytes at target."""
+
+        def codegen(context, builder, signature, args):
+            source, target, run = args
+            at, _, finish = _loop(builder, run, 64, [])
+            raw = [load(builder, offset(builder, builder.add(source, at), WIDTH * piece), BYTES) for piece in range(PIECES)]
+            for field in range(8 // width):
+                begin = builder.add(builder.add(target, at), builder.mul(run, I64(field)))
+                for piece in range(PIECES):
+                    value = _field(builder, raw[piece], width * field, width, up)
+                    where = offset(builder, begin, WIDTH * piece)
+                    store(builder, builder.or_(value, load(builder, where, BYTES)) if merge else value, where)
+            finish([])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    return spread
+
+
+def _field(builder: ir.IRBuilder, raw: ir.Value, at: int, width: int, up: int) -> ir.Value:
+    """Bits at ... at + width of every byte, moved to up ... up + width."""
+    if up <= at:
+        return builder.and_(shift_right(builder, raw, at - up, 8), constant(BYTES, ((1 << width) - 1) << up))
+    return shift_left(builder, builder.and_(raw, constant(BYTES, ((1 << width) - 1) << at)), up - at)
+
+
+# First planes of 4 (or more), 3 and 2, and 1 bits; second planes of 8, 6, 5 and 3.
+first_4, first_2, first_1 = _spread(4, 4, False), _spread(2, 6, False), _spread(1, 7, False)
+second_8, second_6, second_5, second_3 = _spread(4, 0, True), _spread(2, 2, True), _spread(1, 3, True), _spread(1, 5, True)
+
+
+SHORTS = ir.VectorType(I16, LANES)
+EIGHT = ir.VectorType(I16, WIDTH // 2)  # a vector of 16-bit numbers
+FOUR = ir.VectorType(I16, 4)
+
+
+def _four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Four 16-bit numbers, again and again."""
+    single = load(builder, address, I64, 2)
+    return builder.bitcast(splat(builder, single, ir.VectorType(I64, WIDTH // 8)), EIGHT)
+
+
+def _high(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """a * b / 2^15, rounded."""
+    if WIDTH > 16:
+        name = "llvm.x86.avx512.pmul.hr.sw.512" if WIDTH == 64 else "llvm.x86.avx2.pmul.hr.sw"
+        return builder.call(function(builder, EIGHT, [EIGHT] * 2, name), [a, b])
+    wide = ir.VectorType(I32, WIDTH // 2)
+    product = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+    return builder.trunc(builder.ashr(builder.add(product, constant(wide, 1 << 14)), constant(wide, 15)), EIGHT)
+
+
+@intrinsic
+def widen(typingctx, codes, a, b, out, nbytes):
+    """Bytes at `codes`, in fours that share factors, -> 16-bit numbers at `out`: code * a + b, rounded, the code taken as a fraction of
+    256. `a` (of 1/128) and `b` are four 16-bit numbers; `nbytes` is a multiple of 64."""
+
+    def codegen(context, builder, signature, args):
+        codes, a, b, out, nbytes = args
+        factor, shift = _four(builder, a), _four(builder, b)
+        half = WIDTH // 2
+        at, _, finish = _loop(builder, nbytes, 64, [])
+        for piece in range(64 // half):
+            raw = load(builder, offset(builder, builder.add(codes, at), half * piece), ir.VectorType(I8, half))
+            value = builder.shl(builder.zext(raw, EIGHT), constant(EIGHT, 7))
+            where = offset(builder, builder.add(out, builder.shl(at, I64(1))), WIDTH * piece)
+            store(builder, builder.add(_high(builder, value, factor), shift), where)
+        finish([])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+def _multiply(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """sums + the products of neighbouring pairs of 16-bit numbers."""
+    if INSTRUCTION_SET in ("avx512", "avx2vnni"):
+        dot = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpwssd.{8 * WIDTH}")
+        return builder.call(dot, [sums, builder.bitcast(a, WORDS), builder.bitcast(b, WORDS)])
+    if INSTRUCTION_SET == "avx2":
+        return builder.add(sums, builder.call(function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd"), [a, b]))
+    wide = ir.VectorType(I32, WIDTH // 2)
+    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+    for first in (0, 1):
+        places = ir.Constant(ir.VectorType(I32, LANES), list(range(first, WIDTH // 2, 2)))
+        sums = builder.add(sums, builder.shuffle_vector(products, products, places))
+    return sums
+
+
+def _dot(results: int, stride: int):
+    vectors = results * 4 * 2 // WIDTH
+    unrolled = max(1, CHAINS // vectors)
+
+    @intrinsic
+    def dot(typingctx, opened, x, factor, out, quads):
+        """`results` float32 at out: factor * sum over `quads` of opened [results, 4] (one `stride` bytes from the next) times x [4]; both
+        16-bit. `quads` is a multiple of four."""
+
+        def codegen(context, builder, signature, args):
+            opened, x, factor, out, quads = args
+            at, running, finish = _loop(builder, quads, unrolled, [(WORDS, constant(WORDS, 0))] * (vectors * unrolled))
+            base, place = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
+            updated = []
+            for step in range(unrolled):
+                other = _four(builder, offset(builder, place, 8 * step))
+                for i in range(vectors):
+                    own = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
+                    updated.append(_multiply(builder, running[vectors * step + i], own, other))
+            updated = finish(updated)
+            sums = updated[:vectors]
+            for step in range(1, unrolled):
+                sums = [builder.add(one, more) for one, more in zip(sums, updated[vectors * step : vectors * (step + 1)], strict=True)]
+            scale = splat(builder, factor, FLOATS)
+            for i in range(0, vectors, 2):
+                places = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
+                both = builder.add(*(builder.shuffle_vector(sums[i], sums[i + 1], each) for each in places))
+                store(builder, builder.fmul(builder.sitofp(both, FLOATS), scale), offset(builder, out, 4 * LANES * (i // 2)), 4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.float32, types.int64, types.int64), codegen
+
+    return dot
+
+
+dot_keys, dot_values = _dot(SPAN, PAGE * 4 * 2), _dot(16, 16 * 4 * 2)
+
+
+@intrinsic
+def round_row(typingctx, x, factor, out, count):
+    """float32 x [count] times a factor as 16-bit numbers. `count` is a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        x, factor, out, count = args
+        scale = splat(builder, factor, FLOATS)
+        at, _, finish = _loop(builder, count, LANES, [])
+        value = builder.fmul(load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4), scale)
+        store(builder, _shorts(builder, value), builder.add(out, builder.shl(at, I64(1))), 2)
+        finish([])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
+
+
+def _shorts(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Nearest whole numbers, of less than 2^15, as 16-bit numbers."""
+    moved = builder.fadd(value, constant(FLOATS, 1.5 * 2**23))
+    return builder.trunc(builder.bitcast(moved, WORDS), SHORTS)
+
+
+def _pick(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+    """table[place] for every lane, of eight floats at an address."""
+    if LANES == 4:
+        found = constant(FLOATS, 0.0)
+        for lane in range(LANES):
+            place = builder.zext(builder.extract_element(places, I32(lane)), I64)
+            address = builder.add(table, builder.mul(place, I64(4)))
+            found = builder.insert_element(found, load(builder, address, F32, 4), I32(lane))
+        return found
+    eight = load(builder, table, ir.VectorType(F32, 8), 4)
+    if LANES == 8:
+        return builder.call(function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx2.permps"), [eight, places])
+    both = builder.shuffle_vector(eight, eight, ir.Constant(ir.VectorType(I32, 16), list(range(16))))
+    return builder.call(function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx512.permvar.sf.512"), [both, places])
+
+
+def _power(builder: ir.IRBuilder, exponent: ir.Value) -> ir.Value:
+    """2 ** exponent, for -126 to 127; below, 0."""
+    biased = builder.add(exponent, constant(WORDS, 127))
+    biased = builder.select(builder.icmp_signed(">", biased, constant(WORDS, 0)), biased, constant(WORDS, 0))
+    return builder.bitcast(builder.shl(biased, constant(WORDS, 23)), FLOATS)
+
+
+def _bytes(builder: ir.IRBuilder, address: ir.Value, signed: bool) -> ir.Value:
+    raw = load(builder, address, ir.VectorType(I8, LANES))
+    return builder.sext(raw, WORDS) if signed else builder.zext(raw, WORDS)
+
+
+@intrinsic
+def key_factors(typingctx, exponents, zeros, eighths, of_channel, products, a, b, count):
+    """What opens the codes of `count` channels: `a` and `b` for `widen`; returns the step. e and z are signed bytes, `eighths` the eight
+    powers 2^(i / 8), `of_channel` float32 [4, count]: gain, 2^bits, what a zero counts in, half; `products` is room for float32
+    [2, count].
+
+    With scale = 2^(e / 8) * gain a code is scale * (code + z * unit - half).
+    """
+
+    def codegen(context, builder, signature, args):
+        exponents, zeros, eighths, of_channel, products, a, b, count = args
+        row = builder.shl(count, I64(2))
+        at, (top,), finish = _loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
+        place = builder.shl(at, I64(2))
+        gain, _, unit, half = _columns(builder, builder.add(of_channel, place), row, 4)
+        e = _bytes(builder, builder.add(exponents, at), True)
+        power = _power(builder, builder.ashr(e, constant(WORDS, 3)))
+        scale = builder.fmul(builder.fmul(_pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), power), gain)
+        zero = builder.fmul(builder.sitofp(_bytes(builder, builder.add(zeros, at), True), FLOATS), unit)
+        store(builder, scale, builder.add(products, place), 4)
+        store(builder, zero, builder.add(builder.add(products, row), place), 4)
+        (top,) = finish([_bound(builder, scale, zero, half, top)])
+        step, inverse = _steps(builder, _top(builder, top))
+        at, _, finish = _loop(builder, count, LANES, [])
+        place = builder.shl(at, I64(2))
+        _, count_of, _, half = _columns(builder, builder.add(of_channel, place), row, 4)
+        scale = builder.fmul(load(builder, builder.add(products, place), FLOATS, 4), inverse)
+        shift = builder.fsub(load(builder, builder.add(builder.add(products, row), place), FLOATS, 4), half)
+        _put_factors(builder, scale, shift, count_of, a, b, builder.shl(at, I64(1)))
+        finish([])
+        return step
+
+    return types.float32(*[types.int64] * 8), codegen
+
+
+@intrinsic
+def value_factors(typingctx, packed, eighths, top, bits, products, a, b):
+    """`key_factors` for a page of tokens of V: scale = 2^((top - step) / 4), bytes hold step and z + 8; `products`: float32 [2, PAGE]."""
+
+    def codegen(context, builder, signature, args):
+        packed, eighths, top, bits, products, a, b = args
+        count = splat(builder, builder.sitofp(builder.shl(I64(1), bits), F32), FLOATS)
+        unit = builder.fmul(count, constant(FLOATS, 1 / 32))
+        half = builder.fmul(builder.fsub(count, constant(FLOATS, 1.0)), constant(FLOATS, 0.5))
+        top = splat(builder, builder.trunc(top, I32), WORDS)
+        at, (most,), finish = _loop(builder, I64(PAGE), LANES, [(FLOATS, constant(FLOATS, 0.0))])
+        place = builder.add(products, builder.shl(at, I64(2)))
+        raw = _bytes(builder, builder.add(packed, at), False)
+        quarters = builder.sub(top, builder.and_(raw, constant(WORDS, 15)))
+        eighth = builder.shl(builder.and_(quarters, constant(WORDS, 3)), constant(WORDS, 1))
+        scale = builder.fmul(_pick(builder, eighths, eighth), _power(builder, builder.ashr(quarters, constant(WORDS, 2))))
+        zero = builder.sitofp(builder.sub(builder.lshr(raw, constant(WORDS, 4)), constant(WORDS, 8)), FLOATS)
+        zero = builder.fmul(zero, unit)
+        store(builder, scale, place, 4)
+        store(builder, zero, offset(builder, place, 4 * PAGE), 4)
+        (most,) = finish([_bound(builder, scale, zero, half, most)])
+        step, inverse = _steps(builder, _top(builder, most))
+        at, _, finish = _loop(builder, I64(PAGE), LANES, [])
+        place = builder.add(products, builder.shl(at, I64(2)))
+        scale = builder.fmul(load(builder, place, FLOATS, 4), inverse)
+        shift = builder.fsub(load(builder, offset(builder, place, 4 * PAGE), FLOATS, 4), half)
+        _put_factors(builder, scale, shift, count, a, b, builder.shl(at, I64(1)))
+        finish([])
+        return step
+
+    return types.float32(*[types.int64] * 7), codegen
+
+
+def _columns(builder: ir.IRBuilder, address: ir.Value, row: ir.Value, count: int) -> list[ir.Value]:
+    """A vector of each of `count` rows, `row` bytes apart."""
+    found = []
+    for _ in range(count):
+        found.append(load(builder, address, FLOATS, 4))
+        address = builder.add(address, row)
+    return found
+
+
+def _bound(builder: ir.IRBuilder, scale: ir.Value, zero: ir.Value, half: ir.Value, top: ir.Value) -> ir.Value:
+    """The larger of `top` and the largest size that a code of this scale and zero stands for."""
+    size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [zero])
+    size = builder.fmul(scale, builder.fadd(size, half))
+    return builder.select(builder.fcmp_ordered(">", size, top), size, top)
+
+
+def _top(builder: ir.IRBuilder, sizes: ir.Value) -> ir.Value:
+    """The largest lane. Without a sign floats are ordered as integers are, and integers need no care of NaN."""
+    most = builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.umax.v{LANES}i32"), [builder.bitcast(sizes, WORDS)])
+    return builder.bitcast(most, F32)
+
+
+def _steps(builder: ir.IRBuilder, most: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The step of numbers up to `most`, and its inverse in every lane; both 0 for nothing."""
+    some = builder.fcmp_ordered(">=", most, F32(LEAST))
+    step = builder.select(some, builder.fdiv(most, F32(MOST)), F32(0.0))
+    return step, splat(builder, builder.select(some, builder.fdiv(F32(MOST), most), F32(0.0)), FLOATS)
+
+
+def _put_factors(builder: ir.IRBuilder, scale: ir.Value, shift: ir.Value, count: ir.Value, a: ir.Value, b: ir.Value, at: ir.Value) -> None:
+    store(builder, _shorts(builder, builder.fmul(scale, count)), builder.add(a, at), 2)
+    store(builder, _shorts(builder, builder.fmul(scale, shift)), builder.add(b, at), 2)
+
+
+@intrinsic
+def row_factor(typingctx, x, count):
+    """What to multiply float32 x [count] with before `round_row`; 0 for nothing, NaN where x holds one or infinity."""
+
+    def codegen(context, builder, signature, args):
+        x, count = args
+        at, (top, total), finish = _loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))] * 2)
+        value = load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4)
+        size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [value])
+        top, total = finish([builder.select(builder.fcmp_ordered(">", size, top), size, top), builder.fadd(total, size)])
+        whole = builder.call(function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{LANES}f32"), [F32(0.0), total],
+                             fastmath=("reassoc",))
+        by_sum, by_top = builder.fdiv(F32(TOTAL), whole), builder.fdiv(F32(LARGEST), _top(builder, top))
+        smaller = builder.select(builder.fcmp_ordered(">", by_sum, by_top), by_top, by_sum)
+        finite = builder.fcmp_ordered("<", whole, F32(float("inf")))
+        return builder.select(finite, builder.select(builder.fcmp_ordered("<", whole, F32(LEAST)), F32(0.0), smaller), F32(float("nan")))
+
+    return types.float32(types.int64, types.int64), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address, nbytes):
+    """Ask for `nbytes` (> 0) at an address: they will be read soon."""
+
+    def codegen(context, builder, signature, args):
+        address, nbytes = args
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        at, _, finish = _loop(builder, nbytes, 64, [])
+        builder.call(ask, [builder.inttoptr(builder.add(address, at), I8.as_pointer()), I32(0), I32(2), I32(1)])
+        finish([])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

@@ -1,0 +1,97 @@
+"""One layer's KV cache on the CPU where sealed pages are packed: exact slots as in `pages.py`, packed records behind them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from ..kv_layout import PackedLayout
+from ..layout import PAGE, PageLayout
+from . import attention, kv_attention
+from .inner_loops import TILE_COLUMNS
+from .kv_record import EIGHTHS
+from .ops import FEW, SHARE_FROM, CpuOps, address
+from .pages import LayerPages
+
+
+class Basis(Protocol):
+    """What turns queries and outputs (`quant/kv_basis.py`): [H, D, D] each, and K's channel scales [H, D]."""
+
+    k_inverse: np.ndarray
+    v_inverse: np.ndarray
+    k_scale: np.ndarray
+
+
+class Codec(Protocol):
+    """What packs a page of this layer (`quant/kv.py`)."""
+
+    basis: Basis
+
+    def layout(self, kv_heads: int, head_dim: int) -> PackedLayout: ...
+    def open(self, page: np.ndarray, kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]: ...
+    def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None: ...
+
+
+class PackedPages(LayerPages):
+    """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out."""
+
+    def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
+                 softcap: float | None, codec: Codec) -> None:
+        super().__init__(ops, layout, exact, np.empty(0, np.uint8), scale, window, softcap)
+        packed = self.packed = codec.layout(layout.kv_heads, layout.head_dim)
+        self.records, self.codec, self.sealed_by = sealed, codec, codec
+        self._bases = (_padded(codec.basis.k_inverse), _padded(codec.basis.v_inverse.swapaxes(1, 2)),
+                       np.ascontiguousarray(codec.basis.k_scale, np.float32), EIGHTHS)
+        block = np.zeros(kv_attention.PACKED_SLOTS, np.int64)
+        block[: attention.ATTEND_SLOTS] = self._attend
+        block[attention.PAGES] = 0
+        self._heads = np.array([(at, record.record_nbytes, *record.offsets)
+                                for at, record in zip(packed.head_offsets, packed.records, strict=False)], np.int64)
+        block[kv_attention.PACKED : kv_attention.TURN] = address(sealed), packed.layer_page_nbytes, address(self._heads)
+        block[kv_attention.TURN : kv_attention.PACKED_SLOTS] = [address(each) for each in self._bases]
+        self._attend, self._attend_at = block, address(block)
+
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
+        """Pack exact slot `slot` into record place `page`, or let `sealed_by` note it."""
+        size, place = self.layout.layer_page_nbytes, self.packed.layer_page_nbytes
+        self.sealed_by.seal(self.exact[slot * size : (slot + 1) * size], self.layout, layer, first_token,
+                        self.records[page * place : (page + 1) * place])
+
+    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
+        """As for raw pages: few tokens one by one, more tile by tile."""
+        ops, block, width = self.ops, self._attend, q.shape[1]
+        q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
+        heads = width // self.layout.head_dim
+        block[attention.SINKS] = address(sinks)
+        if len(q) > FEW:
+            block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
+            ops.run(kv_attention.attend_packed_many, self._attend_at)
+            return
+        changing = block if len(q) > 1 else None
+        if changing is None:
+            ops.refresh(self._move)
+        shared, work = width * len(blocks) >= SHARE_FROM, width * len(blocks) * PAGE >= SHARE_FROM
+        for t in range(len(q)):
+            block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads
+            ops.run(attention.attend_few, self._attend_at, work, changing)
+            ops.run(kv_attention.attend_packed, self._attend_at, work, changing)
+            ops.run(kv_attention.merge_packed, self._attend_at, shared, changing)
+
+
+    def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V, float32 [PAGE, KVH, D], of a block."""
+        if not sealed:
+            return super().sides(sealed, index)
+        size = self.packed.layer_page_nbytes
+        page = self.records[index * size : (index + 1) * size]
+        k, v = self.codec.open(page, self.layout.kv_heads, self.layout.head_dim)
+        return k.swapaxes(0, 1), v.swapaxes(0, 1)
+
+
+def _padded(matrices: np.ndarray) -> np.ndarray:
+    """float32 [H, D, D] with rows as wide as the kernels' tiles ask for."""
+    heads, size, _ = matrices.shape
+    out = np.zeros((heads, size, -(-size // TILE_COLUMNS) * TILE_COLUMNS), np.float32)
+    out[:, :, :size] = matrices
+    return out

@@ -1,0 +1,119 @@
+"""Where things lie in the KV record of one layer and one KV head at 8 to 2 bits: the one definition, for `quant/kv_record.py`, which
+packs, and for the kernels, which read and write. Pure arithmetic.
+
+    64-byte header            the common one of `layout.py`; its last 16 bytes are `TAIL`: largest scale of V, flags, bits by group
+    K codes                   per group of 16 channels, per plane [4 quads, tokens, 4 channels]; a score is a sum over channels
+    K exponents, K zeros      int8 [4 groups of 32 tokens, D] each
+    V codes                   per group of 16 channels, per plane [token quads, 16 channels, 4 tokens]; an output is a sum over tokens
+    V scales and zeros        bytes [D / 16, 128 tokens]: the scale's step in the low four bits, the zero + 8 in the high four
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from .layout import HEADER_NBYTES, PAGE, align
+
+PLANES = {8: (4, 4), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
+WIDTHS = tuple(sorted(PLANES))  # bits of a group; a record counts in places of this list
+MEAN_BITS = (8, 6, 5, 4, 3, 2, 1)  # bits of a side; only a profile asks for 1
+GROUP_K, GROUP_V = 32, 16  # tokens of a scale of K, channels of a scale of V
+CHANNELS = 16  # channels of one number of bits, K and V
+QUAD = 4
+TAIL = struct.Struct("<hB12s")  # V's largest scale, flags, 3 bits for every group of K, from bit 48 of V
+TAIL_OFFSET = 48
+MOST_GROUPS = 16
+ROTATED_K, MEAN_K = 1, 2  # flags
+# 2^(i / 8) as bits of float32, rounded once: with an exponent every scale of K, and every other one of V. Whoever writes, reads or
+# multiplies has the same numbers.
+MANTISSA_BITS = tuple(int.from_bytes(struct.pack("<f", 2.0 ** (i / 8)), "little") for i in range(8))
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Byte offsets in the record of one layer and one KV head. `head_dim` is a multiple of 16, at most 256."""
+
+    head_dim: int
+    bits_k: int
+    bits_v: int
+
+    def __post_init__(self) -> None:
+        if self.head_dim % CHANNELS or not 0 < self.head_dim <= CHANNELS * MOST_GROUPS:
+            raise ValueError(f"head_dim {self.head_dim} is not a multiple of {CHANNELS} up to {CHANNELS * MOST_GROUPS}")
+        for bits in (self.bits_k, self.bits_v):
+            if bits not in MEAN_BITS:
+                raise ValueError(f"a KV page of {bits} bits: there are {', '.join(map(str, MEAN_BITS))}")
+
+    @property
+    def groups(self) -> int:
+        return self.head_dim // CHANNELS
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of K codes, K exponents, K zeros, V codes, V scales and zeros."""
+        values = PAGE * self.head_dim
+        return (values * self.bits_k // 8, values // GROUP_K, values // GROUP_K, values * self.bits_v // 8, values // GROUP_V)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each of `sizes` begins."""
+        return tuple(HEADER_NBYTES + sum(self.sizes[:part]) for part in range(len(self.sizes)))
+
+    @property
+    def body_nbytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def record_nbytes(self) -> int:
+        return align(HEADER_NBYTES + self.body_nbytes)
+
+    @property
+    def packed_bits(self) -> float:
+        """Bits per value of a record, header and alignment included."""
+        return 8 * self.record_nbytes / (2 * PAGE * self.head_dim)
+
+    def bits_per_value(self, tokens: int, exact: int, exact_bits: int = 16) -> float:
+        """Bits per value of a cache of `tokens`, of which at least `exact` lie in 16-bit slots and the rest in whole pages."""
+        pages = max(0, tokens - exact) // PAGE
+        return (pages * PAGE * self.packed_bits + (tokens - pages * PAGE) * exact_bits) / tokens
+
+
+def pack_widths(k: Sequence[int], v: Sequence[int]) -> bytes:
+    """Bits of the groups of K and of V as the 12 bytes of `TAIL`."""
+    places = [WIDTHS.index(bits) << 3 * (side * MOST_GROUPS + group) for side, row in enumerate((k, v)) for group, bits in enumerate(row)]
+    return sum(places).to_bytes(12, "little")
+
+
+def unpack_widths(raw: bytes, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What `pack_widths` was given. Raises ValueError for a number that stands for nothing."""
+    places = int.from_bytes(raw, "little")
+    sides = [[places >> 3 * (side * MOST_GROUPS + group) & 7 for group in range(groups)] for side in range(2)]
+    if max(map(max, sides)) >= len(WIDTHS):
+        raise ValueError("a KV page with a group of unknown bits")
+    return tuple(WIDTHS[place] for place in sides[0]), tuple(WIDTHS[place] for place in sides[1])
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the records of one layer's KV heads lie; `bits`: of K and V, of each head. Pages follow one another without the 4096-byte steps
+    of raw pages: four heads of 64 at 4 bits would grow by a tenth. A reader of files rounds outwards."""
+
+    head_dim: int
+    bits: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def records(self) -> tuple[RecordLayout, ...]:
+        return tuple(RecordLayout(self.head_dim, *each) for each in self.bits)
+
+    @cached_property
+    def head_offsets(self) -> tuple[int, ...]:
+        """Where each head's record begins in a layer-page, and where the last one ends."""
+        return tuple(accumulate((record.record_nbytes for record in self.records), initial=0))
+
+    @property
+    def layer_page_nbytes(self) -> int:
+        return self.head_offsets[-1]

@@ -1,0 +1,99 @@
+"""Caches with packed pages over random tokens, and what attention over them should give: for tests and the children they start."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from effllm.kernels import reference
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.layout import PAGE
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.quant.kv import PackedCodec, PackedFormat, codec
+from effllm.quant.kv_basis import KVBasis
+from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
+
+
+def moments_basis(kv_heads: int, head_dim: int, profile: int = 7, seed: int = 3) -> KVBasis:
+    """A basis as a profile makes it: dense matrices, groups of unequal bits."""
+    rng = np.random.default_rng(seed)
+
+    def moment() -> np.ndarray:
+        factors = rng.standard_normal((kv_heads, head_dim, head_dim)) * np.exp(rng.uniform(-2, 1, (kv_heads, 1, head_dim)))
+        return factors @ factors.swapaxes(1, 2) / head_dim
+
+    return KVBasis.from_moments(moment(), moment(), moment(), moment(), profile=profile)
+
+
+def packed_cache(pool: ThreadPool, kv: str = "4bit", heads: int = 8, kv_heads: int = 2, head_dim: int = 64, window: int | None = None,
+                 softcap: float | None = None, basis: KVBasis | None = None, shape: CacheShape | None = None) -> KVCache:
+    """One layer. With `kv` as of `--kv`."""
+    shape = shape or CacheShape(1024, sink=64, window=16, chunk=PAGE)
+    form = codec(kv)
+    packs = isinstance(form, PackedFormat)
+    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1, packed_kv=packs))
+    codecs = [PackedCodec(((form.bits_k, form.bits_v),) * kv_heads, basis)] if packs and basis is not None else None
+    return open_cache([ops], [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)], form, shape, codecs)
+
+
+class Stream:
+    """Random q, k, v of every position, run through a cache; `ruin` changes k and v [T, KVH, D] beforehand."""
+
+    def __init__(self, cache: KVCache, heads: int, tokens: int, seed: int = 0, ruin=None, sinks: np.ndarray | None = None) -> None:
+        rng = np.random.default_rng(seed)
+        layout = cache.layout
+        self.cache, self.heads, self.sinks = cache, heads, sinks
+        self.q = (rng.standard_normal((tokens, heads * layout.head_dim)) * 2).astype(np.float32)
+        k, v = rng.standard_normal((2, tokens, layout.kv_heads, layout.head_dim)).astype(np.float32)
+        if ruin is not None:
+            k, v = ruin(k, v)
+        self.k, self.v = (np.ascontiguousarray(side.reshape(tokens, -1), np.float32) for side in (k, v))
+        self.out, self.want = np.full_like(self.q, np.nan), np.full_like(self.q, np.nan)
+
+    def run(self, tokens: int, compare: bool = True) -> None:
+        """Append tokens; keeps what the kernels gave and, in `want`, plain softmax over what the cache holds, packed pages decoded."""
+        for piece in self.cache.pieces(tokens):
+            span = slice(self.cache.n, self.cache.n + piece)
+            step = self.cache.begin(piece)
+            layer = self.cache.layer(0)
+            self.out[span] = layer.attend(*(np.ascontiguousarray(part[span]) for part in (self.q, self.k, self.v)), self.sinks)
+            if compare:
+                self.want[span] = self._expected(layer.pages, step, span)
+            self.cache.commit()
+
+    def _expected(self, pages, step, span: slice) -> np.ndarray:
+        keys, values, at = [], [], []
+        for sealed, index, first, count in step.blocks:
+            k, v = pages.sides(sealed, index)
+            keys.append(k[:count].astype(np.float32))
+            values.append(v[:count].astype(np.float32))
+            at.append(first + np.arange(count))
+        q = self.q[span].reshape(span.stop - span.start, self.heads, -1)
+        made = reference.attend(q, np.concatenate(keys), np.concatenate(values), step.position, np.concatenate(at), pages.scale,
+                                pages.window, pages.softcap, self.sinks)
+        return made.reshape(len(q), -1)
+
+
+def worst_error(pool: ThreadPool, kv: str, **options) -> float:
+    """Root mean square of the error over that of the answer, the worse of a prompt and of single tokens behind it."""
+    basis = moments_basis(options.get("kv_heads", 2), options.get("head_dim", 64))
+    stream = Stream(packed_cache(pool, kv, basis=basis, **options), options.get("heads", 8), 420)
+    for tokens in (400, *[1] * 20):
+        stream.run(tokens)
+    prompt, single = slice(0, 400), slice(400, 420)
+    return max(relative(stream.out[part], stream.want[part]) for part in (prompt, single))
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Root mean square of the difference over that of what was wanted."""
+    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
+
+
+def check_all() -> None:
+    """Every width and a few shapes on this instruction set."""
+    pool = ThreadPool(2)
+    for kv in ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2"):
+        assert worst_error(pool, kv) < 5e-3, kv
+    assert worst_error(pool, "4bit", heads=4, kv_heads=4, head_dim=80) < 5e-3
+    assert worst_error(pool, "k3v6", heads=6, kv_heads=2, head_dim=96, window=100, softcap=20.0) < 5e-3
+    pool.close()

@@ -1,0 +1,158 @@
+"""Attention over packed pages against plain softmax over the pages decoded, and what it must not depend on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm import UsageError
+from effllm.kernels.compile import cpu_features
+from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
+from effllm.kernels.layout import PAGE
+from effllm.kernels.threads import ThreadPool
+from effllm.quant.kv import codec
+from effllm.quant.kv_basis import KVBasis
+from effllm.runtime.cache import CacheShape
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import kv_samples
+from kv_samples import Stream, moments_basis, packed_cache, relative, worst_error
+from test_instruction_sets import X86, child, runs_here
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = ThreadPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("kv", ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v8"))
+def test_every_width_equals_softmax_over_the_decoded_pages(pool, kv):
+    assert worst_error(pool, kv) < 5e-3
+
+
+@pytest.mark.parametrize("heads,kv_heads,head_dim", ((4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16)))
+@pytest.mark.parametrize("window,softcap", ((None, None), (50, None), (200, 5.0)))
+def test_shapes_windows_and_caps(pool, heads, kv_heads, head_dim, window, softcap):
+    assert worst_error(pool, "4bit", heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, softcap=softcap) < 1e-2
+
+
+def test_what_is_lost_is_what_the_codec_loses(pool):
+    """Not only do kernels agree with the decoder: both are near the exact answer, nearer with more bits."""
+    exact = Stream(packed_cache(pool, "32bit"), 8, 420)
+    exact.run(420, compare=False)
+    errors = []
+    for kv in ("2bit", "3bit", "4bit", "5bit", "6bit", "8bit"):
+        stream = Stream(packed_cache(pool, kv, basis=KVBasis.plain(2, 64)), 8, 420)
+        stream.run(420, compare=False)
+        errors.append(relative(stream.out, exact.out))
+    assert errors == sorted(errors, reverse=True) and errors[0] < 0.5 and errors[-1] < 0.01
+
+
+def test_bits_do_not_depend_on_threads_or_on_how_few_come_together():
+    outs = []
+    for workers, cuts in ((1, [400] + [1] * 16), (2, [400] + [2] * 8), (4, [400, 8, 8]), (3, [400, 3, 5, 8])):
+        pool = ThreadPool(workers)
+        stream = Stream(packed_cache(pool), 8, 416)
+        for cut in cuts:
+            stream.run(cut, compare=False)
+        outs.append(stream.out)
+        pool.close()
+    assert all(np.array_equal(outs[0], out) for out in outs[1:])
+
+
+@pytest.mark.parametrize("tokens", (1, 64, 64 + PAGE - 1, 64 + PAGE, 64 + PAGE + 1, 64 + PAGE + 16, 64 + PAGE + 17, 600))
+def test_page_edges(pool, tokens):
+    stream = Stream(packed_cache(pool, basis=moments_basis(2, 64)), 8, tokens)
+    stream.run(tokens)
+    assert np.abs(stream.out - stream.want).max() < 2e-2
+    assert stream.cache.sealed == max(0, (tokens - 64 - 16) // PAGE)
+    packed = stream.cache.codecs[0].layout(2, 64).layer_page_nbytes * stream.cache.sealed
+    assert stream.cache.allocated_nbytes == packed + len(stream.cache._used) * stream.cache.layout.layer_page_nbytes
+
+
+def test_a_channel_that_drowns_the_others(pool):
+    """A page with a lone pair keeps its channels: the flag in its header chooses the queries that were not turned."""
+
+    def ruin(k, v):
+        k[:, 0, 5] *= 50
+        return k, v
+
+    stream = Stream(packed_cache(pool, basis=moments_basis(2, 64)), 8, 420, ruin=ruin)
+    for tokens in (400, *[1] * 20):
+        stream.run(tokens)
+    assert relative(stream.out, stream.want) < 1e-2
+
+
+def test_silent_pages_and_tiny_values(pool):
+    def ruin(k, v):
+        k[64 : 64 + PAGE], v[64 : 64 + PAGE] = 0, 0
+        v[64 + PAGE : 64 + 2 * PAGE] *= 1e-6
+        return k, v
+
+    stream = Stream(packed_cache(pool), 8, 420, ruin=ruin)
+    for tokens in (400, *[1] * 20):
+        stream.run(tokens)
+    assert np.isfinite(stream.out).all() and np.sqrt(np.square(stream.out - stream.want).mean()) < 2e-3 * np.abs(stream.want).max()
+
+
+def test_learned_sinks_join_the_softmax(pool):
+    stream = Stream(packed_cache(pool), 8, 420, sinks=np.linspace(-3, 6, 8, dtype=np.float32))
+    for tokens in (400, *[1] * 20):
+        stream.run(tokens)
+    without = Stream(packed_cache(pool), 8, 420)
+    without.run(400, compare=False)
+    assert relative(stream.out, stream.want) < 5e-3 and relative(stream.out[:400], without.out[:400]) > 0.05
+
+
+def test_nan_in_a_query_shows(pool):
+    stream = Stream(packed_cache(pool), 8, 401)
+    stream.run(400, compare=False)
+    stream.q[400, 70] = np.nan
+    stream.run(1, compare=False)
+    out = stream.out[400].reshape(8, 64)
+    assert np.isnan(out[1]).all() and np.isfinite(out[[0, 2, 3, 4, 5, 6, 7]]).all()
+
+
+def test_truncating_into_a_sealed_page_goes_back_to_its_beginning(pool):
+    stream = Stream(packed_cache(pool), 8, 600)
+    stream.run(600, compare=False)
+    cache = stream.cache
+    assert cache.sealed == 4 and cache.truncate(400) == 64 + 2 * PAGE and cache.sealed == 2
+    again = np.array(stream.out)
+    stream.run(600 - cache.n)
+    assert np.abs(stream.out[320:] - stream.want[320:]).max() < 2e-2 and np.abs(stream.out[320:] - again[320:]).max() < 0.3
+
+
+def test_a_window_larger_than_the_context_packs_nothing(pool):
+    stream = Stream(packed_cache(pool, shape=CacheShape(512, sink=64, window=512, chunk=PAGE)), 8, 512)
+    stream.run(512, compare=False)
+    exact = Stream(packed_cache(pool, "16bit", shape=CacheShape(512, sink=64, window=512, chunk=PAGE)), 8, 512)
+    exact.run(512, compare=False)
+    assert stream.cache.sealed == 0 and np.array_equal(stream.out, exact.out)
+
+
+def test_a_head_size_that_no_record_takes_is_refused():
+    with pytest.raises(UsageError, match="multiple of 16 numbers up to 256, this model has 72") as caught:
+        codec("4bit").layers(2, 2, 72)
+    assert caught.value.hint == "--kv 16bit"
+
+
+@pytest.mark.skipif(not X86 or INSTRUCTION_SET == "portable", reason="there is no other set to force")
+def test_without_wide_vectors(tmp_path):
+    child("import kv_samples; kv_samples.check_all()", tmp_path, forced="portable")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
+@pytest.mark.parametrize("name", [name for name in ("avx512", "avx2vnni") if not runs_here(name)])
+def test_with_emulated_instructions(name, tmp_path):
+    child("import kv_samples; kv_samples.check_all()", tmp_path, emulated=name)
+
+
+def test_all_widths_on_this_machine():
+    kv_samples.check_all()

@@ -1,0 +1,202 @@
+"""Disks under a download: one that fills in the middle, one that may not be written. File systems of a few megabytes where mounting is
+allowed; where it is not, the call that writes fails as it would."""
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub, Reply, Request, running
+from pulls import FABLE, MINUTE, Person, on_disk, sharded, tiny
+
+from effllm.offload.size import parse_size
+
+REPO = "org/name"
+WEIGHTS = 6_000_000
+FULL = re.compile(r"the disk of (\S+) is full: ([\d.]+ \w+) are still to come, ([\d.]+ \w+) are free\n"
+                  r"hint: make room for ([\d.]+ \w+), then ")
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)
+
+
+def mounted(*words: str) -> bool:
+    return subprocess.run(["mount", *words], capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    place.mkdir()
+    if not mounted("-t", "tmpfs", "-o", f"size={size}", "none", str(place)):
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[Path]:
+    """`folder` on a mount that refuses every write, also root's."""
+    if not mounted("--bind", str(folder), str(folder)):
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        if not mounted("-o", "remount,ro,bind", str(folder)):
+            pytest.skip("mounting read-only is not allowed here")
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fills(disk: Path, leave: int, word: str) -> Callable[[Request], Reply | None]:
+    """Somebody else takes the room but for `leave` bytes, when a file with `word` in its name is first asked for."""
+    filled = threading.Event()
+
+    def disturb(request: Request) -> Reply | None:
+        if word in request.path and "signed" in request.path and not filled.is_set():
+            filled.set()
+            free = shutil.disk_usage(disk).free
+            (disk / "somebody-elses").write_bytes(bytes(max(0, free - leave)))
+        return None
+
+    return disturb
+
+
+@pytest.mark.parametrize("leave", [0, 4096, 1_500_000, 4_000_000])
+def test_ollama_6727_a_disk_that_fills_in_the_middle_says_how_much_is_missing_and_the_pull_goes_on(hub: Hub, person: Person, tmp_path: Path,
+                                                                                                   leave: int) -> None:
+    repo = hub.add(REPO, files=tiny(WEIGHTS))
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        cache = {"HF_HUB_CACHE": str(disk / "hub")}
+        hub.disturb = fills(disk, leave, "model.safetensors")
+        process = person.starts("pull", REPO, **cache)
+        _, said = process.communicate(timeout=MINUTE)
+        assert process.returncode == 4 and "Traceback" not in said, said
+        found = FULL.search(said)
+        assert found and said.count("is full") == 1 and str(disk) in found[1], said
+        missing, free, room = (parse_size(text.replace(" ", "")) for text in found.groups()[1:])
+        blobs = disk / "hub" / "models--org--name" / "blobs"
+        here = sum(path.stat().st_blocks * 512 for path in blobs.glob("*.effllm.incomplete"))
+        assert WEIGHTS - here - (1 << 20) <= missing <= WEIGHTS and abs(missing - free - room) < 1 << 17
+        assert not list((disk / "hub").glob("models--*/snapshots/*/model.safetensors"))
+        (disk / "somebody-elses").unlink()
+        hub.disturb, before = None, hub.served["model.safetensors"]
+        again = person.types("pull", REPO, **cache)
+        assert again.code == 0, again.err
+        assert on_disk(disk / "hub" / "models--org--name" / "snapshots" / repo.commit) == repo.files
+        assert hub.served["model.safetensors"] - before <= missing + (1 << 17), "what had come was loaded again"
+
+
+def test_a_disk_that_fills_while_quantizing_as_it_comes(hub: Hub, person: Person, tmp_path: Path) -> None:
+    repo = hub.add(REPO, files=sharded(FABLE))
+    with small_disk(tmp_path / "disk", "40m") as disk:
+        data = {"XDG_DATA_HOME": str(disk)}
+        hub.disturb = fills(disk, 1_000_000, "00002-of")
+        process = person.starts("pull", REPO, "--bits", "4", **data)
+        _, said = process.communicate(timeout=MINUTE)
+        assert process.returncode == 4 and "is full" in said and "Traceback" not in said, said
+        assert re.search(r"[\d.]+ [KM]iB (are still to come|more)", said) and "same command" in said, said
+        (disk / "somebody-elses").unlink()
+        hub.disturb = None
+        assert person.types("pull", REPO, "--bits", "4", **data).code == 0
+        assert person.types("verify", f"{REPO}:4bit", **data).code == 0 and repo.commit
+
+
+@pytest.mark.parametrize("room", [0, 1, 70_000, 1_000_000, 1_900_000])
+def test_wherever_a_disk_fills_nothing_unwritten_counts_as_here(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch,
+                                                                room: int) -> None:
+    """Also where nothing can be mounted: the write itself fails, or takes only a part first."""
+    repo = hub.add(REPO, files=tiny())
+    left, real = [room], os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = data[: left[0]]
+        left[0] -= len(part)
+        return real(fd, part, offset)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", pwrite)
+        said = person.types("pull", REPO).refused(4)
+    assert FULL.search(said), said
+    assert person.types("pull", REPO).code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_a_file_system_without_room_for_a_single_name(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No journal, no folder, no length: each of these calls can be the first that fails."""
+    repo = hub.add(REPO, files=tiny())
+    for call in ("mkdir", "ftruncate", "symlink", "replace"):
+        def fail(*words: object, **more: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as full:
+            full.setattr(os, call, fail)
+            assert "is full" in person.types("pull", REPO).refused(4), call
+    assert person.types("pull", REPO).code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_a_cache_on_a_read_only_mount(hub: Hub, person: Person) -> None:
+    """What is in it runs; nothing is fetched into it, and the line names the variable that gives another place."""
+    repo = hub.add(REPO, FABLE)
+    assert person.types("pull", REPO).code == 0
+    cache = person.home / "hf" / "hub"
+    hub.add("org/other", files=tiny())
+    with read_only(cache):
+        ran = person.types("run", REPO, "Once", "--raw", "-n", "2", "--temp", "0")
+        assert ran.code == 0 and ran.out.strip(), ran.err
+        assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable", REPO]
+        assert person.types("pull", REPO).code == 0, "everything is here"
+        hub.forget()
+        said = person.types("pull", "org/other").refused(1)
+        assert "read-only file system" in said and "HF_HUB_CACHE" in said and str(cache) in said
+        assert not hub.asked("model.safetensors")
+        removed = person.types("rm", REPO, "-y")
+        assert removed.code == 1 and "Traceback" not in removed.err and "ead-only" in removed.err
+    assert person.types("verify", REPO).code == 0 and repo.commit
+
+
+def test_a_home_on_a_read_only_mount(hub: Hub, person: Person) -> None:
+    """Nowhere to keep kernels, settings or models: a run works and says what it costs, what must be kept says where."""
+    hub.add(REPO, files=sharded(FABLE))
+    variables = {"XDG_DATA_HOME": str(person.home / "ro" / "data"), "XDG_CONFIG_HOME": str(person.home / "ro" / "config"),
+                 "HF_HOME": str(person.home / "ro" / "hf")}
+    (person.home / "ro").mkdir()
+    with read_only(person.home / "ro"):
+        assert person.types("run", "fable", "Hi", "-n", "2", "--bits", "4", **variables).code == 0
+        for words, named in ((("pull", REPO), "HF_HUB_CACHE"), (("pull", REPO, "--bits", "4"), "XDG_DATA_HOME"),
+                             (("alias", "work", "fable"), "models.yaml")):
+            said = person.types(*words, **variables).refused(1)
+            assert "ead-only file system" in said and named in said, said
+
+
+def test_pulls_of_one_model_into_one_full_disk_do_not_harm_each_other(hub: Hub, person: Person, tmp_path: Path) -> None:
+    """Two at once, on a disk that fills: both say so, and the next one finishes."""
+    repo = hub.add(REPO, files=tiny(WEIGHTS))
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        cache = {"HF_HUB_CACHE": str(disk / "hub")}
+        hub.disturb = fills(disk, 1_000_000, "model.safetensors")
+        both = [person.starts("pull", REPO, **cache) for _ in range(2)]
+        said = [process.communicate(timeout=MINUTE)[1] for process in both]
+        assert [process.returncode for process in both] == [4, 4], said
+        (disk / "somebody-elses").unlink()
+        hub.disturb = None
+        assert person.types("pull", REPO, **cache).code == 0
+        assert on_disk(disk / "hub" / "models--org--name" / "snapshots" / repo.commit) == repo.files

@@ -1,0 +1,68 @@
+"""What is offered where a model is absent, requests that make no sense, and a hub that lies."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub, Repo, always, running
+from pulls import FABLE, Person, on_disk, tiny
+
+REPO = "org/name"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)
+
+
+def test_run_of_an_absent_model_asks_once_at_a_terminal(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, FABLE)
+    words = ("run", REPO, "Once", "--raw", "-n", "2")
+    said = person.types(*words).refused(3)
+    assert f"effllm pull {REPO}" in said and not hub.requests
+    declined = person.types(*words, answers="n\n")
+    assert declined.code == 3 and "download" in declined.err and not hub.asked("model.safetensors")
+    ran = person.types(*words, answers="y\n")
+    assert ran.code == 0 and ran.out.strip() and ran.err.count("[Y/n]") == 1
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    hub.forget()
+    assert person.types(*words).code == 0 and not hub.requests
+
+
+def test_run_with_yes_and_bits(hub: Hub, person: Person) -> None:
+    hub.add(REPO, FABLE)
+    ran = person.types("run", REPO, "Once", "--raw", "-n", "2", "--bits", "4", "-y")
+    assert ran.code == 0 and ran.out.strip()
+    assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable", f"{REPO}:4bit"]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (("pull", "fable"), 2, "comes with effllm"), (("pull", "./folder"), 2, "is a path"), (("pull", "lama3"), 3, "did you mean llama3"),
+    (("pull", REPO, "--keep"), 2, "--bits 4 --keep"), (("pull", f"{REPO}:4bit", "--bits", "3"), 2, "disagree"),
+    (("pull", REPO, "--bits", "7"), 2, "7bit"), (("pull", f"{REPO}:a.gguf", "--bits", "4"), 2, "as it is"),
+    (("pull", "word"), 3, "no model 'word'"), (("pull", REPO + "@../x"), 2, "no revision")])
+def test_requests_that_make_no_sense(person: Person, hub: Hub, words: tuple[str, ...], code: int, said: str) -> None:
+    assert said in person.types(*words).refused(code)
+    assert not hub.requests
+
+
+def test_the_hub_is_not_believed(hub: Hub, person: Person) -> None:
+    repo: Repo = hub.add(REPO, files=tiny())
+    good = {"id": REPO, "sha": repo.commit, "siblings": []}
+    for change in ({"sha": "../../x"}, {"siblings": 5}, {"sha": None}):
+        hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | change).encode(), "/api/")
+        assert "does not answer as a hub" in person.types("pull", REPO).refused(6)
+    evil = [{"rfilename": "../../../evil.safetensors", "size": 3, "blobId": "0" * 40}, {"rfilename": "model.safetensors", "size": -1,
+            "blobId": "0" * 40}, {"rfilename": "config.json", "size": 1, "blobId": "../x"}]
+    hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | {"siblings": evil}).encode(), "/api/")
+    assert "no weights" in person.types("pull", REPO).refused(3)
