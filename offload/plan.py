@@ -78,6 +78,7 @@ class Placement:
     notes: tuple[str, ...] = ()
     vram_bytes: int = 0
     residency: Residency | None = None
+    kv_bytes_per_token: int = 0
 
     @property
     def streamed_bytes(self) -> int:
@@ -134,6 +135,7 @@ def plan(
         budget=budget,
         notes=tuple(_notes(demand, split, ctx_max, ctx_wanted)),
         vram_bytes=split.vram,
+        kv_bytes_per_token=demand.kv_bytes_per_token,
     )
 
 
@@ -165,7 +167,8 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
     elif ctx_wanted is None and ctx < ctx_max:
         notes.append(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)")
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), _kv(demand, ctx, quantum),
-                     demand.workspace, demand.baseline, fixed + demand.always + residency.nbytes, budget, tuple(notes), 0, residency)
+                     demand.workspace, demand.baseline, fixed + demand.always + residency.nbytes, budget, tuple(notes), 0, residency,
+                     demand.kv_bytes_per_token)
 
 
 def _least(blocks: tuple[int, ...]) -> int:

@@ -256,7 +256,7 @@ class Session:
         `history`. Returns its text, whether its tokens say just that, and `think` as it stood at the last of them."""
         engine = self.engine
         started, first_at = time.monotonic(), None
-        prefill_before, decode_before = engine.prefill_s, engine.decode_s
+        before = engine.prefill_s, engine.decode_s, engine.sampling_s
         tokens: list[int] = []
         shown: list[str] = [said]
         thought: list[str] = []
@@ -308,8 +308,9 @@ class Session:
                 history.append({"role": "assistant", "content": "".join(shown)})
         origin = _process_start() if self.from_process_start else started
         self.from_process_start = False
+        took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.sampling_s), before)]
         self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids), engine.reused,
-                                (first_at or time.monotonic()) - origin, engine.prefill_s - prefill_before, engine.decode_s - decode_before)
+                                (first_at or time.monotonic()) - origin, *took)
         if finish == "context":
             yield Notice(f"the context of {engine.n_ctx} tokens is full: "
                          "the answer ends here (-c for a larger one, --overflow shift to go on)")
@@ -317,16 +318,18 @@ class Session:
         return "".join(shown), not stops.hit, stood
 
     def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, cached: int, ttft: float,
-              prefill: float, decode: float) -> Stats:
+              prefill: float, decode: float, sampling: float) -> Stats:
+        from .outcome import outcome, placed  # not on the way to the first token
+
         engine, cache = self.engine, self.engine.cache
-        devices = engine.placement.devices
+        found = outcome(engine, prompt_tokens, cached, len(tokens), prefill, decode, sampling)
         return Stats(
             text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens,
             cached_tokens=cached, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
             weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
             packed_bits=cache.packed_bits, exact_tokens=cache.exact_tokens, packed_tokens=len(engine.tokens) - cache.exact_tokens,
             disk_bytes_read=engine.model.pager.disk_nbytes, disk_wait_s=engine.model.pager.wait_s,
-            placement={device: devices.count(device) for device in dict.fromkeys(devices)},
+            placement=placed(engine, found),
             context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated)
 
     # -- files -----------------------------------------------------------------------------------------------------------------
