@@ -28,6 +28,9 @@ TAIL = struct.Struct("<hB12s")  # V's largest scale, flags, 3 bits for every gro
 TAIL_OFFSET = 48
 MOST_GROUPS = 16
 ROTATED_K, MEAN_K = 1, 2  # flags
+# 2^(i / 8) as bits of float32, rounded once: with an exponent every scale of K, and every other one of V. Whoever writes, reads or
+# multiplies has the same numbers.
+MANTISSA_BITS = tuple(int.from_bytes(struct.pack("<f", 2.0 ** (i / 8)), "little") for i in range(8))
 
 
 @dataclass(frozen=True)

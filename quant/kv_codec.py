@@ -14,7 +14,7 @@ import numpy as np
 from ..kernels.kv_layout import CHANNELS, GROUP_K, MEAN_K, ROTATED_K, TAIL, TAIL_OFFSET, RecordLayout, pack_widths, unpack_widths
 from ..kernels.layout import HEADER_NBYTES, PAGE, PageHeader
 from .kv_basis import KVBasis
-from .kv_grid import decode_k, decode_v, encode_k, encode_v, first_v
+from .kv_grid import LARGEST, decode_k, decode_v, encode_k, encode_v, first_v
 from .kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 
 LONE_PAIR = 8.0  # a RoPE pair of this many times the mean power keeps a page's K from being mixed: it would drown the other channels
@@ -23,7 +23,7 @@ LONE_PAIR = 8.0  # a RoPE pair of this many times the mean power keeps a page's 
 def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasis, *, layer: int = 0, first_head: int = 0,
            first_token: int = 0, rotary: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
     """K after RoPE and V, float32 [H, PAGE, D], as records uint8 [H, record_nbytes]. `rotary`: cos and sin [PAGE, D / 2] of the page's
-    positions, for a basis that has K's mean. Raises ValueError for shapes or bits that no record has."""
+    positions, for a basis that has K's mean. Raises ValueError for shapes or bits that no record has, and for what is not finite."""
     if k.shape != v.shape or k.shape[1] != PAGE:
         raise ValueError(f"a page of K {k.shape} and V {v.shape}: both are [heads, {PAGE}, head_dim]")
     heads, _, size = k.shape
@@ -36,6 +36,12 @@ def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasi
     mixed = ~_lone_pair(k / basis.k_scale[:, None])
     widths_k[~mixed] = bits_k
     k = np.where(mixed[:, None, None], k @ basis.k_matrix.swapaxes(1, 2), k / basis.k_scale[:, None])
+    v = v @ basis.v_matrix.swapaxes(1, 2)
+    for side, x in (("K", k), ("V", v)):
+        if not (fine := (np.abs(x) < LARGEST).all((1, 2))).all():
+            where = f"{side} of layer {layer}, head {first_head + int(fine.argmin())}, tokens {first_token} to {first_token + PAGE - 1}"
+            raise ValueError(f"{where}: not finite, or beyond 2^60")
+
     k = np.ascontiguousarray(k.swapaxes(1, 2)).reshape(heads, groups, CHANNELS, -1, GROUP_K)
     scales = np.empty((2, heads, groups, CHANNELS, PAGE // GROUP_K), np.int8)
     for bits, where in _by_width(widths_k):
@@ -45,8 +51,8 @@ def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasi
     for at, side in zip((at_exponents, at_zeros), scales, strict=True):
         out[:, at : at + layout.sizes[1]] = side.reshape(heads, size, -1).swapaxes(1, 2).reshape(heads, -1).view(np.uint8)
 
-    v = (v @ basis.v_matrix.swapaxes(1, 2)).reshape(heads, PAGE, groups, CHANNELS).swapaxes(1, 2)
-    top = np.full(heads, -(1 << 15), np.float32)
+    v = v.reshape(heads, PAGE, groups, CHANNELS).swapaxes(1, 2)
+    top = np.full(heads, -(1 << 15), np.int32)
     for bits, where in _by_width(widths_v):
         np.maximum.at(top, where[0], first_v(v[where], bits).max((1, 2)))
     for bits, where in _by_width(widths_v):

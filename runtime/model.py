@@ -8,6 +8,7 @@ that a pager that streams them changes nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -219,6 +220,15 @@ class Model:
                             k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm") or none, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
                             sinks=vector("sinks"), router=linear("router"), experts=experts)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[LayerWeights]:
+        """A layer's weights as a pass sees them, on its backend, for as long as the lease."""
+        if index in self._on_device:
+            yield self._on_device[index]
+            return
+        with self.pager.lease(index) as raw:
+            yield self._lease(index, raw)
 
     def read_layer(self, layer: int) -> LayerWeights:
         """A layer's weights straight from the store, for a pass that goes layer by layer; `load` need not have run. The host's."""

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from effllm.kernels.kv_layout import CHANNELS, MEAN_BITS, PLANES, TAIL_OFFSET, WIDTHS, RecordLayout, pack_widths, unpack_widths
 from effllm.kernels.layout import HEADER_NBYTES, PAGE, PageHeader
-from effllm.quant.kv_basis import KVBasis, allocate, hadamard
+from effllm.quant.kv_basis import KVBasis, hadamard
+from effllm.quant.kv_bits import allocate
 from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 
 SIZES = (64, 80, 96, 128, 256)
-GOLDEN = {8: 2078481202, 6: 921266520, 5: 1206394795, 4: 1159713893, 3: 2519626853, 2: 1098413978, 1: 3963098671}
+GOLDEN = {8: 3568589614, 6: 921266520, 5: 2918295413, 4: 1179872051, 3: 3980613162, 2: 693264014, 1: 2366947719}
 
 
 def page(heads: int, size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

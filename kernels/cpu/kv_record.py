@@ -9,14 +9,14 @@ import numpy as np
 from numba import float32
 
 from ..compile import inlined
-from ..kv_layout import CHANNELS, GROUP_K, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
+from ..kv_layout import CHANNELS, GROUP_K, MANTISSA_BITS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
 from ..layout import PAGE
 from .intrinsics import f32_at, i16_at, u8_at
 from .kv_loops import first_1, first_2, first_4, key_factors, second_3, second_5, second_6, second_8, value_factors, widen
 
 SPANS = PAGE // GROUP_K
 GROUP_NBYTES = CHANNELS * PAGE  # of codes as bytes
-EIGHTHS = np.exp2(np.arange(8) / 8).astype(np.float32)  # what kernels are given to make scales
+EIGHTHS = np.array(MANTISSA_BITS, np.uint32).view(np.float32)  # what kernels are given to make scales
 
 
 @inlined()

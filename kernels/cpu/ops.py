@@ -25,6 +25,7 @@ from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .jobs import Jobs
 from .kv_attention import packed_scratch
+from .kv_seal import seal_scratch
 from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -46,7 +47,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
                   attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
-                  packed_scratch(dims.heads, dims.kv_heads, dims.head_dim) if dims.packed_kv else 0)
+                  max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
     blocks = dims.ctx // attention.PAGE + 3
     # y0 takes the queries, and later in a layer a branch on its way to the stream
     return {"x": chunk * dims.hidden, "y0": chunk * max(dims.heads * dims.head_dim, dims.hidden),

@@ -1,0 +1,263 @@
+"""Sealing KV pages: exact keys and values become the records of `kv_layout.RecordLayout`, as `quant/kv_codec.encode` defines them.
+
+A block of work is one record, a layer and a KV head: keys lose their mean, are turned by the layer's matrix, and 16 channels at a time get
+exponents, zeros and codes; values likewise, 16 tokens at a time. All layers whose pages fall due together are one job. What a layer needs
+is prepared once by `quant/kv_seal.py`, which also writes the headers: their checksum covers what this kernel makes.
+"""
+
+from __future__ import annotations
+
+from numba import float32, int64, uint8, uint32
+
+from ..compile import inlined, kernel
+from ..kv_layout import CHANNELS, GROUP_K, PLANES, QUAD, TAIL_OFFSET
+from ..layout import HEADER_NBYTES, PAGE
+from .arithmetic import expand
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
+from .intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u32_at
+from .kv_seal_loops import ABOVE, EXPONENT_AT, FIRST_AT, FOUND_NBYTES, LANES, LEVELS, SPAN_NBYTES, TABLE_SLOTS, ZERO_AT, search, span
+
+# Slots of the argument block. NOTES int64 [COUNT, NOTE_SLOTS], STATUS int64 [COUNT, HEADS]: 0, `KEYS_ODD`, `VALUES_ODD` or both.
+NOTES, COUNT, HEADS, STATUS, SCRATCH, SCRATCH_STRIDE, SLOTS = range(7)
+KEYS_ODD, VALUES_ODD = 1, 2  # a value is not finite, or too large for a page
+# A note: addresses of the exact layer-page, of the sealed one, of the layer's block, of cos and sin float32 [PAGE, D / 2] (0: no mean).
+EXACT, OUT, LAYER, COS, SIN, NOTE_SLOTS = range(6)
+# A layer's block. RECIPROCALS float32 [H, D] of K's scales, K_MATRIX [H, D, BROAD] transposed and padded with zeros, V_MATRIX [H, D, D],
+# K_MEAN [H, D] or 0; WIDTHS uint8 [H, 3, D / 16]: of K, of K when it is not turned, of V; TAILS uint8 [H, 2, 16], not turned and turned,
+# all but the largest scale; TABLES [2, 9, TABLE_SLOTS]: of K and V by bits (`kv_seal_loops`); RECORDS int64 [H, RECORD_SLOTS]; LONE is a
+# float64: how many times the mean power a lone pair has.
+(DIM, DTYPE, HEAD_STRIDE, SIDE, RECIPROCALS, K_MATRIX, BROAD, V_MATRIX, K_MEAN, WIDTHS, TAILS, TABLES, RECORDS, LONE,
+ LAYER_SLOTS) = range(15)
+# A head's record: where it begins in the layer-page, its five parts and the end of them in it, its length.
+START, K_CODES, K_EXPONENTS, K_ZEROS, V_CODES, V_SCALES, END, NBYTES, RECORD_SLOTS = range(9)
+TAIL_NBYTES = HEADER_NBYTES - TAIL_OFFSET
+BLOCKS = PAGE // LANES  # of V, in tokens
+MOST_STEPS = 15  # of a scale of V below the page's largest
+ZERO = float32(0.0)
+_FIRST_PLANE = tuple(PLANES.get(bits, (0,))[0] for bits in range(9))
+_SECOND_PLANE = tuple((*PLANES.get(bits, (0,)), 0)[1] for bits in range(9))
+
+
+def broad_of(head_dim: int) -> int:
+    """Columns of a turned page of K: what the register tile divides."""
+    return -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
+
+
+def seal_scratch(head_dim: int) -> int:
+    """Floats of scratch per worker: two pages, spans, what a search finds, codes, and two rows of statistics."""
+    spans = head_dim // CHANNELS * BLOCKS * SPAN_NBYTES // 4
+    return 2 * PAGE * broad_of(head_dim) + spans + FOUND_NBYTES // 4 + PAGE * CHANNELS // 4 + 2 * head_dim
+
+
+@inlined()
+def _transpose(source, rows, columns, target):
+    """float32 [rows, columns] -> [columns, rows], both addresses; 16 lines of the target at a time stay in the first-level cache."""
+    x, y = f32_at(source), f32_at(target)
+    for begin in range(0, columns, 16):
+        for row in range(rows):
+            for column in range(begin, begin + 16):
+                y[column * rows + row] = x[row * columns + column]
+
+
+@inlined()
+def _subtract_mean(keys, mean, cos, sin, depth):
+    """Keys [PAGE, depth] less the mean before RoPE, turned to each position."""
+    half = depth // 2
+    m = f32_at(mean)
+    for t in range(PAGE):
+        row, c, s = f32_at(keys + 4 * t * depth), f32_at(cos + 4 * t * half), f32_at(sin + 4 * t * half)
+        for i in range(half):
+            row[i] -= m[i] * c[i] - m[i + half] * s[i]
+            row[i + half] -= m[i + half] * c[i] + m[i] * s[i]
+
+
+@inlined()
+def _is_lone(keys, reciprocals, depth, limit, statistics):
+    """Does a RoPE pair of keys [PAGE, depth] times their reciprocals have `limit` times the pairs' mean power?"""
+    mean, power, factor = f32_at(statistics), f32_at(statistics + 4 * depth), f32_at(reciprocals)
+    for i in range(depth):
+        mean[i] = power[i] = ZERO
+    for t in range(PAGE):
+        row = f32_at(keys + 4 * t * depth)
+        for i in range(depth):
+            mean[i] += row[i] * factor[i]
+    for i in range(depth):
+        mean[i] /= float32(PAGE)
+    for t in range(PAGE):
+        row = f32_at(keys + 4 * t * depth)
+        for i in range(depth):
+            away = row[i] * factor[i] - mean[i]
+            power[i] += away * away
+    total, top, half = ZERO, ZERO, depth // 2
+    for i in range(half):
+        pair = power[i] + power[i + half]
+        total += pair
+        top = max(top, pair)
+    return top > limit * (total / float32(half))
+
+
+@inlined()
+def _plane_of_keys(codes, shift, width, out):
+    """`width` bits from `shift` on of codes [PAGE, 16] -> a plane of K: [4 quads, tokens, 4 channels]."""
+    source, target = u32_at(codes), u32_at(out)
+    mask = uint32(((1 << width) - 1) * 0x01010101)
+    fields = 8 // width
+    tokens = PAGE // fields
+    for quad in range(QUAD):
+        for i in range(tokens):
+            word = uint32(0)
+            for f in range(fields):
+                word |= ((source[(f * tokens + i) * QUAD + quad] >> uint32(shift)) & mask) << uint32(width * f)
+            target[quad * tokens + i] = word
+
+
+@inlined()
+def _plane_of_values(codes, shift, width, out):
+    """`width` bits from `shift` on of codes [16, PAGE] -> a plane of V: [token quads, 16 channels, 4 tokens]."""
+    source, target = u32_at(codes), u32_at(out)
+    mask = uint32(((1 << width) - 1) * 0x01010101)
+    fields = 8 // width
+    for unit in range(PAGE // (QUAD * fields)):
+        for channel in range(CHANNELS):
+            word, at = uint32(0), channel * (PAGE // QUAD) + unit * fields
+            for f in range(fields):
+                word |= ((source[at + f] >> uint32(shift)) & mask) << uint32(width * f)
+            target[unit * CHANNELS + channel] = word
+
+
+@inlined()
+def _pack(codes, bits, of_keys, out):
+    """Codes of a group of channels, plane after plane, high bits first."""
+    first, second = _FIRST_PLANE[bits], _SECOND_PLANE[bits]
+    if of_keys:
+        _plane_of_keys(codes, second, first, out)
+        if second > 0:
+            _plane_of_keys(codes, 0, second, out + PAGE * CHANNELS // 8 * first)
+    else:
+        _plane_of_values(codes, second, first, out)
+        if second > 0:
+            _plane_of_values(codes, 0, second, out + PAGE * CHANNELS // 8 * first)
+
+
+@inlined()
+def _seal_keys(layer, record, widths, keys, out, spans, found, codes):
+    """Turned keys [PAGE, BROAD] -> exponents, zeros and codes in the record. True where a value is out of range."""
+    depth, stride = layer[DIM], 4 * layer[BROAD]
+    at, odd = out + record[K_CODES], ZERO
+    exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
+    for group in range(depth // CHANNELS):
+        bits = int64(u8_at(widths)[group])
+        table = layer[TABLES] + 4 * TABLE_SLOTS * bits
+        for part in range(PAGE // GROUP_K):
+            x = keys + stride * GROUP_K * part + 4 * CHANNELS * group
+            odd += span(x, stride, GROUP_K, f32_at(table)[LEVELS], spans)
+            search(x, stride, GROUP_K, spans, table, -128, 127, codes + CHANNELS * GROUP_K * part, CHANNELS, found)
+            place = depth * part + CHANNELS * group
+            kept_exponents, kept_zeros = u8_at(out + record[K_EXPONENTS] + place), u8_at(out + record[K_ZEROS] + place)
+            for lane in range(LANES):
+                kept_exponents[lane], kept_zeros[lane] = uint8(exponents[lane] & 255), uint8(zeros[lane] & 255)
+        _pack(codes, bits, True, at)
+        at += PAGE * CHANNELS // 8 * bits
+    return odd != ZERO
+
+
+@inlined()
+def _span_values(layer, widths, values, spans):
+    """Spans of turned values [D, PAGE], and the page's largest scale: (is a value out of range, largest scale)."""
+    odd, top = ZERO, -(1 << 15)
+    for group in range(layer[DIM] // CHANNELS):
+        table = layer[TABLES] + 4 * TABLE_SLOTS * (9 + int64(u8_at(widths)[group]))
+        above = int64(i32_at(table)[ABOVE])
+        for block in range(BLOCKS):
+            here = spans + SPAN_NBYTES * (BLOCKS * group + block)
+            x = values + 4 * (PAGE * CHANNELS * group + LANES * block)
+            odd += span(x, 4 * PAGE, CHANNELS, f32_at(table)[LEVELS], here)
+            firsts = i32_at(here + FIRST_AT)
+            for lane in range(LANES):
+                top = max(top, ((int64(firsts[lane]) + 1) >> 1) + above)
+    return odd != ZERO, top
+
+
+@inlined()
+def _seal_values(layer, record, widths, values, top, out, spans, found, codes):
+    """Turned values [D, PAGE] -> scales, zeros and codes in the record."""
+    at = out + record[V_CODES]
+    exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
+    for group in range(layer[DIM] // CHANNELS):
+        bits = int64(u8_at(widths)[group])
+        table = layer[TABLES] + 4 * TABLE_SLOTS * (9 + bits)
+        for block in range(BLOCKS):
+            x = values + 4 * (PAGE * CHANNELS * group + LANES * block)
+            here = spans + SPAN_NBYTES * (BLOCKS * group + block)
+            search(x, 4 * PAGE, CHANNELS, here, table, top - MOST_STEPS, top, codes + LANES * block, PAGE, found)
+            kept = u8_at(out + record[V_SCALES] + PAGE * group + LANES * block)
+            for lane in range(LANES):
+                kept[lane] = uint8((top - exponents[lane]) | (zeros[lane] + 8) << 4)
+        _pack(codes, bits, False, at)
+        at += PAGE * CHANNELS // 8 * bits
+
+
+@kernel()
+def seal_records(args, worker, counter):
+    """Every noted page, head by head: the whole record but the first 48 bytes of its header."""
+    a = i64_at(args)
+    heads = a[HEADS]
+    plain = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= a[COUNT] * heads:
+            return
+        note, head = i64_at(a[NOTES] + 8 * NOTE_SLOTS * (job // heads)), job % heads
+        layer = i64_at(note[LAYER])
+        depth, broad = layer[DIM], layer[BROAD]
+        turned = plain + 4 * PAGE * broad
+        statistics = turned + 4 * PAGE * broad
+        found = statistics + 8 * depth
+        codes = found + FOUND_NBYTES
+        spans = codes + PAGE * CHANNELS
+        source = note[EXACT] + head * layer[HEAD_STRIDE] + HEADER_NBYTES
+        record = i64_at(layer[RECORDS] + 8 * RECORD_SLOTS * head)
+        out = note[OUT] + record[START]
+        groups = depth // CHANNELS
+        widths = layer[WIDTHS] + 3 * groups * head
+
+        expand(source, layer[DTYPE], turned, PAGE * depth)
+        _transpose(turned, depth, PAGE, plain)
+        if layer[K_MEAN] != 0:
+            _subtract_mean(plain, layer[K_MEAN] + 4 * depth * head, note[COS], note[SIN], depth)
+        reciprocals = layer[RECIPROCALS] + 4 * depth * head
+        lone = _is_lone(plain, reciprocals, depth, float32(f64_at(note[LAYER])[LONE]), statistics)
+        if lone:
+            factor = f32_at(reciprocals)
+            for t in range(PAGE):
+                row, target = f32_at(plain + 4 * t * depth), f32_at(turned + 4 * t * broad)
+                for i in range(depth):
+                    target[i] = row[i] * factor[i]
+        else:
+            matrix = layer[K_MATRIX] + 4 * depth * broad * head
+            for t in range(0, PAGE, LOW_ROWS):
+                for i in range(0, broad, TILE_COLUMNS):
+                    low_tile_product(plain + 4 * t * depth, 4 * depth, matrix + 4 * i, 4 * broad, turned + 4 * (t * broad + i), 4 * broad,
+                                     depth, 0)
+        status = KEYS_ODD if _seal_keys(layer, record, widths + groups if lone else widths, turned, out, spans, found, codes) else 0
+
+        expand(source + layer[SIDE], layer[DTYPE], turned, PAGE * depth)
+        _transpose(turned, PAGE, depth, plain)
+        matrix = layer[V_MATRIX] + 4 * depth * depth * head
+        for i in range(0, depth, LOW_ROWS):
+            for t in range(0, PAGE, TILE_COLUMNS):
+                low_tile_product(matrix + 4 * i * depth, 4 * depth, plain + 4 * t, 4 * PAGE, turned + 4 * (i * PAGE + t), 4 * PAGE,
+                                 depth, 0)
+        odd, top = _span_values(layer, widths + 2 * groups, turned, spans)
+        if odd:
+            status |= VALUES_ODD
+        i64_at(a[STATUS])[job] = status
+        if status != 0:
+            continue
+        _seal_values(layer, record, widths + 2 * groups, turned, top, out, spans, found, codes)
+        tail, kept = u8_at(layer[TAILS] + TAIL_NBYTES * (2 * head + (0 if lone else 1))), u8_at(out + TAIL_OFFSET)
+        for i in range(TAIL_NBYTES):
+            kept[i] = tail[i]
+        kept[0], kept[1] = uint8(top & 255), uint8(top >> 8 & 255)
+        for i in range(record[END], record[NBYTES]):
+            u8_at(out)[i] = uint8(0)

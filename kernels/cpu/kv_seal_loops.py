@@ -1,0 +1,180 @@
+"""Inner loops of sealing a KV page: the joint search for scale and zero of 16 groups side by side, as LLVM vectors.
+
+A lane is a group: 16 channels of K over 32 tokens, or 16 tokens of V over 16 channels, so that nothing is summed across lanes. Every
+operation is one float32 operation in the order of `quant/kv_grid.py`, none contracted: the codes are the same on every instruction set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..kv_layout import MANTISSA_BITS
+from .int8_ir import I8, constant, load, offset, splat, store
+from .intrinsics import F32, I32, I64
+
+LANES = 16
+WIDE, WORDS, SMALL = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I8, LANES)
+MAGIC = 1.5 * 2**23  # added to a small float32 and taken away again, it leaves the nearest whole number
+TINY, FAR, NEARLY = 2.0**-24, 2.0**20, 1 - 2.0**-12
+OVER, BIAS, MANTISSA = 2.0**68, 127, 0x7FFFFF  # 2^60 · OVER is infinite
+# What `span` leaves, 16 numbers each: float32 ends of the groups, int32 eighths of the exponent of the scale that holds them.
+LOW_AT, HIGH_AT, FIRST_AT, SPAN_NBYTES = 0, 64, 128, 192
+# What `search` leaves: int32 exponents and zeros. Its table for one number of bits: int32 ABOVE, TRIES (exponents), ASIDE (zeros to
+# either side), COARSE (log2 of the eighths in a step of the exponent); float32 HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO, LEVELS.
+EXPONENT_AT, ZERO_AT, FOUND_NBYTES = 0, 64, 128
+ABOVE, TRIES, ASIDE, COARSE, HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO, LEVELS = range(11)
+TABLE_SLOTS = 12
+
+
+def _loop(builder: ir.IRBuilder, name: str, count: ir.Value, start: Sequence[ir.Value],
+          body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
+    """`count` >= 1 times `body(index, values)`, which returns the next values; the last ones."""
+    entry, loop, done = builder.basic_block, builder.append_basic_block(name), builder.append_basic_block(f"{name}.done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index, held = builder.phi(I64), [builder.phi(value.type) for value in start]
+    values = body(index, held)
+    following, latch = builder.add(index, I64(1)), builder.basic_block
+    for phi, first, new in zip((index, *held), (I64(0), *start), (following, *values)):
+        phi.add_incoming(first, entry)
+        phi.add_incoming(new, latch)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+    builder.position_at_end(done)
+    return values
+
+
+def _smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+
+def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _clamped(builder: ir.IRBuilder, value: ir.Value, low: ir.Value, high: ir.Value) -> ir.Value:
+    return _smaller(builder, _larger(builder, value, low), high)
+
+
+def _whole(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    magic = constant(WIDE, MAGIC)
+    return builder.fsub(builder.fadd(value, magic), magic)
+
+
+def _power(builder: ir.IRBuilder, eighths: ir.Value) -> ir.Value:
+    """2^(eighths / 8)."""
+    place, bits = builder.and_(eighths, constant(WORDS, 7)), constant(WORDS, MANTISSA_BITS[0])
+    for i, mantissa in enumerate(MANTISSA_BITS[1:], 1):
+        bits = builder.select(builder.icmp_signed("==", place, constant(WORDS, i)), constant(WORDS, mantissa), bits)
+    exponent = builder.shl(builder.ashr(eighths, constant(WORDS, 3)), constant(WORDS, 23))
+    return builder.bitcast(builder.add(bits, exponent), WIDE)
+
+
+@intrinsic
+def span(typingctx, x, stride, count, levels, out):
+    """The ends of 16 groups of `count` float32, `stride` bytes apart, and the exponents of the scales that just hold them with `levels`
+    steps -> `SPAN_NBYTES` at `out`. Returns 0, or NaN where a value is not finite or not below 2^60."""
+
+    def codegen(context, builder, signature, args):
+        x, stride, count, levels, out = args
+        first = load(builder, x, WIDE, 4)
+
+        def step(index, held):
+            low, high, odd = held
+            value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
+            nothing = builder.fmul(builder.fmul(value, constant(WIDE, OVER)), constant(WIDE, 0.0))
+            return [_smaller(builder, value, low), _larger(builder, value, high), builder.fadd(odd, nothing)]
+
+        low, high, odd = _loop(builder, "span", count, [first, first, constant(WIDE, 0.0)], step)
+        need = builder.fdiv(builder.fsub(high, low), splat(builder, levels, WIDE))
+        bits = builder.bitcast(_larger(builder, need, constant(WIDE, TINY)), WORDS)
+        exponent = builder.sub(builder.lshr(bits, constant(WORDS, 23)), constant(WORDS, BIAS))
+        mantissa = builder.or_(builder.and_(bits, constant(WORDS, MANTISSA)), constant(WORDS, BIAS << 23))
+        eighths = builder.shl(exponent, constant(WORDS, 3))
+        for each in MANTISSA_BITS:
+            eighths = builder.sub(eighths, builder.sext(builder.icmp_signed(">", mantissa, constant(WORDS, each)), WORDS))
+        for at, value in ((LOW_AT, low), (HIGH_AT, high), (FIRST_AT, eighths)):
+            store(builder, value, offset(builder, out, at), 4)
+        total = builder.extract_element(odd, I32(0))
+        for lane in range(1, LANES):
+            total = builder.fadd(total, builder.extract_element(odd, I32(lane)))
+        return total
+
+    return types.float32(*[types.int64] * 3, types.float32, types.int64), codegen
+
+
+@intrinsic
+def search(typingctx, x, stride, count, spans, table, least, most, codes, codes_stride, out):
+    """The best exponent, from `least` to `most`, and zero of 16 groups of `count` float32, `stride` bytes apart, whose `span` is at
+    `spans`, by the table of their bits: uint8 codes to `codes` in rows of 16, `codes_stride` apart, `FOUND_NBYTES` to `out`."""
+
+    def codegen(context, builder, signature, args):
+        x, stride, count, spans, table, least, most, codes, codes_stride, out = args
+        whole = lambda place: load(builder, offset(builder, table, 4 * place), I32, 4)  # noqa: E731
+        real = lambda place: splat(builder, load(builder, offset(builder, table, 4 * place), F32, 4), WIDE)  # noqa: E731
+        low, high = (load(builder, offset(builder, spans, at), WIDE, 4) for at in (LOW_AT, HIGH_AT))
+        middle = builder.fmul(builder.fadd(high, low), constant(WIDE, 0.5))
+        least, most = (splat(builder, builder.trunc(end, I32), WORDS) for end in (least, most))
+        coarse, aside = splat(builder, whole(COARSE), WORDS), builder.sext(whole(ASIDE), I64)
+        half, top, unit, per_unit, least_zero, most_zero = map(real, (HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO))
+        nothing = constant(WIDE, 0.0)
+        # eighths to steps of the exponent, upwards
+        last = builder.sub(builder.shl(constant(WORDS, 1), coarse), constant(WORDS, 1))
+        first = builder.ashr(builder.add(load(builder, offset(builder, spans, FIRST_AT), WORDS, 4), last), coarse)
+        first = builder.add(first, splat(builder, whole(ABOVE), WORDS))
+
+        def scales(exponent):
+            eighths = builder.shl(exponent, coarse)
+            return _power(builder, eighths), _power(builder, builder.sub(constant(WORDS, 0), eighths))
+
+        def away(index, inverse, shift):
+            value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
+            return builder.fsub(builder.fmul(value, inverse), shift)
+
+        def one_exponent(below, held):
+            below = splat(builder, builder.trunc(below, I32), WORDS)
+            exponent = builder.sub(first, below)
+            exponent = builder.select(builder.icmp_signed("<", exponent, least), least, exponent)
+            exponent = builder.select(builder.icmp_signed(">", exponent, most), most, exponent)
+            scale, inverse = scales(exponent)
+            square = builder.fmul(scale, scale)
+            centre = builder.fmul(builder.fmul(middle, inverse), per_unit)
+            centre = _whole(builder, _clamped(builder, centre, constant(WIDE, -FAR), constant(WIDE, FAR)))
+
+            def one_zero(place, held):
+                best, best_exponent, best_zero = held
+                moved = builder.sitofp(builder.trunc(builder.sub(place, aside), I32), F32)
+                zero = _clamped(builder, builder.fadd(centre, splat(builder, moved, WIDE)), least_zero, most_zero)
+                shift = builder.fsub(builder.fmul(zero, unit), half)
+
+                def one_value(index, held):
+                    wanted = away(index, inverse, shift)
+                    off = builder.fsub(_whole(builder, _clamped(builder, wanted, nothing, top)), wanted)
+                    return [builder.fadd(held[0], builder.fmul(off, off))]
+
+                (error,) = _loop(builder, "values", count, [nothing], one_value)
+                error = builder.fmul(error, square)
+                better = builder.fcmp_ordered("<", error, builder.fmul(best, constant(WIDE, NEARLY)))
+                return [builder.select(better, new, old) for new, old in ((error, best), (exponent, best_exponent), (zero, best_zero))]
+
+            return _loop(builder, "zeros", builder.add(builder.shl(aside, I64(1)), I64(1)), held, one_zero)
+
+        start = [constant(WIDE, float("inf")), first, nothing]
+        _, exponent, zero = _loop(builder, "exponents", builder.sext(whole(TRIES), I64), start, one_exponent)
+        _, inverse = scales(exponent)
+        shift = builder.fsub(builder.fmul(zero, unit), half)
+
+        def keep(index, held):
+            code = builder.fptosi(_whole(builder, _clamped(builder, away(index, inverse, shift), nothing, top)), WORDS)
+            store(builder, builder.trunc(code, SMALL), builder.add(codes, builder.mul(index, codes_stride)))
+            return []
+
+        _loop(builder, "codes", count, [], keep)
+        store(builder, exponent, offset(builder, out, EXPONENT_AT), 4)
+        store(builder, builder.fptosi(zero, WORDS), offset(builder, out, ZERO_AT), 4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10), codegen
