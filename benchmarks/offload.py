@@ -2,9 +2,9 @@
 """A model larger than its memory budget against what the disk allows: decode at a share of B / (W - M).
 
 W is what a token reads of the weights, M what the budget leaves for weights (the budget less the program, the cache and all buffers, not
-what happened to be pinned), B the disk's rate for reads of the size that a run issues, measured on the model's own file in the same
-process, before, between and after the answers. The file is out of the page cache before. With --peer llama.cpp runs the same weights from a
-mapped file with as much memory, in a memory cgroup that is made for it; that needs root and version 1 of cgroups.
+what happened to be pinned), B the disk's rate for the very reads that a token makes, with nothing computed beside, in the same process,
+before, between and after the answers. The file is out of the page cache before. With --peer llama.cpp runs the same weights from a mapped
+file, and both run in a memory cgroup of the budget that is made for them; that needs root and version 1 of cgroups.
 
     python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama              # random weights of a shape, bf16; --bits 4 for low-bit
     python benchmarks/offload.py /data/tinyllama --ram 1.2G --tokens 6
@@ -181,7 +181,7 @@ def main() -> int:
         print(json.dumps(found))
         return 0
     own = child([str(asked.folder), "--alone", "own", "--ram", asked.ram, "--tokens", str(asked.tokens), "--rounds", str(asked.rounds),
-                 *(["--threads", str(asked.threads)] if asked.threads else [])])
+                 *(["--threads", str(asked.threads)] if asked.threads else [])], parse_size(asked.ram) if asked.peer else None)
     under = f"{asked.folder.name} in {asked.ram}"
     figures = [Figure("tokens_per_s", "decode", under, own["tokens_per_s"], "tokens/s"),
                Figure("roof_tokens_per_s", "B / (W - M)", f"W {own['needed_gb']:.2f} GB, M {own['memory_gb']:.2f} GB",
