@@ -160,7 +160,8 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
                          f"{format_size(fixed + least - _kv(demand, ctx or quantum, quantum))}), the budget is {format_size(budget.ram)}",
                          f"-c {shorter} fits" if shorter else f"it takes --ram {-(-(fixed + least) // 2**20)}Mi, or a smaller model")
     residency = reside(demand.blocks, budget.ram - fixed - demand.always)
-    notes = [f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk"
+    notes = [f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk, "
+             f"{format_size(residency.pinned_nbytes + demand.always)} stay in memory"
              if residency.streamed else "the embedding stays on the disk: a token reads its row"]
     if ctx > ctx_max:
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
