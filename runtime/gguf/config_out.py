@@ -19,7 +19,7 @@ from .config import OTHER_SCALE
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": their experts are in MXFP4 with biases, which this version does not write"}
+NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6}  # all but every so-manieth layer has one
 NO_ROPE_EVERY = 4  # of SmolLM 3
@@ -30,7 +30,8 @@ def exported_as(config: ModelConfig) -> Architecture:
     """The architecture of the file. Raises EffllmError for a family without one, and for a model that its files cannot state."""
     family = config.family
     if family not in BY_FAMILY:
-        raise EffllmError(f"{family} models are not exported as GGUF{NOT_WRITTEN.get(family, '')}", f"exported are {', '.join(sorted(BY_FAMILY))}")
+        raise EffllmError(f"{family} models are not exported as GGUF{NOT_WRITTEN.get(family, '')}",
+                          f"exported are {', '.join(sorted(BY_FAMILY))}")
     for departs, what in _departures(config):
         if departs:
             raise EffllmError(f"a GGUF file of the {family} family cannot say that this model {what}", PLAIN)
