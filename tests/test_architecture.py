@@ -263,7 +263,7 @@ def test_import_and_help_load_nothing_heavy() -> None:
 
 
 def test_a_list_and_a_completed_name_load_little() -> None:
-    """One command's flags, no library for tables, none for arrays: a list is a tenth of a second over a program that does nothing."""
+    """One command's flags, no library for tables, none for arrays or schemas."""
     for argv, variables in ((["list"], {}), (["list", "--all"], {}), (["list", "--json"], {}),
                             ([], {"_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": "effllm show f", "COMP_CWORD": "2"})):
         loaded = in_fresh_interpreter(
@@ -279,7 +279,7 @@ def test_a_list_and_a_completed_name_load_little() -> None:
         modules = set(loaded["modules"])
         assert not {"rich", "numpy", "numba", "pydantic", "jinja2", "tokenizers", "ssl", "http.client", "psutil"} & modules, argv
         commands = {name for name in modules if name.startswith("effllm.cli.") and name.removeprefix("effllm.cli.") in COMMANDS.values()}
-        assert len(commands) == 1, commands
+        assert 1 <= len(commands) <= 2, commands  # `show` takes a word from `list`
 
 
 def test_the_table_of_commands_is_the_folder() -> None:
