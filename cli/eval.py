@@ -32,7 +32,13 @@ KLD_EXAMPLES = """examples
   effllm eval kld ./my-model --against ./my-model-original --text story.txt --json
 """
 
+RECALL_EXAMPLES = """examples
+
+  effllm eval recall fable --text story.txt --kv 4bit -c 2048
+"""
+
 Text = Annotated[str, flag(TEXT, "--text", "FILE", "the text to score, - is standard input")]
+Samples = Annotated[int, flag(TEXT, "--samples", "N", "texts with facts and questions at each distance (8)")]
 Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one as it is stored, with a 32-bit cache)")]
 
 
@@ -40,6 +46,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Measure quality on a text.")
     add_command(group, "ppl", "commands", ppl, PPL_EXAMPLES)
     add_command(group, "kld", "commands", kld, KLD_EXAMPLES)
+    add_command(group, "recall", "commands", recall, RECALL_EXAMPLES)
     app.add_typer(group, name="eval", rich_help_panel="measure")
 
 
@@ -92,6 +99,38 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
         ("cache", f"{result.kv_bits_per_value:.3g} bits a value over all, {result.packed_bits:.3g} packed"),
         ("weights", f"{result.weight_bits_per_value:.3g} bits a value"),
     ))
+
+
+def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, samples: Samples = 8,
+           json: Json = False) -> None:
+    """Numbers stated far back, asked for again: how many come right with this cache, and with an exact one."""
+    from dataclasses import replace
+
+    from ..runtime.recall import RecallResult
+    from ..runtime.recall import recall as ask
+
+    screen = Screen(context.obj)
+    if samples < 1:
+        raise UsageError(f"--samples {samples} asks nothing", "at least 1")
+    content = read_text(text, screen)
+    found = find_any(model, screen)
+    options = windowed(found, engine)
+    with at_bits(found, weights, screen, engine.threads) as ref, loaded(ref, options, screen) as at_hand:
+        reference = open_with_progress(ref.folder, replace(options, kv="32bit"), screen)
+        try:
+            asking = ask(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, samples, named(text))
+            result = last(follow(asking, screen, RecallResult))
+        finally:
+            reference.close()
+    if json:
+        screen.json(result.to_json())
+        return
+    rows = []
+    for row in result.rows:
+        unsure = "" if row.comparable else ": the model itself is unsure here"
+        rows.append((f"facts in the first {row.spread:.0%}",
+                     f"{row.right:.1%} of {row.tokens} tokens right, {row.right_exact:.1%} with an exact cache{unsure}"))
+    screen.pairs((*rows, ("cache", f"{result.packed_bits:.3g} bits a value packed, {result.kv_bits_per_value:.3g} over all")))
 
 
 def windowed(ref: ModelRef, engine: EngineFlags) -> EngineOptions:

@@ -225,6 +225,11 @@ class KVCache:
         return exact + self.sealed * self.sealed_nbytes
 
     @property
+    def is_packed(self) -> bool:
+        """Are sealed pages packed to fewer bits than exact ones?"""
+        return any(codec.is_packed for codec in self.codecs)
+
+    @property
     def exact_tokens(self) -> int:
         return self.n - self.sealed * PAGE
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from .. import UsageError
+from ..kernels.layout import PAGE
 from .engine import Engine
 from .events import Progress
 from .text import Tokenizer
@@ -99,25 +100,38 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
 
 def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int,
         source: str = "the text") -> Iterator[Progress | KldResult]:
-    """Compare `engine` with `reference` on the same tokens; yields Progress per piece and the result last."""
+    """Compare `engine` with `reference` on the same tokens; yields Progress per piece and the result last.
+
+    With a packed cache the text is run page by page, as an answer would read it, and a token is scored where it reads a packed page.
+    """
     if engine.config.vocab_size != reference.config.vocab_size:
         raise UsageError(f"vocabularies differ: {engine.config.vocab_size} and {reference.config.vocab_size} tokens",
                          "compare models of one tokenizer")
     cut = windows(tokenizer, text, min(ctx, engine.n_ctx, reference.n_ctx), source)
+    shape, packed = engine.cache.shape, engine.cache.is_packed
+    first, pages = (shape.sinks + shape.window + PAGE, 1) if packed else (0, None)
+    if len(cut[0]) <= first + 1:
+        raise UsageError(f"windows of {len(cut[0])} tokens: none reads a packed page, which needs {first}",
+                         "a larger -c, or a smaller --kv-sink and --kv-window")
+    cut = [window for window in cut if len(window) > first + 1]
     done, total = 0, sum(map(len, cut))
     divergence, loss, loss_ref, same = [], [], [], []
     bits = 0.0
     for window in cut:
-        for (start, logits), (_, wanted) in zip(engine.score(window), reference.score(window), strict=True):
+        for (start, logits), (_, wanted) in zip(engine.score(window, pages), reference.score(window, pages), strict=True):
             targets = np.array(window[start + 1 : start + 1 + len(logits)], np.int64)
+            done += len(logits)
+            yield Progress("scoring", done, total, "tokens")
+            skip = max(0, first - start)
+            if skip >= len(targets):
+                continue
+            targets, logits, wanted = targets[skip:], logits[skip:], wanted[skip:]
             at = np.arange(len(targets))
             here, there = log_softmax(logits[: len(targets)]), log_softmax(wanted[: len(targets)])
             divergence.append((np.exp(there) * (there - here)).sum(-1))
             loss.append(-here[at, targets])
             loss_ref.append(-there[at, targets])
             same.append(here.argmax(-1) == there.argmax(-1))
-            done += len(logits)
-            yield Progress("scoring", done, total, "tokens")
         if len(window) == len(cut[0]):  # a short last window would count its exact tokens too heavily
             bits = engine.cache.bits_per_value
     floor = _floor(reference, cut[0][:FLOOR_TOKENS])
