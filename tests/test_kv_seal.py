@@ -108,7 +108,7 @@ def test_head_sizes_types_and_odd_heads(size, bits, stored, heads, seed):
         with_threads.close()
 
 
-@pytest.mark.parametrize("bits", MEAN_BITS[1:])
+@pytest.mark.parametrize("bits", MEAN_BITS[1:-1])
 def test_groups_of_many_widths(pool, bits):
     """Strong and weak channels, every width in one record: the groups follow one another."""
     k, v = normal(2, 256, bits)
@@ -130,7 +130,6 @@ def test_a_profile_with_matrices_widths_and_a_mean(pool, bits):
     k = k + turned(mean, *turn)
     got, want = sealed(pool, k, v, bits, bits, basis, turn=turn), encode(k, v, bits, bits, basis, rotary=turn)
     close(got, want, k, v, basis, turn)
-    print((got != want).mean())
     assert (got != want).mean() < 0.02
 
 

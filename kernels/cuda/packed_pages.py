@@ -107,16 +107,23 @@ class TorchPackedPages(TorchLayerPages):
         return o @ self._v_inverse, m, l
 
     def _open(self, pages: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of packed pages as their codes say, float32 [n, KVH, PAGE, D]."""
+        """K and V of packed pages as their codes say, float32 [n, KVH, PAGE, D]. Heads whose records are alike are opened together."""
+        alike: dict[tuple[RecordLayout, Widths, tuple[int, ...]], list[int]] = defaultdict(list)
+        for head, record in enumerate(self.packed.records):
+            places = defaultdict(list)
+            for place, page in enumerate(pages):
+                places[self._tails[page][head][1]].append(place)
+            for widths, own in places.items():
+                alike[record, widths, tuple(own)].append(head)
         shape = (len(pages), self.layout.kv_heads, PAGE, self.layout.head_dim)
         k, v = (torch.empty(shape, device=self.records.device) for _ in range(2))
-        for head, (record, at) in enumerate(zip(self.packed.records, self.packed.head_offsets)):
-            alike = defaultdict(list)
-            for place, page in enumerate(pages):
-                alike[self._tails[page][head][1]].append(place)
-            for widths, places in alike.items():
-                found = self.records[[pages[place] for place in places], at : at + record.record_nbytes]
-                k[places, head], v[places, head] = open_records(found, record, widths)
+        for (record, widths, places), heads in alike.items():
+            rows = self.records[[pages[place] for place in places]]
+            begins = [self.packed.head_offsets[head] for head in heads]
+            found = torch.stack([rows[:, begin : begin + record.record_nbytes] for begin in begins], 1).flatten(0, 1)
+            which = torch.tensor(places)[:, None], torch.tensor(heads)
+            for side, opened in zip((k, v), open_records(found, record, widths)):
+                side[which] = opened.unflatten(0, (len(places), len(heads)))
         return k, v
 
 
