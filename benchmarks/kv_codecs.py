@@ -1,7 +1,8 @@
 """effllm's KV codec on paper: every stage can be switched, values go in and the values that attention would see come out.
 
 Arrays are torch float32 `[window, KV head, token, head_dim]`; the number of tokens is a multiple of a page. Every rounding of the
-record is done (logarithmic scales, integer zeros, 8-bit means); only the packing of bits is left out, and counted.
+record is done (logarithmic scales, integer zeros, 8-bit means); only the packing of bits is left out, and counted. `Packed` is the codec
+with the bases that the program makes, `Codec` takes its data-free stages apart.
 """
 
 from __future__ import annotations
@@ -10,29 +11,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from effllm.quant.kv_grid import ABOVE, MOST_STEPS, OCTAVE_K, OCTAVE_V, OCTAVES, UNITS_K, UNITS_V, ZEROS
+from effllm.quant.kv_basis import KVBasis
+from effllm.quant.kv_codec import LONE_PAIR
+from effllm.quant.kv_grid import ABOVE, MOST_STEPS, OCTAVE_K, OCTAVE_V, UNITS_K, UNITS_V, ZEROS, tried
+from kv_search import search
 
 PAGE = 128
 HEADER_BITS = 512  # 64 bytes a record
 LONG_GROUP = 32  # tokens of one K scale
 WIDE_GROUP = 16  # channels of one V scale
-WAKE = 8.0  # a pair of this many times the mean power: a page that is not rotated
+NO_LIMIT = 1 << 15
 
 
 @dataclass(frozen=True)
 class Stages:
     """Which steps are taken. `mean_k`: none, static (before RoPE, from other text) or page (of the page's first RoPE position, before
-    RoPE); `balance`: none, scale (powers of two from weight norms, K and V) matrix (V by the whole matrix, K as scale)
-    or profile (both by matrices from recorded q, k, v, strongest channels first, rotated in groups of 16 alone)."""
+    RoPE); `balance`: none, scale (powers of two from weight norms, K and V) or matrix (V by the whole matrix, K as scale)."""
 
     bits_k: int
     bits_v: int
-    balance: str = "profile"
-    allocate: bool = True  # bits by groups of 16 channels, their mean bits_k and bits_v
-    mean_k: str = "static"
+    balance: str = "matrix"
+    mean_k: str = "none"
     mean_v: bool = False
     rotate_k: str = "auto"  # never, always, auto: not where one RoPE pair outshines the others
     rotate_v: bool = True
@@ -78,51 +81,99 @@ def page_top(x: Tensor, bits: int) -> Tensor:
     return torch.ceil(need * GRID_V.octave).amax((-3, -2, -1), keepdim=True) + ABOVE[bits]
 
 
-def affine(x: Tensor, bits: int, grid: Grid, search: bool = True, zeros: bool = True, top: Tensor | None = None) -> Tensor:
+def affine(x: Tensor, bits: int, grid: Grid, searched: bool = True, zeros: bool = True, top: Tensor | None = None) -> Tensor:
     """Groups on the last axis; of V `[window, head, page, token, group, channel]`, `top` where other groups have a part in it. What comes
     back is what `quant.kv_grid` stores."""
-    half, unit = ((1 << bits) - 1) / 2, (1 << bits) / grid.units
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    first = torch.ceil(torch.log2(((high - low) / (2 * half)).clamp_min(2.0**-24)) * grid.octave)
-    middle = (high + low) / 2
     if grid.steps is None:
         least, most = torch.tensor(-128.0), torch.tensor(127.0)
     else:
         most = page_top(x, bits) if top is None else top
         least = most - grid.steps
-    best = error = None
-    for below in range(-ABOVE[bits], int(OCTAVES[bits] * grid.octave) + 2) if search else (0,):
-        scale = torch.exp2(torch.minimum(torch.maximum(first - below, least), most) / grid.octave)
-        centre = torch.round(middle / (scale * unit))
-        for aside in range(-ZEROS[bits], ZEROS[bits] + 1) if zeros else (0,):
-            shift = (centre + aside).clamp(-grid.zero, grid.zero - 1) * unit - half
-            there = (x / scale - shift).round_().clamp_(0, 2 * half).add_(shift).mul_(scale)
-            mine = (there - x).square_().sum(-1, keepdim=True)
-            if best is None:
-                best, error = there, mine
-            else:
-                best, error = torch.where(mine < error, there, best), torch.minimum(mine, error)
-    return best
+    shape = x.shape[:-1]
+    ends = [np.ascontiguousarray(end.squeeze(-1).expand(shape).reshape(-1).numpy() if end.ndim else np.full(x.numel() // x.shape[-1], end),
+                                 np.float32) for end in (least, most)]
+    steps = tried(bits, grid.octave) if searched else range(1)
+    rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]).numpy())
+    out = np.empty_like(rows)
+    f32 = np.float32
+    search(rows, out, f32(((1 << bits) - 1) / 2), f32((1 << bits) / grid.units), f32(grid.octave), *ends, -steps.start, steps.stop - 1,
+           f32(-grid.zero), f32(grid.zero - 1), ZEROS[bits] if zeros else 0)
+    return torch.from_numpy(out).view(x.shape)
 
 
-def allocation(strength: Tensor, bits: int) -> list[int]:
-    """Bits of each group of 16 channels, `bits` on average: one after another to where the noise is largest, in steps that a record has."""
-    widths = (8, 6, 5, 4, 3, 2, 1)
-    power = strength.unflatten(0, (-1, WIDE_GROUP)).sum(1).double() ** 2
-    given = [1] * len(power)
-    left = (bits - 1) * len(power)
-    while left:
-        gain = []
-        for group, now in enumerate(given):
-            step = min((w - now for w in widths if w > now), default=left + 1)
-            gain.append(float(power[group]) * (4.0**-now - 4.0 ** -(now + step)) / step if step <= left else -1.0)
-        best = max(range(len(gain)), key=gain.__getitem__)
-        if gain[best] < 0:
-            break
-        step = min(w - given[best] for w in widths if w > given[best])
-        given[best] += step
-        left -= step
-    return given
+@dataclass(frozen=True)
+class Packed:
+    """The record as the program writes it: a basis a layer and bits of K and V a head."""
+
+    bases: list[KVBasis]
+    bits: list[list[tuple[int, int]]]
+
+    @property
+    def packed_bits(self) -> float:
+        """Bits per value of sealed records, headers and padding to 64 bytes included, the mean over layers and heads."""
+        size = self.bases[0].k_scale.shape[1]
+        each = [Stages(*pair).packed_bits(size) for layer in self.bits for pair in layer]
+        return sum(each) / len(each)
+
+    def keys(self, layer: int, before: Tensor, turn: Callable) -> Tensor:
+        basis, x = self.bases[layer], turn(before)
+        widths, _ = basis.widths(*zip(*self.bits[layer], strict=True))
+        scale = torch.from_numpy(basis.k_scale)[None, :, None]
+        out = _turned(self._groups(_turned(x, basis.k_matrix), widths), basis.k_inverse)
+        alone = outshone(x / scale)
+        for head in torch.nonzero(alone.any(2).any(0).flatten()).flatten().tolist():
+            plain = _along_tokens(x[:, head] / scale[:, head], self.bits[layer][head][0]) * scale[:, head]
+            out[:, head] = torch.where(alone[:, head], plain, out[:, head])
+        return out
+
+    @staticmethod
+    def _groups(x: Tensor, widths: np.ndarray) -> Tensor:
+        out = torch.empty_like(x)
+        for head, row in enumerate(widths.tolist()):
+            for group, bits in enumerate(row):
+                where = slice(WIDE_GROUP * group, WIDE_GROUP * (group + 1))
+                out[:, head, :, where] = _along_tokens(x[:, head, :, where], bits)
+        return out
+
+    def values(self, layer: int, v: Tensor) -> Tensor:
+        basis = self.bases[layer]
+        _, widths = basis.widths(*zip(*self.bits[layer], strict=True))
+        x = _turned(v, basis.v_matrix)
+        out = torch.empty_like(x)
+        for head, row in enumerate(widths.tolist()):
+            pages = x[:, head : head + 1].unflatten(2, (-1, PAGE)).unflatten(-1, (-1, WIDE_GROUP))
+            parts = pages.split(1, -2)
+            top = torch.stack([page_top(part, bits) for part, bits in zip(parts, row, strict=True)]).amax(0)
+            there = [affine(part, bits, GRID_V, top=top) for part, bits in zip(parts, row, strict=True)]
+            out[:, head : head + 1] = torch.cat(there, -2).flatten(-2).flatten(2, 3)
+        return _turned(out, basis.v_inverse)
+
+
+class Exact:
+    """Nothing is packed: what rounding alone costs."""
+
+    def keys(self, layer: int, before: Tensor, turn: Callable) -> Tensor:
+        return turn(before)
+
+    def values(self, layer: int, v: Tensor) -> Tensor:
+        return v
+
+
+def _turned(x: Tensor, matrix: np.ndarray) -> Tensor:
+    return x @ torch.from_numpy(np.ascontiguousarray(matrix.swapaxes(1, 2)))[None]
+
+
+def _along_tokens(x: Tensor, bits: int) -> Tensor:
+    """`[window, token, channel]`, groups of 32 tokens of a channel."""
+    return affine(x.unflatten(1, (-1, LONG_GROUP)).transpose(-1, -2), bits, GRID_K).transpose(-1, -2).flatten(1, 2)
+
+
+def outshone(x: Tensor) -> Tensor:
+    """Which pages `[window, head, token, 1]` have a RoPE pair far above the others."""
+    power = x.unflatten(2, (-1, PAGE)).var(3, correction=0)
+    pair = power[..., : power.shape[-1] // 2] + power[..., power.shape[-1] // 2 :]
+    alone = pair.amax(-1) > LONE_PAIR * pair.mean(-1)
+    return alone.repeat_interleave(PAGE, 2)[..., None]
 
 
 @dataclass
@@ -135,8 +186,6 @@ class Codec:
     v_scale: list[Tensor] = field(default_factory=list)
     v_matrix: list[Tensor] = field(default_factory=list)  # per layer [KV head, head_dim, head_dim]
     static: Tensor | None = None
-    profile_k: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # matrix and what it leaves of every channel, [KV head, head_dim]
-    profile_v: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def packed_bits(self) -> float:
@@ -156,13 +205,6 @@ class Codec:
         else:
             mean = torch.zeros(1, 1, 1, before.shape[-1])
         x = turn(before - mean)
-        if stages.balance == "profile":
-            out = self._by_groups(x, *self.profile_k[layer], stages.bits_k, GRID_K)
-            scaled = x / self.k_scale[layer][None, :, None, :]
-            if bool((alone := self._outshone(scaled)).any()):
-                plain = affine(scaled.unflatten(2, (-1, stages.long_group)).transpose(-1, -2), stages.bits_k, GRID_K)
-                out = torch.where(alone, plain.transpose(-1, -2).flatten(2, 3) * self.k_scale[layer][None, :, None, :], out)
-            return out + turn(mean.expand_as(before))
         if stages.balance != "none":
             x = x / self.k_scale[layer][None, :, None, :]
         flat = x.unflatten(2, (-1, stages.long_group)).transpose(-1, -2)
@@ -173,44 +215,16 @@ class Codec:
             turned = (x @ h).unflatten(2, (-1, stages.long_group)).transpose(-1, -2)
             out = affine(turned, stages.bits_k, GRID_K, stages.search, stages.zeros)
             out = out.transpose(-1, -2).flatten(2, 3) @ h
-            if stages.rotate_k == "auto" and bool((alone := self._outshone(x)).any()):
+            if stages.rotate_k == "auto" and bool((alone := outshone(x)).any()):
                 plain = affine(flat, stages.bits_k, GRID_K, stages.search, stages.zeros).transpose(-1, -2).flatten(2, 3)
                 out = torch.where(alone, plain, out)
         if stages.balance != "none":
             out = out * self.k_scale[layer][None, :, None, :]
         return out + turn(mean.expand_as(before))
 
-    def _by_groups(self, x: Tensor, matrix: Tensor, strength: Tensor, bits: int, grid: Grid) -> Tensor:
-        h = torch.block_diag(*[hadamard(WIDE_GROUP)] * (x.shape[-1] // WIDE_GROUP))
-        x = x @ (h @ matrix).transpose(-1, -2)[None]
-        out = torch.empty_like(x)
-        taken = (self.stages.search, self.stages.zeros)
-        for head in range(x.shape[1]):
-            widths = allocation(strength[head], bits) if self.stages.allocate else [bits] * (x.shape[-1] // WIDE_GROUP)
-            parts = x[:, head : head + 1].split(WIDE_GROUP, -1)
-            if grid is GRID_K:
-                parts = [part.unflatten(2, (-1, self.stages.long_group)).transpose(-1, -2) for part in parts]
-                parts = [affine(part, width, grid, *taken).transpose(-1, -2) for part, width in zip(parts, widths, strict=True)]
-            else:
-                parts = [part.unflatten(2, (-1, PAGE)).unflatten(-1, (1, -1)) for part in parts]
-                top = torch.stack([page_top(part, width) for part, width in zip(parts, widths, strict=True)]).amax(0)
-                parts = [affine(part, width, grid, *taken, top=top).flatten(-2) for part, width in zip(parts, widths, strict=True)]
-            out[:, head : head + 1] = torch.cat([part.flatten(2, 3) for part in parts], -1)
-        return out @ torch.linalg.inv((h @ matrix).double()).float().transpose(-1, -2)[None]
-
-    @staticmethod
-    def _outshone(x: Tensor) -> Tensor:
-        """Which pages `[window, head, token, 1]` have a RoPE pair far above the others."""
-        power = x.unflatten(2, (-1, PAGE)).var(3, correction=0)
-        pair = power[..., : power.shape[-1] // 2] + power[..., power.shape[-1] // 2 :]
-        alone = pair.amax(-1) > WAKE * pair.mean(-1)
-        return alone.repeat_interleave(PAGE, 2)[..., None]
-
     def values(self, layer: int, v: Tensor) -> Tensor:
         stages = self.stages
         x = v
-        if stages.balance == "profile":
-            return self._by_groups(x, *self.profile_v[layer], stages.bits_v, GRID_V)
         if stages.balance == "matrix":
             x = x @ self.v_matrix[layer].transpose(-1, -2)[None]
         elif stages.balance == "scale":

@@ -19,13 +19,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from effllm.quant.kv_basis import KVBasis
+from effllm.quant.kv_price import Moments, Reading, trials
 from effllm.runtime.config import read_config
+from effllm.runtime.kv_profile import ROWS, Profile
 from effllm.runtime.text import Tokenizer
 from kv_codecs import PAGE
 
 SINKS, WINDOW = 64, 128
 FIRST = SINKS + PAGE + WINDOW  # the first query that sees a packed page
 BATCH = 4  # windows at once
+TRIED = 4  # windows of a profile on which bits are tried
 
 
 class KV(Protocol):
@@ -37,12 +41,27 @@ class KV(Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """Against the exact cache: KL divergence in nats a token (mean, 99%), its standard error over windows, share of changed top tokens."""
+    """Against the exact cache, `[window, token]`: KL divergence in nats, and whether the likeliest next token is another one."""
 
-    kld: float
-    error: float
-    p99: float
-    flips: float
+    each: np.ndarray
+    flipped: np.ndarray
+
+    @property
+    def kld(self) -> float:
+        return float(self.each.mean(dtype=np.float64))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean, over windows."""
+        return float(self.each.mean(1, dtype=np.float64).std(ddof=1) / len(self.each) ** 0.5)
+
+    @property
+    def flips(self) -> float:
+        return float(self.flipped.mean())
+
+    def below(self, share: float) -> float:
+        """The divergence that `share` of the tokens stay below."""
+        return float(np.quantile(self.each, share))
 
 
 class Model:
@@ -108,29 +127,21 @@ class Harness:
         self.model, self.ids = model, torch.from_numpy(ids)
         self.length = ids.shape[1]
         assert (self.length - FIRST) % PAGE == 0 and self.length > FIRST
-        self.prefix, self.answers = [], []
+        self.prefix, self.states = [], []
         with torch.inference_mode():
             for start in range(0, len(ids), BATCH):
                 x, kept = model.exact(self.ids[start : start + BATCH])
                 self.prefix.append([(k[:, :, :FIRST].clone(), v[:, :, :FIRST].clone()) for k, v in kept])
-                self.answers.append(model.logits(x[:, FIRST:]).log_softmax(-1))
-
-    def perplexity(self) -> float:
-        there = torch.cat(self.answers)[:, :-1]
-        return float((-there.gather(-1, self.ids[:, FIRST + 1 :, None]).mean()).exp())
+                self.states.append(x[:, FIRST:].clone())
 
     @torch.inference_mode()
-    def score(self, kv: KV, windows: int | None = None) -> Score:
-        """`windows`: only the first so many."""
-        each, flips = [], []
-        for at in range(-(-(windows or len(self.ids)) // BATCH)):
-            there, here = self.answers[at], self._logits(kv, at).log_softmax(-1)
-            each.append((there.exp() * (there - here)).sum(-1))
-            flips.append((there.argmax(-1) != here.argmax(-1)).float())
-        kld = torch.cat(each)
-        rows = kld.mean(1)
-        return Score(float(kld.mean()), float(rows.std() / len(rows) ** 0.5), float(kld.flatten().kthvalue(int(0.99 * kld.numel())).values),
-                     float(torch.cat(flips).mean()))
+    def score(self, kv: KV) -> Score:
+        each, flipped = [], []
+        for at, states in enumerate(self.states):
+            there, here = self.model.logits(states).log_softmax(-1), self._logits(kv, at).log_softmax(-1)
+            flipped.append((there.argmax(-1) != here.argmax(-1)).numpy())
+            each.append((there.exp() * (there - here)).sum(-1).numpy())
+        return Score(np.concatenate(each), np.concatenate(flipped))
 
     def _logits(self, kv: KV, at: int) -> Tensor:
         model, ids = self.model, self.ids[at * BATCH : (at + 1) * BATCH]
@@ -204,36 +215,28 @@ def static_mean(model: Model, ids: np.ndarray) -> Tensor:
     return torch.stack([k.mean((0, 2)) for k, _ in kept])
 
 
-def profile(model: Model, ids: np.ndarray, near: int = 32) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """From a calibration text, per layer for K and V: the matrix that makes noise count equally, strongest channels first `[KV head,
-    head_dim, head_dim]`, and the strength that it leaves in each `[KV head, head_dim]`. K's moment is that around the mean of `near`
-    tokens, because a zero removes the rest."""
-    keys, values, group = [], [], model.heads // model.kv_heads
-    turn = model.turns(0, ids.shape[1])
+def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
+    """What `effllm eval kv-profile` records of a text, by the same code but through this model; bits are tried on `tried` windows."""
+    turn, rows = model.turns(0, ids.shape[1]), np.unique(np.linspace(FIRST, ids.shape[1] - 1, ROWS).astype(np.int64))
+    moments, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], Reading(model.head_dim**-0.5)
+    kept: list[list[tuple[np.ndarray, ...]]] = [[] for _ in moments]
     with torch.inference_mode():
-        x = model.weights["embed_tokens.weight"][torch.from_numpy(ids)]
-        for layer in range(model.layers):
-            q, k, v = model.project(layer, x)
-            q, k = turn(q), turn(k)
-            x = model.finish(layer, x, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
-            near_k = k.unflatten(2, (-1, near))
-            away = (near_k - near_k.mean(3, keepdim=True)).flatten(2, 3)
-            keys.append(_noise_basis(_moment(away), _moment(q).unflatten(0, (-1, group)).sum(1)))
-            o = model.get(layer, "self_attn.o_proj").double().unflatten(1, (-1, model.head_dim)).permute(1, 2, 0)
-            values.append(_noise_basis(_moment(v), (o @ o.transpose(1, 2)).unflatten(0, (-1, group)).sum(1)))
-    return keys, values
-
-
-def _moment(x: Tensor) -> Tensor:
-    """`[window, head, token, channel]` -> second moments `[head, channel, channel]`, with a ridge of 1e-3."""
-    rows = x.transpose(0, 1).flatten(1, 2).double()
-    moment = rows.transpose(1, 2) @ rows / rows.shape[1]
-    size = moment.shape[-1]
-    return moment + 1e-3 * moment.diagonal(0, 1, 2).mean(-1)[:, None, None] * torch.eye(size, dtype=moment.dtype)
-
-
-def _noise_basis(signal: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """T with T·signal·Tᵀ = T⁻ᵀ·weight·T⁻¹ = diag(strength), descending."""
-    root = torch.linalg.cholesky(signal)
-    u, squares, _ = torch.linalg.svd(root.transpose(1, 2) @ weight @ root)
-    return (squares.pow(0.25)[..., None] * u.transpose(1, 2) @ torch.linalg.inv(root)).float(), squares.sqrt().float()
+        for number, window in enumerate(torch.from_numpy(ids)):
+            x = model.weights["embed_tokens.weight"][window[None]]
+            for layer in range(model.layers):
+                q, k, v = model.project(layer, x)
+                q, k, w = turn(q), turn(k), model.get(layer, "self_attn.o_proj")
+                o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                power = (x + o.transpose(1, 2).flatten(2) @ w.T).square().sum(-1).mean()
+                x, out = model.finish(layer, x, o), w.unflatten(1, (-1, model.head_dim)).transpose(0, 1)
+                gram = (out.transpose(1, 2) @ out / power).double().numpy()
+                recorded = (q[0, :, rows].numpy(), k[0].numpy(), v[0].numpy(), gram, rows)
+                moments[layer].add(*recorded, reading)
+                if number < tried:
+                    kept[layer].append(recorded)
+    bases = [KVBasis.from_moments(*each.means) for each in moments]
+    costs = []
+    for basis, windows in zip(bases, kept, strict=True):
+        found = [trials(*recorded, reading, basis) for recorded in windows]
+        costs.append(tuple(np.mean(side, 0) for side in zip(*found, strict=True)))
+    return Profile(tuple(bases), tuple(costs), "", ids.size)

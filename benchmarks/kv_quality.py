@@ -5,53 +5,84 @@ Everybody is dequantized into one float32 model (*format* table), with the same 
 128 to 255. KL divergence is taken from the same model with an exact cache, on the queries that see packed pages. Bits count all
 metadata. A row that was scored is kept in --work, so a run that was stopped (--seconds) goes on where it ended.
 
-    python benchmarks/kv_quality.py --models DIR ... --text heldout.txt --calib calibration.txt [--quick] [--seconds 280]
+    python benchmarks/kv_quality.py --models DIR ... --text heldout.txt --calib calibration.txt [--seconds 280]
 
 Needs torch, gguf and llama-cpp-python.
 """
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from platformdirs import user_cache_path
 
 from effllm.offload.hardware import cpu_threads
-from kv_codecs import Codec, Stages
+from effllm.quant.kv_basis import KVBasis
+from effllm.runtime.kv_profile import Profile
+from kv_codecs import Codec, Exact, Packed, Stages
 from kv_model import KV, Harness, Model, Score, balance, profile, static_mean, text_windows
 from kv_peers import block_peers, group_peers
 from kv_twins import TWINS, verify
 from report import Figure, publish
 
 BITS = (8, 6, 5, 4, 3, 2)
-PLAIN = {"balance": "none", "mean_k": "none", "rotate_k": "never", "rotate_v": False, "allocate": False, "search": False, "zeros": False}
-# One after another, each on top of those before it.
+PLAIN = {"balance": "none", "mean_k": "none", "rotate_k": "never", "rotate_v": False, "search": False, "zeros": False}
+# One after another, each on top of those before it; then two that were left out.
 LADDER = (("grids", {}), ("+ scale search", {"search": True}), ("+ zero search", {"zeros": True}),
-          ("+ rotation of V", {"rotate_v": True}), ("+ rotation of K", {"rotate_k": "always"}),
-          ("+ static mean of K", {"mean_k": "static"}),
-          ("+ scales", {"balance": "scale"}), ("+ matrix of V", {"balance": "matrix"}), ("page mean of V too", {"mean_v": True}),
-          ("+ profile's matrices", {"balance": "profile", "mean_v": False}), ("+ bits by groups", {"allocate": True}))
+          ("+ rotation of V", {"rotate_v": True}), ("+ rotation of K", {"rotate_k": "auto"}),
+          ("+ scales of K, from weights", {"balance": "scale"}), ("+ matrix of V, from weights", {"balance": "matrix"}),
+          ("static mean of K too", {"mean_k": "static"}), ("page mean of V too", {"mean_k": "none", "mean_v": True}))
 BLOCKS = {"8": ("q8_0",), "5": ("q5_0", "q5_1"), "4": ("q4_0", "q4_1", "iq4_nl")}
+COMPARED = (4, 3, 2)  # widths of KIVI
+CALIBRATION = 16  # windows of the calibration text
+BLOCK = 16  # windows scored at once
+PARTS = ("k_scale", "k_matrix", "v_matrix", "strength_k", "strength_v")  # of a basis
 
 
-def ours(model: Model, calibration: object) -> Codec:
-    return Codec(Stages(4, 4), *balance(model), static_mean(model, calibration), *profile(model, calibration))
+def ours(model: Model, calibration: np.ndarray, kept: Path) -> tuple[Codec, Profile]:
+    """The data-free codec and the profile, which is kept in the file `kept`."""
+    if not kept.exists():
+        made = profile(model, calibration)
+        parts = {name: np.stack([getattr(basis, name) for basis in made.layers]) for name in PARTS}
+        np.savez(kept, costs=np.array(made.costs), **parts)
+    with np.load(kept) as held:
+        layers = [KVBasis(**dict(zip(PARTS, layer, strict=True))) for layer in zip(*(held[name] for name in PARTS), strict=True)]
+        recorded = Profile(tuple(layers), tuple(map(tuple, held["costs"])), "", calibration.size)
+    return Codec(Stages(4, 4), *balance(model), static_mean(model, calibration)), recorded
 
 
-def candidates(codec: Codec, ladder_bits: Sequence[int]) -> Iterator[tuple[str, float, KV]]:
-    """(name, packed bits, format): the record at every width, the peers, then the ladder."""
-    for bits in BITS:
-        one = codec.with_stages(bits_k=bits, bits_v=bits)
-        yield f"effllm {bits}", one.packed_bits, one
-        free = one.with_stages(balance="matrix", allocate=False)
-        yield f"effllm {bits} without profile", free.packed_bits, free.with_stages(mean_k="none")
+def packed(recorded: Profile, bits: int) -> Packed:
+    shared = recorded.bits(bits)
+    return Packed(recorded.bases(shared), shared)
+
+
+def plain(recorded: Profile, bits: int) -> Packed:
+    """What the program does for a model of the same shape that has no profile."""
+    heads, size = recorded.layers[0].k_scale.shape
+    return Packed([KVBasis.plain(heads, size)] * len(recorded.layers), [[(bits, bits)] * heads] * len(recorded.layers))
+
+
+def compared(recorded: Profile) -> Iterator[tuple[str, float, KV]]:
+    """(name, packed bits, format) of what the bars are about."""
+    for bits in (4, 3, 2, 8, 5, 6):
+        for name, one in ((f"effllm {bits}", packed(recorded, bits)), (f"effllm {bits} without profile", plain(recorded, bits))):
+            yield name, one.packed_bits, one
+    peers = [*block_peers(rotated=(True,), refit=(True,)), *group_peers(COMPARED)]
+    for peer in peers:
+        if not peer.name.startswith("affine"):
+            yield peer.name, peer.packed_bits, peer
+    yield "exact", 32.0, Exact()
+
+
+def others(codec: Codec, recorded: Profile, ladder_bits: Sequence[int]) -> Iterator[tuple[str, float, KV]]:
+    """What shows where it comes from: the other variants of the peers, and the record stage by stage."""
     for peer in [*block_peers(), *group_peers()]:
         yield peer.name, peer.packed_bits, peer
     for bits in ladder_bits:
@@ -60,26 +91,42 @@ def candidates(codec: Codec, ladder_bits: Sequence[int]) -> Iterator[tuple[str, 
             taken |= change
             one = codec.with_stages(bits_k=bits, bits_v=bits, **taken)
             yield f"{bits}: {name}", one.packed_bits, one
+        even = [[(bits, bits)] * len(layer) for layer in recorded.bits(bits)]
+        one = Packed(recorded.bases(even), even)
+        yield f"{bits}: + profile's matrices, bits by groups", one.packed_bits, one
+        yield f"{bits}: + bits by layer, head and side", one.packed_bits, packed(recorded, bits)
 
 
 class Rows:
-    """Scores kept in a JSON file, by key."""
+    """Scores kept in a folder, a file a row, and made longer block after block of windows."""
 
-    def __init__(self, path: Path, seconds: float) -> None:
-        self.path, self.until = path, time.monotonic() + seconds
-        self.rows: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
-        self.left = 0
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.until, self.left = folder, time.monotonic() + seconds, 0
+        folder.mkdir(parents=True, exist_ok=True)
 
-    def score(self, key: str, harness: Harness, kv: KV) -> Score | None:
-        """None once the time is over."""
-        if key not in self.rows:
-            if time.monotonic() > self.until:
-                self.left += 1
-                return None
-            self.rows[key] = asdict(harness.score(kv))
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.rows, indent=1))
-        return Score(**self.rows[key])
+    def _file(self, key: str) -> Path:
+        return self.folder / (key.replace("/", "_").replace(" ", "_") + ".npz")
+
+    def read(self, key: str) -> Score | None:
+        if not self._file(key).exists():
+            return None
+        with np.load(self._file(key)) as held:
+            return Score(held["each"], held["flipped"])
+
+    def extend(self, key: str, model: Model, ids: np.ndarray, begin: int, harness: list[Harness], kv: KV) -> None:
+        """Score windows `begin` and on unless they are, while there is time. `harness` holds the one of these windows once it is made."""
+        old = self.read(key)
+        if (0 if old is None else len(old.each)) != begin:
+            return
+        if time.monotonic() > self.until:
+            self.left += 1
+            return
+        if not harness:
+            harness.append(Harness(model, ids))
+        new = harness[0].score(kv)
+        if old is not None:
+            new = Score(np.concatenate([old.each, new.each]), np.concatenate([old.flipped, new.flipped]))
+        np.savez(self._file(key), each=new.each, flipped=new.flipped)
 
 
 def on_line(rows: dict[str, tuple[float, Score]], names: Sequence[str], bits: float, flips: bool = False) -> float:
@@ -91,17 +138,21 @@ def on_line(rows: dict[str, tuple[float, Score]], names: Sequence[str], bits: fl
 def ratios(rows: dict[str, tuple[float, Score]]) -> Iterator[tuple[str, str, float]]:
     """(key, what, ratio) of the bars."""
     def block(width: str) -> list[str]:
-        return [n for n in rows if n.split(" ")[0] in BLOCKS[width] and (width == "8" or "rotated" in n)]
+        return [n for n in rows if n.split(" ")[0] in BLOCKS[width]]
 
-    for width, label in (("8", "q8_0, best variant"), ("5", "best rotated 5-bit block"), ("4", "best rotated 4-bit block")):
-        bits, score = rows[f"effllm {width}"]
-        kld, flips = on_line(rows, block(width), bits), on_line(rows, block(width), bits, flips=True)
-        yield f"kld_{width}_block", f"{width} bits: KLD against {label}, at equal bits", score.kld / kld
-        yield f"flips_{width}_block", f"{width} bits: flips against {label}, at equal bits", _share(score.flips, flips)
-    for width in (4, 3, 2):
-        score, peer = rows[f"effllm {width}"][1], rows[f"KIVI-{width} g32"][1]
-        yield f"kld_{width}_kivi", f"{width} bits: KLD against KIVI-{width} g32, which has more bits", score.kld / peer.kld
-        yield f"flips_{width}_kivi", f"{width} bits: flips against KIVI-{width} g32", _share(score.flips, peer.flips)
+    for width, label in (("8", "q8_0, rotated and refitted"), ("5", "the best rotated 5-bit block"), ("4", "the best rotated 4-bit block")):
+        for suffix in ("", " without profile"):
+            bits, score = rows[f"effllm {width}{suffix}"]
+            kld, flips = on_line(rows, block(width), bits), on_line(rows, block(width), bits, flips=True)
+            key = width + suffix.replace(" ", "_")
+            yield f"kld_{key}_block", f"{width} bits{suffix}: KLD against {label}, at equal bits", score.kld / kld
+            yield f"flips_{key}_block", f"{width} bits{suffix}: flips against {label}, at equal bits", _share(score.flips, flips)
+    for width in COMPARED:
+        for suffix in ("", " without profile"):
+            score, peer = rows[f"effllm {width}{suffix}"][1], rows[f"KIVI-{width} g32"][1]
+            key = f"{width}{suffix}".replace(" ", "_")
+            yield f"kld_{key}_kivi", f"{width} bits{suffix}: KLD against KIVI-{width} g32, which has 0.47 bits more", score.kld / peer.kld
+            yield f"flips_{key}_kivi", f"{width} bits{suffix}: flips against KIVI-{width} g32", _share(score.flips, peer.flips)
 
 
 def _share(a: float, b: float) -> float:
@@ -109,9 +160,10 @@ def _share(a: float, b: float) -> float:
 
 
 def markdown(rows: dict[str, tuple[float, Score]]) -> str:
-    lines = ["| format | packed bits | KLD | ± s.e. | 99% | flips |", "|---|---:|---:|---:|---:|---:|"]
+    lines = ["| format | packed bits | windows | KLD | ± s.e. | 99% | 99.9% | flips |", "|---|---:|---:|---:|---:|---:|---:|---:|"]
     for name, (bits, score) in rows.items():
-        lines.append(f"| {name} | {bits:.3f} | {score.kld:.3e} | {score.error:.0e} | {score.p99:.2e} | {100 * score.flips:.2f}% |")
+        kld = f"{score.kld:.3e} | {score.error:.0e} | {score.below(0.99):.2e} | {score.below(0.999):.2e}"
+        lines.append(f"| {name} | {bits:.3f} | {len(score.each)} | {kld} | {100 * score.flips:.2f}% |")
     return "\n".join(lines)
 
 
@@ -120,69 +172,112 @@ def main() -> int:
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--calib", type=Path, required=True)
-    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--windows", type=int, default=64, help="of the formats compared")
+    parser.add_argument("--few", type=int, default=8, help="windows of the other variants, the stages and the twins; 0: leave them out")
     parser.add_argument("--ctx", type=int, default=832, help="64 + a multiple of 128")
-    parser.add_argument("--quick", action="store_true", help="8 windows")
     parser.add_argument("--ladder", type=int, nargs="*", default=[4, 2], help="widths whose stages are taken apart")
-    parser.add_argument("--twins", type=int, default=8, help="windows for the twins; 0: none")
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "kv-quality")
     parser.add_argument("--no-keep", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(cpu_threads())
-    windows = 8 if arguments.quick else arguments.windows
+    torch.set_num_threads(arguments.threads)
     text, calibration = (path.read_text(encoding="utf-8") for path in (arguments.text, arguments.calib))
-    tables, every = [], []
-    figures = []
-    rows_file = Rows(arguments.work / "rows.json", arguments.seconds)
-    for folder in arguments.models:
-        model = Model(folder)
-        ids = text_windows(folder, text, windows, arguments.ctx)
-        calib = text_windows(folder, calibration, 8, arguments.ctx)
-        harness = Harness(model, ids)
-        rows = {}
-        for name, bits, kv in candidates(ours(model, calib), arguments.ladder):
-            score = rows_file.score(f"{folder.name} {windows}x{arguments.ctx} {name}", harness, kv)
-            if score:
-                rows[name] = (bits, score)
-        tables.append(f"## {folder.name}: perplexity {harness.perplexity():.2f} on these tokens\n\n{markdown(rows)}")
-        if not rows_file.left:
-            every.append({key: (what, value) for key, what, value in ratios(rows)})
-    if arguments.twins and not rows_file.left:
-        text_of_twins, more = twins(arguments, text, calibration, rows_file)
-        tables.append(text_of_twins)
-        figures += more
-    if rows_file.left:
-        sys.stdout.write("\n\n".join(tables) + f"\n\n{rows_file.left} rows are left: run it again\n")
+    kept = Rows(arguments.work, arguments.seconds)
+    sections = [section for folder in arguments.models for section in of_model(arguments, folder, text, calibration)]
+    if arguments.few:
+        sections += of_twins(arguments, text, calibration)
+    score_all(kept, sections, arguments.ctx)
+    tables = [section.table(kept) for section in sections]
+    if kept.left:
+        sys.stdout.write("\n\n".join(tables) + f"\n\n{kept.left} blocks of windows are left: run it again\n")
         return 0
+    every = [{key: (what, value) for key, what, value in ratios(section.rows(kept))} for section in sections if section.bars]
+    figures = []
     for key, (what, _) in every[0].items():
         each = [one[key][1] for one in every]
         figures.append(Figure(key, what, f"median of {len(each)} models; each: {', '.join(f'{v:.2f}' for v in each)}", median(each), "×"))
-    intro = f"{__doc__.split(chr(10) * 2)[1]}\n\n{windows} windows of {arguments.ctx} tokens.\n\n" + "\n\n".join(tables)
+    intro = f"{__doc__.split(chr(10) * 2)[1]}\n\nWindows of {arguments.ctx} tokens.\n\n" + "\n\n".join(tables)
+    figures += twin_figures(kept, sections, arguments)
     publish("kv-quality", "Quality of packed keys and values", intro, figures, keep=not arguments.no_keep)
     return 0
 
 
-def twins(arguments: argparse.Namespace, text: str, calibration: str, kept: Rows) -> tuple[str, list[Figure]]:
-    """The first model's twins at 4 bits: their KLD over the plain model's."""
+def bits_table(recorded: Profile) -> str:
+    """What the profile gives each head."""
+    lines = ["| mean bits | K and V of each head, layer by layer |", "|---:|---|"]
+    for mean in BITS:
+        layers = ", ".join(" ".join(f"{k}·{v}" for k, v in layer) for layer in recorded.bits(mean))
+        lines.append(f"| {mean} | {layers} |")
+    return "\n".join(lines)
+
+
+@dataclass
+class Section:
+    """A table: formats scored on windows of one model. `bars`: its rows are what the bars compare."""
+
+    title: str
+    prefix: str  # of the rows' keys
+    model: Model
+    ids: np.ndarray
+    formats: list[tuple[str, float, KV]]
+    after: str = ""
+    bars: bool = False
+
+    def rows(self, kept: Rows) -> dict[str, tuple[float, Score]]:
+        found = ((name, bits, kept.read(f"{self.prefix} {name}")) for name, bits, _ in self.formats)
+        return {name: (bits, score) for name, bits, score in found if score is not None}
+
+    def table(self, kept: Rows) -> str:
+        return f"## {self.title}\n\n{markdown(self.rows(kept))}\n\n{self.after}".rstrip()
+
+
+def score_all(kept: Rows, sections: Sequence[Section], ctx: int) -> None:
+    """Every row's first block of windows, then the second of all, and so on: what is there when time is over can be compared."""
+    longest = max(len(section.ids) for section in sections)
+    for begin in range(0, longest, BLOCK):
+        for section in sections:
+            harness: list[Harness] = []
+            ids = section.ids[begin : begin + BLOCK]
+            for name, _, kv in section.formats if len(ids) else ():
+                kept.extend(f"{section.prefix} {name}", section.model, ids, begin, harness, kv)
+
+
+def of_model(arguments: argparse.Namespace, folder: Path, text: str, calibration: str) -> Iterator[Section]:
+    model = Model(folder)
+    calib = text_windows(folder, calibration, CALIBRATION, arguments.ctx)
+    codec, recorded = ours(model, calib, arguments.work / f"profile_{folder.name}.npz")
+    ids = text_windows(folder, text, max(arguments.windows, arguments.few), arguments.ctx)
+    yield Section(folder.name, f"{folder.name} {arguments.ctx}", model, ids[: arguments.windows], list(compared(recorded)),
+                  bits_table(recorded), bars=True)
+    if arguments.few:
+        yield Section(f"{folder.name}: other variants, and the record stage by stage", f"{folder.name} {arguments.ctx} few", model,
+                      ids[: arguments.few], list(others(codec, recorded, arguments.ladder)))
+
+
+def of_twins(arguments: argparse.Namespace, text: str, calibration: str) -> Iterator[Section]:
+    """The first model's twins at 4 bits."""
     folder = arguments.models[0]
     model = Model(folder)
-    ids = text_windows(folder, text, arguments.twins, arguments.ctx)
-    calib = text_windows(folder, calibration, 8, arguments.ctx)
-    plain, lines, figures = None, ["| twin | logits differ by | KLD, 4 bits | over the plain model |", "|---|---:|---:|---:|"], []
+    ids = text_windows(folder, text, arguments.few, arguments.ctx)
+    calib = text_windows(folder, calibration, CALIBRATION, arguments.ctx)
+    (peer,) = block_peers(("q4_0",), (True,), (True,))
     for name, make in {"plain": lambda one: one, **TWINS}.items():
         twin = make(model)
-        apart = verify(model, twin, ids[:1])
-        score = kept.score(f"{folder.name} {arguments.twins}x{arguments.ctx} twin {name}", Harness(twin, ids), ours(twin, calib))
-        if score is None:
-            break
-        plain = plain or score
-        lines.append(f"| {name} | {apart:.0e} | {score.kld:.3e} | {score.kld / plain.kld:.2f}× |")
-        if name != "plain":
-            conditions = f"{folder.name}, {arguments.twins} windows of {arguments.ctx}"
-            what = f"4 bits: KLD of the {name} twin over the plain model's"
-            figures.append(Figure(f"twin_{name}", what, conditions, score.kld / plain.kld, "×"))
-    return f"## Twins of {folder.name}\n\n" + "\n".join(lines), figures
+        _, recorded = ours(twin, calib, arguments.work / f"profile_{folder.name}_{name}.npz")
+        formats = ("effllm 4", packed(recorded, 4)), ("effllm 4 without profile", plain(recorded, 4)), (peer.name, peer)
+        yield Section(f"{folder.name}, twin {name}: exact logits differ by {verify(model, twin, ids[:1]):.0e} of their deviation",
+                      f"{folder.name} {arguments.ctx} twin {name}", twin, ids, [(label, kv.packed_bits, kv) for label, kv in formats])
+
+
+def twin_figures(kept: Rows, sections: Sequence[Section], arguments: argparse.Namespace) -> Iterator[Figure]:
+    """KLD of each twin over the plain model's."""
+    twins = {section.prefix.rpartition(" ")[2]: section.rows(kept) for section in sections if " twin " in section.prefix}
+    for twin, rows in twins.items():
+        for name, (_, score) in rows.items() if twin != "plain" else ():
+            ratio = score.kld / twins["plain"][name][1].kld
+            yield Figure(f"twin_{twin}_{name}".replace(" ", "_"), f"4 bits, {name}: KLD of the {twin} twin over the plain model's",
+                         f"{arguments.models[0].name}, {arguments.few} windows of {arguments.ctx}", ratio, "×")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`effllm eval ppl` and `effllm eval kld`: what a model, or a precision of the cache, costs in quality, on a text."""
+"""`effllm eval`: what a model, or a precision of the cache, costs in quality on a text, and where a packed cache needs its bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import UsageError
 from .flags import add_command, flag
 from .help import PlainGroup
 from .loading import at_bits, find, find_any, follow, last, loaded, open_with_progress
-from .options import EngineFlags, Json, Model, WeightFlags
+from .options import COMPUTE, EngineFlags, Json, Model, WeightFlags
 from .prompt import read_file, read_stream
 from .screen import Screen
 
@@ -32,12 +32,21 @@ KLD_EXAMPLES = """examples
   effllm eval kld ./my-model --against ./my-model-original --text story.txt --json
 """
 
+PROFILE_EXAMPLES = """examples
+
+  effllm eval kv-profile fable
+  effllm eval kv-profile ./my-model --text notes.txt --seconds 120
+"""
+
 RECALL_EXAMPLES = """examples
 
   effllm eval recall fable --text story.txt --kv 4bit -c 2048
 """
 
 Text = Annotated[str, flag(TEXT, "--text", "FILE", "the text to score, - is standard input")]
+Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record on, - is standard input (a sample)")]
+Seconds = Annotated[float | None, flag(TEXT, "--seconds", "S", "time to take at most, about (60)")]
+Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 Samples = Annotated[int, flag(TEXT, "--samples", "N", "texts with facts and questions at each distance (8)")]
 Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one as it is stored, with a 32-bit cache)")]
 
@@ -46,6 +55,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Measure quality on a text.")
     add_command(group, "ppl", "commands", ppl, PPL_EXAMPLES)
     add_command(group, "kld", "commands", kld, KLD_EXAMPLES)
+    add_command(group, "kv-profile", "commands", kv_profile, PROFILE_EXAMPLES)
     add_command(group, "recall", "commands", recall, RECALL_EXAMPLES)
     app.add_typer(group, name="eval", rich_help_panel="measure")
 
@@ -99,6 +109,29 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
         ("cache", f"{result.kv_bits_per_value:.3g} bits a value over all, {result.packed_bits:.3g} packed"),
         ("weights", f"{result.weight_bits_per_value:.3g} bits a value"),
     ))
+
+
+def kv_profile(context: typer.Context, model: Model, text: Sample = None, seconds: Seconds = None, threads: Threads = None,
+               json: Json = False) -> None:
+    """Record where a packed cache needs its bits, and keep that beside the model for --kv 8bit to 2bit."""
+    from ..runtime.calibrate import built_in_text
+    from ..runtime.kv_profile import SECONDS, Profile
+    from ..runtime.kv_profile_run import recorded, report
+
+    screen = Screen(context.obj)
+    if seconds is not None and not seconds > 0:
+        raise UsageError(f"--seconds {seconds:g} is no time", "more than 0")
+    content = built_in_text() if text is None else read_text(text, screen)
+    ref = find(model, screen)
+    made = last(follow(recorded(ref.folder, content, seconds or SECONDS, threads, "the sample" if text is None else named(text)), screen,
+                       Profile))
+    facts = report(made, ref.folder)
+    if json:
+        screen.json(facts)
+        return
+    screen.pairs((("profile", facts["file"]), ("recorded on", f"{facts['tokens']} tokens"), *(
+        (f"{mean} bits", f"K {low_k} to {high_k}, V {low_v} to {high_v}; noise {gain:.2f} times that of the same bits everywhere")
+        for mean, ((low_k, high_k), (low_v, high_v), gain) in facts["presets"].items())))
 
 
 def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, samples: Samples = 8,

@@ -85,16 +85,22 @@ class Sections:
     nbytes: int
 
 
+def block_nbytes(depth: int, bits: int, scheme: str, group: int) -> dict[str, int]:
+    """Bytes that a row block takes of each section whose rows follow one another; `depth` as stored."""
+    found = {"codes": depth // TILE * tile_nbytes(bits), "scales": scales_nbytes(scheme, group, depth)}
+    return {**found, "zeros": depth // group * ROWS} if scheme in ("affine", "offset") else found
+
+
 def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outliers: float = 0.0) -> Sections:
     """Where everything lies in the blob of a weight."""
     rows, depth = padded(shape, scheme, group)
-    blocks = rows // ROWS
-    at = align(blocks * (depth // TILE) * tile_nbytes(bits))
+    blocks, each = rows // ROWS, block_nbytes(depth, bits, scheme, group)
+    at = align(blocks * each["codes"])
     scales, zeros, tables, sparse, count = at, -1, -1, -1, 0
-    at += align(blocks * scales_nbytes(scheme, group, depth))
-    if scheme in ("affine", "offset"):
+    at += align(blocks * each["scales"])
+    if "zeros" in each:
         zeros = at
-        at += align(blocks * (depth // group) * ROWS)
+        at += align(blocks * each["zeros"])
     row_scales = at
     at += align(2 * rows)
     if scheme == "codebook":

@@ -109,6 +109,10 @@ class TensorStore:
         """Fill `out` from `file`; CheckpointError where the file ends early or the disk fails."""
         pread_into(file, self.descriptor(file), out, offset)
 
+    def place(self, info: TensorInfo) -> int | None:
+        """Where in its file a tensor's bytes lie just as `read` gives them; None where they are made on the way in."""
+        return info.offset
+
     def descriptor(self, file: Path) -> int:
         """The open descriptor of one of `files` (for mapping it); it belongs to the store."""
         if file not in self._opened:

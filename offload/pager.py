@@ -36,15 +36,18 @@ class ResidentPager:
         self._mmap = mmap
         self._leases: dict[Hashable, dict[str, np.ndarray]] = {}
         self._loaded = False
+        self._read_nbytes = 0
         # Exact bytes of memory that load() takes (with mmap: the bytes of the files that a token touches).
         if mmap:
             self.nbytes = sum(info.nbytes for infos in self._groups.values() for info in infos)
         else:
-            self.nbytes = sum(_round_up(_group_nbytes(infos), maps.PAGESIZE) for infos in self._groups.values())
+            self.nbytes = sum(map(resident_nbytes, self._groups.values()))
 
     def load(self) -> Iterator[tuple[int, int]]:
         """Bring every group in, yielding (bytes done, bytes in all); CheckpointError where a file changes meanwhile."""
-        yield from self._map() if self._mmap else self._read()
+        for done, total in self._map() if self._mmap else self._read():
+            self._read_nbytes = done
+            yield done, total
         self._store.check_unchanged()
         self._loaded = True
 
@@ -57,6 +60,20 @@ class ResidentPager:
     def release(self, key: Hashable) -> None:
         """Forget one group (its bytes went to another device); the memory goes when its last view does."""
         del self._leases[key]
+
+    def announcements(self) -> list[str]:
+        """Fallbacks since the last call: none."""
+        return []
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes read so far; of mapped files those that are touched."""
+        return self._read_nbytes
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that a pass has waited for the disk: none."""
+        return 0.0
 
     def close(self) -> None:
         self._leases, self._loaded = {}, False
@@ -105,6 +122,11 @@ class ResidentPager:
             self._store.read_into(info, copy)
             return copy
         return mapped[info.file][info.offset : info.offset + info.nbytes]
+
+
+def resident_nbytes(infos: Sequence[TensorInfo]) -> int:
+    """Bytes of memory that a group takes."""
+    return _round_up(_group_nbytes(infos), maps.PAGESIZE)
 
 
 def _group_nbytes(infos: Sequence[TensorInfo]) -> int:

@@ -7,13 +7,16 @@ leaves on the diagonal says how many bits a direction is worth (reverse water-fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
 
-from ..kernels.kv_layout import CHANNELS, WIDTHS
+from ..kernels.kv_layout import CHANNELS
+from .kv_bits import WIDTHS, allocate
 
+MOST = max(WIDTHS)
 RIDGE = 1e-3  # of the mean power: a moment from few tokens must not promise silent directions
 
 
@@ -60,23 +63,20 @@ class KVBasis:
         q, k, v = (w.astype(np.float64).reshape(kv_heads, -1, size, w.shape[1]) for w in (wq, wk, wv))
         o = wo.T.astype(np.float64).reshape(kv_heads, -1, size, len(wo))
         ratio = _pairs(np.square(k).sum((1, 3))) / np.maximum(_pairs(np.square(q).sum((1, 3))), 1e-30)
-        k_scale = np.exp2(np.rint(np.log2(np.maximum(ratio, 1e-30)) / 4)).astype(np.float32)
+        k_scale = _power_of_two(ratio**0.25)
         v_matrix, _ = noise_basis(_moment(v), _moment(o))
         rotation = hadamard(size)
         return cls(k_scale, rotation / k_scale[:, None], (rotation @ v_matrix).astype(np.float32), k_mean)
 
     @classmethod
-    def from_moments(cls, k: np.ndarray, q: np.ndarray, v: np.ndarray, o: np.ndarray, k_mean: np.ndarray | None = None,
-                     profile: int = 0) -> KVBasis:
-        """From second moments [H, D, D] of recorded K after RoPE (around the mean of 32 tokens: a zero removes the rest), of the queries
-        that read it, of V, and of W_o's columns. Groups are rotated within themselves alone, so that each keeps its own strength."""
-        size = k.shape[-1]
-        k_scale = (_pairs(np.diagonal(k, axis1=1, axis2=2)) / np.maximum(_pairs(np.diagonal(q, axis1=1, axis2=2)), 1e-30)) ** 0.25
-        rotation = hadamard(size, CHANNELS)
-        (k_matrix, k_left), (v_matrix, v_left) = noise_basis(_ridged(k), _ridged(q)), noise_basis(_ridged(v), _ridged(o))
-        strengths = (left.reshape(len(left), -1, CHANNELS).sum(-1) for left in (k_left, v_left))
-        return cls(np.exp2(np.rint(np.log2(np.maximum(k_scale, 1e-8)))).astype(np.float32), (rotation @ k_matrix).astype(np.float32),
-                   (rotation @ v_matrix).astype(np.float32), k_mean, *strengths, profile)
+    def from_moments(cls, k: np.ndarray, price_k: np.ndarray, v: np.ndarray, price_v: np.ndarray, k_page: np.ndarray | None = None,
+                     k_mean: np.ndarray | None = None, profile: int = 0) -> KVBasis:
+        """From second moments [H, D, D] of recorded K after RoPE (around the mean of 32 tokens: a zero removes the rest) and of V, and
+        from what noise in them costs (`kv_price.Moments`). Strengths keep the unit of the prices, so layers can be compared. `k_page`
+        [H, D]: the usual power of K's channels in a page, against which a page shows a pair that is far above it."""
+        pairs = _pairs(np.diagonal(k, axis1=1, axis2=2) if k_page is None else k_page) / 2
+        (k_matrix, strength_k), (v_matrix, strength_v) = _by_groups(k, price_k), _by_groups(v, price_v)
+        return cls(_power_of_two(np.sqrt(pairs)), k_matrix, v_matrix, k_mean, strength_k, strength_v, profile)
 
     @cached_property
     def k_inverse(self) -> np.ndarray:
@@ -86,14 +86,22 @@ class KVBasis:
     def v_inverse(self) -> np.ndarray:
         return np.linalg.inv(self.v_matrix.astype(np.float64)).astype(np.float32)
 
-    def widths(self, bits_k: int, bits_v: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bits of each group, int [H, D / 16], of K and of V."""
+    def widths(self, bits_k: int | Sequence[int], bits_v: int | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Bits of each group, int [H, D / 16], of K and of V, where sides have these bits on average: one number, or one a head."""
         heads, size = self.k_scale.shape
         sides = []
         for strength, bits in ((self.strength_k, bits_k), (self.strength_v, bits_v)):
-            even = np.full((heads, size // CHANNELS), bits)
-            sides.append(even if strength is None else np.array([allocate(row, bits) for row in strength]))
+            each = np.broadcast_to(bits, heads)
+            even = np.repeat(each[:, None], size // CHANNELS, 1)
+            sides.append(even if strength is None else np.array([allocate(*row) for row in zip(strength, each.tolist(), strict=True)]))
         return sides[0], sides[1]
+
+    def spread(self, bits_k: Sequence[int], bits_v: Sequence[int]) -> KVBasis:
+        """The basis for sides of these bits, one number a head. Where all groups have the most bits that there are, none can be given
+        more, and noise is least if strong and weak directions share it: a rotation over the whole head."""
+        k_matrix, v_matrix = (matrix if strength is None else _mixed(matrix, strength, np.array(bits) == MOST) for matrix, strength, bits in
+                              ((self.k_matrix, self.strength_k, bits_k), (self.v_matrix, self.strength_v, bits_v)))
+        return replace(self, k_matrix=k_matrix, v_matrix=v_matrix)
 
     def head(self, index: int) -> KVBasis:
         """The basis of one head: heads of a layer may have different bits."""
@@ -103,27 +111,42 @@ class KVBasis:
         return replace(self, **sides)
 
 
-def allocate(strength: np.ndarray, bits: int) -> list[int]:
-    """Bits of groups [n], `bits` on average and one of `WIDTHS` each: given one after another where they remove the most noise. It comes
-    out even: only 6 → 8 takes two bits, and a single bit cannot be left over when all groups have 6 or 8."""
-    given, left = [1] * len(strength), (bits - 1) * len(strength)
-    while left:
-        best, gain, step = 0, -1.0, 0
-        for group, now in enumerate(given):
-            more = next((width - now for width in WIDTHS if width > now), left + 1)
-            removed = float(strength[group]) ** 2 * (4.0**-now - 4.0 ** -(now + more)) / more
-            if more <= left and removed > gain:
-                best, gain, step = group, removed, more
-        given[best] += step
-        left -= step
-    return given
-
-
 def noise_basis(signal: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Moments A, B [H, D, D] -> (T [H, D, D] as in the module's text, its diagonal [H, D], descending)."""
     root = np.linalg.cholesky(signal)
     u, squares, _ = np.linalg.svd(root.swapaxes(1, 2) @ weight @ root)
     return squares[..., None] ** 0.25 * u.swapaxes(1, 2) @ np.linalg.inv(root), np.sqrt(squares)
+
+
+def _by_groups(signal: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Moments [H, D, D] -> (matrix float32 [H, D, D], strongest directions first; strengths of its groups of 16 [H, D / 16]).
+
+    Groups are rotated within themselves alone, so that each keeps its own strength, and scaled so that the noise of bits given by
+    strength is equally large in all: V's groups share one largest scale. The strongest group has a power of 1. The ridge is added where
+    channels have been balanced by powers of two: it does not ask in which units they came."""
+    heads, size, _ = signal.shape
+    power, cost = (np.maximum(np.diagonal(moment, axis1=1, axis2=2), 1e-30) for moment in (signal, price))
+    scale = _power_of_two((power / cost) ** 0.25)
+    across = scale[:, :, None] * scale[:, None]
+    turn, left = noise_basis(_ridged(signal / across), _ridged(price * across))
+    strength = left.reshape(heads, -1, CHANNELS).sum(-1).astype(np.float32)
+    return (hadamard(size, CHANNELS) @ (_gain(strength) * turn / scale[:, None])).astype(np.float32), strength
+
+
+def _gain(strength: np.ndarray) -> np.ndarray:
+    """By how much the rows of groups of these strengths [H, D / 16] are scaled, [H, D, 1]."""
+    return np.repeat(np.sqrt(CHANNELS * strength) / strength[:, :1], CHANNELS, 1)[..., None]
+
+
+def _mixed(matrix: np.ndarray, strength: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Matrices [H, D, D] with the groups' scales undone and a rotation across groups, in the heads `which`."""
+    whole = hadamard(matrix.shape[-1]) @ (matrix / _gain(strength))
+    return np.where(which[:, None, None], whole / np.sqrt(strength[:, :1, None] / CHANNELS), matrix).astype(np.float32)
+
+
+def _power_of_two(x: np.ndarray) -> np.ndarray:
+    """The nearest, float32."""
+    return np.exp2(np.rint(np.log2(np.clip(x, 2.0**-60, 2.0**60)))).astype(np.float32)
 
 
 def _pairs(power: np.ndarray) -> np.ndarray:

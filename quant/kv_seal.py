@@ -106,6 +106,17 @@ class Sealer:
         return block
 
 
+class NotingCodec:
+    """One layer's place in a `Sealer`, in the form in which a cache asks for sealing: pages are written when the sealer is flushed."""
+
+    def __init__(self, sealer: Sealer, layer: int) -> None:
+        self._sealer, self._layer = sealer, layer
+
+    def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None:
+        """Note a page, as `PackedCodec.seal` would write it."""
+        self._sealer.seal(self._layer, exact, out, first_token)
+
+
 def _tables(octave: int, units: int, least_zero: int, most_zero: int) -> np.ndarray:
     """int32 [9, TABLE_SLOTS] by bits: `kv_grid`'s search as the kernel's loops read it."""
     table = np.zeros((9, loops.TABLE_SLOTS), np.int32)

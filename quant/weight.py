@@ -6,7 +6,8 @@ and Numba no half; a torch backend holds native tensors in `parts` instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from ..kernels.layout import STORED_TYPES
 from ..kernels.tiles import SCHEME_SHIFT, SCHEMES, TILE
 from .spec import QuantSpec
 
+SECTIONS = ("codes", "scales", "zeros", "row_scales", "tables")  # of a low-bit weight without outliers, as uint8
 RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np.dtype(np.uint16)}
 
 
@@ -24,16 +26,21 @@ class Weight:
     """`parts["data"]` holds raw values `[N, K]`, or the blob of a low-bit weight as uint8. `address` is for CPU kernels.
 
     `looked_up`: the codes of the blob have been put in lookup order (`kernels/cpu/lut_order.py`).
+    A low-bit weight may have its sections (SECTIONS) as parts instead, each somewhere else. A weight that is not in memory has no parts:
+    of a matrix `in_parts` lists its rows, of a table `fetch` brings some; it is called with ids [T] and yields (place of the first, ids
+    among the rows of a weight, that weight), which holds until the next.
     """
 
     spec: QuantSpec
     shape: tuple[int, ...]
     parts: Mapping[str, object]
     looked_up: bool = False
+    in_parts: tuple[Rows, ...] = ()
+    fetch: Callable[[np.ndarray], Iterator[tuple[int, np.ndarray, Weight]]] | None = None
 
     @cached_property
     def address(self) -> int:
-        return self.parts["data"].ctypes.data
+        return self.parts["data" if "data" in self.parts else "codes"].ctypes.data
 
     @classmethod
     def raw(cls, scheme: str, shape: tuple[int, ...], data: np.ndarray) -> Weight:
@@ -58,11 +65,12 @@ class Weight:
         In the order of `kernels/cpu/packed.py`; 0 for a section that the format lacks.
         """
         spec, base, at = self.spec, self.address, self.spec.sections(self.shape)
-        place = lambda offset: base + offset if offset >= 0 else 0  # noqa: E731
+        if "data" in self.parts:
+            places = [base + offset if offset >= 0 else 0 for offset in (at.scales, at.zeros, at.row_scales, at.tables, at.sparse)]
+        else:
+            places = [self.parts[name].ctypes.data if name in self.parts else 0 for name in SECTIONS[1:]] + [0]
         shift = (spec.group // TILE).bit_length() - 1  # -1: half a tile
-        return ((base, spec.bits << SCHEME_SHIFT | SCHEMES[spec.scheme], self.shape[0]),
-                (at.depth // TILE, shift, place(at.scales), place(at.zeros), place(at.row_scales), place(at.tables), place(at.sparse),
-                 at.sparse_count))
+        return (base, spec.bits << SCHEME_SHIFT | SCHEMES[spec.scheme], self.shape[0]), (at.depth // TILE, shift, *places, at.sparse_count)
 
     def to_f32(self) -> np.ndarray:
         """What the weight means, float32 `[N, K]`: a copy."""
@@ -71,12 +79,31 @@ class Weight:
         from .codes import dequantize
         from .pack import unpack
 
-        blob = self.parts["data"]
+        blob = self.parts["data"] if "data" in self.parts else self._assembled()
         if self.looked_up:
             from ..kernels.cpu.lut_order import restored
 
             blob = restored(blob, self.spec, self.shape)
         return dequantize(unpack(blob, self.spec, self.shape), self.spec)
+
+    def _assembled(self) -> np.ndarray:
+        """One blob of sections that lie apart."""
+        at = self.spec.sections(self.shape)
+        blob = np.zeros(at.nbytes, np.uint8)
+        for name, section in self.parts.items():
+            begin = getattr(at, name)
+            blob[begin : begin + section.nbytes] = section
+        return blob
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a matrix from `first` on. Rows of several matrices may be one `part`, in memory within its `lease`; None: it stays there."""
+
+    first: int
+    weight: Weight
+    part: int
+    lease: AbstractContextManager | None
 
 
 def to_f32(data: np.ndarray, scheme: str) -> np.ndarray:

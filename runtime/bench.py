@@ -55,7 +55,8 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second."""
+    """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second; what was read from the
+    disk, and waited for it, in one repetition."""
 
     model_type: str
     model_size: int
@@ -80,6 +81,8 @@ class BenchRow:
     roof_bandwidth: float
     roof_fraction: float
     peak_rss_bytes: int
+    disk_bytes_read: int
+    disk_wait_s: float
 
     @property
     def test(self) -> str:
@@ -104,19 +107,22 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}", f"-c {options.ctx}")
     rng = np.random.default_rng(0)
     ids = rng.integers(0, engine.config.vocab_size, options.ctx).tolist()
-    measured: list[tuple[int, int, list[float], int]] = []
+    measured: list[tuple[int, int, list[float], int, tuple[int, float]]] = []
+    pager = engine.model.pager
     for prompt, gen in ((options.prompt, 0), (0, options.gen)):
         if not prompt and not gen:
             continue
         samples = []
         _once(engine, ids, options.depth, min(prompt, PAGE), min(gen, 2), options.columns)
+        before = pager.disk_nbytes, pager.wait_s
         for done in range(options.repetitions):
             yield Progress(f"measuring {'pp' if prompt else 'tg'}", done, options.repetitions, "runs")
             samples.append(_once(engine, ids, options.depth, prompt, gen, options.columns))
-        measured.append((prompt, gen, samples, hardware.peak_rss()))
+        disk = (pager.disk_nbytes - before[0]) // options.repetitions, (pager.wait_s - before[1]) / options.repetitions
+        measured.append((prompt, gen, samples, hardware.peak_rss(), disk))
     roof = _roof(engine)  # last: its buffer is no part of what the model takes
-    for prompt, gen, samples, peak in measured:
-        yield _row(engine, options, name, prompt, gen, samples, roof, peak)
+    for prompt, gen, samples, peak, disk in measured:
+        yield _row(engine, options, name, prompt, gen, samples, roof, peak, disk)
 
 
 def _once(engine: Engine, ids: list[int], depth: int, prompt: int, gen: int, columns: int) -> float:
@@ -136,7 +142,7 @@ def _once(engine: Engine, ids: list[int], depth: int, prompt: int, gen: int, col
 
 
 def _row(engine: Engine, options: BenchOptions, name: str, prompt: int, gen: int, samples: list[float], roof: float,
-         peak: int) -> BenchRow:
+         peak: int, disk: tuple[int, float]) -> BenchRow:
     tokens = prompt or gen * options.columns
     rates = [tokens / seconds for seconds in samples]
     nanoseconds = [round(seconds * 1e9) for seconds in samples]
@@ -148,7 +154,8 @@ def _row(engine: Engine, options: BenchOptions, name: str, prompt: int, gen: int
         type_v=engine.options.kv, n_prompt=prompt, n_gen=gen, n_depth=options.depth, avg_ns=round(fmean(nanoseconds)),
         stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates), stddev_ts=_spread(rates), samples_ns=tuple(nanoseconds),
         samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=nbytes,
-        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=peak)
+        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=peak,
+        disk_bytes_read=disk[0], disk_wait_s=disk[1])
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -156,8 +163,11 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _roof(engine: Engine) -> float:
-    """Read bandwidth of this machine with the engine's threads."""
-    memory = anonymous(min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes)))
+    """Read bandwidth of this machine with the engine's threads; in a budget that weights do not fit, of as much memory as is left."""
+    size = min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes))
+    if not engine.model.pager.resident:
+        size = max(4 << 20, min(size, engine.placement.budget.ram - hardware.rss() - (8 << 20)))
+    memory = anonymous(size)
     memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
     return read_bandwidth(engine.backends["cpu"].pool, memory)
 

@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from .. import UsageError
+from .. import DoesNotFit, UsageError
 from ..quant.codes import dequantize
 from ..quant.methods import rtn
 from ..quant.recipe import Choice, Recipe, allocate
@@ -120,6 +120,8 @@ def swapped(engine: Engine, jobs: Sequence[Job], errors: Errors) -> Iterator[Non
     try:
         for job in jobs:
             with engine.model.pager.lease(job.key) as raw:
+                if job.name not in raw:
+                    raise DoesNotFit("bits by measured damage need the whole model in memory, and it does not fit", "more --ram, or --bits")
                 data = raw[job.name]
             kept.append((data, data.copy()))
             errors[job.name] = _round_in_place(data, job, engine)

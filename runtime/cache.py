@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from ..offload.memory import anonymous, discard
 from ..offload.pages import PagePool
 from ..quant.kv import PackedCodec, PackedFormat, RawCodec
 from .policy.keep import Action, Keep, PageStats, Policy
+
+if TYPE_CHECKING:
+    from ..quant.kv_seal import Sealer
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,11 @@ class Step:
 
 class KVCache:
     """`layers` are the backends' storages in layer order, `codecs` what seals their pages; `layout` is that of exact tokens and `exact`
-    their memory. `n` tokens are held. `open_cache` makes one."""
+    their memory; `sealers` are told when all of a page has been noted. `n` tokens are held. `open_cache` makes one."""
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
-                 layout: PageLayout, exact: Sequence[np.ndarray] = ()) -> None:
-        self._exact = exact
+                 layout: PageLayout, exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = ()) -> None:
+        self._exact, self._sealers = exact, sealers
         self.shape, self.codecs, self.policy, self.layout = shape, codecs, policy, layout
         self._layers = [LayerCache(pages, self) for pages in layers]
         self.sealed_nbytes = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
@@ -183,6 +186,8 @@ class KVCache:
             if self.policy.act(PageStats(page, self._start(page), PAGE)) is Action.KEEP:
                 for index, (layer, codec) in enumerate(zip(self._layers, self.codecs, strict=True)):
                     layer.pages.seal(slot, page, index, self._start(page), codec)
+                for sealer in self._sealers:
+                    sealer.flush()
             self._release(slot)
             self.sealed += 1
             self._changed = True
@@ -255,7 +260,21 @@ def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCod
     exact = [anonymous(shape.slots * layout.layer_page_nbytes) for _ in specs]
     layers = [ops.kv_layer(layout, exact[i], pool.extent(i), spec.scale, spec.window, spec.softcap, codecs[i])
               for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
-    return KVCache(layers, codecs, Keep(), shape, layout, exact)
+    return KVCache(layers, codecs, Keep(), shape, layout, exact, _sealers(backends, layers, codecs, layout))
+
+
+def _sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec],
+             layout: PageLayout) -> list[Sealer]:
+    """Compiled sealing for the packed layers of the CPU, which are told of it."""
+    packed = [i for i, codec in enumerate(codecs) if codec.is_packed and backends[i].name == "cpu"]
+    if not packed:
+        return []
+    from ..quant.kv_seal import NotingCodec, Sealer
+
+    sealer = Sealer(backends[packed[0]], layout, [codec.basis for codec in codecs], [codec.bits for codec in codecs])
+    for i in packed:
+        layers[i].sealed_by = NotingCodec(sealer, i)
+    return [sealer]
 
 
 def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int) -> list[RawCodec | PackedCodec]:

@@ -119,7 +119,7 @@ class ConversionPlan:
             if job.spec.is_raw or (job.shape, job.spec.group) in said:
                 continue
             said.add((job.shape, job.spec.group))
-            stored = padded(job.shape, job.spec.group)
+            stored = padded(job.shape, job.spec.scheme, job.spec.group)
             if stored != job.shape:
                 yield (f"{kind_of(job.role)} of {job.shape[0]} x {job.shape[1]} is padded to {stored[0]} x {stored[1]}: rows come in "
                        f"blocks of 16, inputs in groups of {max(32, job.spec.group)}")

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from .. import ContextOverflow, EffllmError, UsageError
+from ..kernels.layout import PAGE
 from ..kernels.workspace import Dims
+from ..offload.direct import Interrupted
 from ..quant.kv import codec
 from .cache import KVCache, open_cache
 from .events import Notice, Progress
 from .model import Model, attention_specs, dims
+from .passes import joined
 from .prepare import LOGIT_ROWS, EngineOptions, Prepared, folder_kinds, prepare, worker_count
 from .sampler import Sampler
 
@@ -89,8 +92,10 @@ class Engine:
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, codec(options.kv).is_packed)
         self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact)
+        self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
+        streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.cancelled())
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
-                           mmap=options.load == "mmap", container=prepared.container)
+                           mmap=options.load == "mmap", container=prepared.container, streams=streams)
         self.cache = self.new_cache()
         self.tokens: list[int] = []
         self.truncated = False
@@ -106,7 +111,8 @@ class Engine:
 
     def announcements(self) -> list[str]:
         """Fallbacks that have been chosen since the last call."""
-        return [line for backend in self.backends.values() for line in backend.registry.announcements()]
+        lines = [line for backend in self.backends.values() for line in backend.registry.announcements()]
+        return lines + self.model.pager.announcements()
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -124,6 +130,7 @@ class Engine:
         """Make `ids` the sequence, running only what is not held already. Afterwards the next token can be sampled.
 
         Raises UsageError for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer.
+        Ends early, and then nothing can be sampled, where `cancelled` said so while the disk was waited for; so does `generate`.
         """
         self.truncated = False
         yield from self._prefill(ids)
@@ -144,12 +151,20 @@ class Engine:
         held = self.cache.truncate(min(held, len(ids) - 1))
         self.tokens, self.reused = ids[:held], held
         started = time.perf_counter()
-        for piece in self.cache.pieces(len(ids) - held):
-            x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece])
-            if len(self.tokens) < len(ids):
-                yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens")
-        self._logits = self.model.logits(x[-1:])[0]
+        try:
+            for piece in self._passes(len(ids) - held):
+                x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece])
+                if len(self.tokens) < len(ids):
+                    yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens")
+            self._logits = self.model.logits(x[-1:])[0]
+        except Interrupted:
+            self._logits = None
         self.prefill_s += time.perf_counter() - started
+
+    def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
+        """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that was planned (`passes.py`)."""
+        chunks, most = self.cache.pieces(tokens, pages or self.prepared.chunk // PAGE), self.cache.shape.chunk
+        return joined(chunks, most) if most > self.prepared.chunk else chunks
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """The sinks and the newest half of the context: what --overflow shift keeps."""
@@ -187,8 +202,13 @@ class Engine:
             if finish:
                 return
             started = time.perf_counter()
-            self._logits = self.model.logits(self._forward([token]))[0]
+            try:
+                self._logits = self.model.logits(self._forward([token]))[0]
+            except Interrupted:
+                self._logits = None
             self.decode_s += time.perf_counter() - started
+            if self._logits is None:
+                return
 
     def _sample(self, sampler: Sampler) -> int:
         try:
@@ -215,7 +235,7 @@ class Engine:
             self.tokens, self._logits = list(ids[:held]), None
         else:
             self.reset()
-        for piece in self.cache.pieces(len(ids) - held, pages):
+        for piece in self._passes(len(ids) - held, pages):
             start = len(self.tokens)
             x = self._forward(ids[start : start + piece])
             for row in range(0, piece, LOGIT_ROWS):

@@ -41,7 +41,8 @@ class Stats:
     """What an answer cost. Times in seconds, rates in tokens a second, sizes in bytes.
 
     `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a
-    person sees: sampling and text included.
+    person sees: sampling and text included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was
+    opened.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Stats:
     exact_tokens: int
     packed_tokens: int
     disk_bytes_read: int
+    disk_wait_s: float
     placement: Mapping[str, int]
     context_used: int
     context_max: int
@@ -84,7 +86,7 @@ class Stats:
             "timings": {"load_s": self.load_s, "ttft_s": self.ttft_s, "prefill_tps": self.prefill_tps, "decode_tps": self.decode_tps},
             "memory": {"peak_rss_bytes": self.peak_rss_bytes, "weights_bytes": self.weights_bytes, "kv_bytes": self.kv_bytes,
                        "kv_bits_per_value": self.kv_bits_per_value, "packed_bits": self.packed_bits},
-            "io": {"disk_bytes_read": self.disk_bytes_read},
+            "io": {"disk_bytes_read": self.disk_bytes_read, "disk_wait_s": self.disk_wait_s},
             "placement": dict(self.placement), "truncated": self.truncated,
         }
 

@@ -1,13 +1,14 @@
-"""Quantized checkpoints of other tools, read as ordinary ones: GPTQ, AWQ, compressed-tensors (pack-quantized integers), FP8.
+"""Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (pack-quantized integers), FP8.
 
-`quantization_config` names the method; what stands for a weight (its codes, scales, zero points) is found by name. A weight is widened to
-16 bits when it is read, one at a time, which is announced with its cost in memory.
+`quantization_config` names the method; what stands for a weight (its codes, scales, zero points) is found by name. Integers of 4 and 8 bits
+whose groups lie in order are put into the order of the kernels, nothing rounded; any other weight is widened to 16 bits. Either is done one
+weight at a time when it is read, and announced with its cost in memory.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from math import prod
 
@@ -16,9 +17,13 @@ import numpy as np
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import TensorInfo, damaged, shown
 from ..offload.size import format_size
-from ..quant.imports import awq, compressed_tensors, fp8, gptq
+from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
+from ..quant.pack import pack
+from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .config_reader import ConfigError, show
+from .container import Container as StoredContainer
+from .container import StoredTensor
 
 FLOATS = ("F32", "F16", "BF16")
 ORIGINAL = "take the original 16-bit checkpoint"
@@ -60,25 +65,71 @@ def _packed_bits(section: Mapping[str, object]) -> int | None:
     return found.pop() if len(found) == 1 and found <= {4, 8} else None
 
 
-class ImportedStore(TensorStore):
-    """The tensors of a quantized folder under the names that they had before, weights as `wide` (f16 or f32)."""
+def may_run_from_codes(section: Mapping[str, object]) -> bool:
+    """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
+    bits = {"gptq": section.get("bits"), "awq": 4, "compressed-tensors": _packed_bits(section)}.get(str(section.get("quant_method")))
+    return bits in groups.BITS
 
-    def __init__(self, store: TensorStore, section: Mapping[str, object], wide: str) -> None:
+
+class ImportedStore(TensorStore):
+    """The tensors of a quantized folder under the names that they had before, weights as `wide` (f16 or f32); with `low_bit` as codes where
+    kernels can multiply them, whose formats `container` then lists. `parted`: tensors of which ranges of rows are asked for stay wide."""
+
+    def __init__(self, store: TensorStore, section: Mapping[str, object], wide: str, low_bit: bool = False,
+                 parted: Container[str] = ()) -> None:
         self._method, self._section, self._wide = str(section["quant_method"]), section, wide
         self._parts: dict[str, dict[str, TensorInfo]] = {}
         self._last: tuple[str, np.ndarray] | None = None
         self._lock = threading.Lock()
-        tensors, before = self._named(store)
+        tensors = self._named(store)
+        self._specs = self._formats(store, tensors, parted) if low_bit and may_run_from_codes(section) else {}
+        self._shapes = {name: tensors[name].shape for name in self._specs}
+        stored = {}
+        for name, spec in self._specs.items():
+            info, nbytes = tensors[name], spec.nbytes(tensors[name].shape)
+            stored[name] = StoredTensor(name, spec, info.shape, 0)
+            tensors[name] = TensorInfo(name, "U8", (nbytes,), info.file, info.offset, nbytes)
         super().__init__(store.folder, tensors, store.take_files())
-        if self._parts:
-            after = sum(tensors[name].nbytes for name in self._parts)
-            self.notices = (f"{len(self._parts)} {self._method} weights are widened to {wide} as they are read: {format_size(after)} of "
-                            f"memory for {format_size(before)} of file",)
+        self.container = self._described(stored) if stored else None
+        self.notices = tuple(self._said())
 
-    def _named(self, store: TensorStore) -> tuple[dict[str, TensorInfo], int]:
-        """The tensors by the names they had, and the bytes of all parts."""
+    def _formats(self, store: TensorStore, tensors: Mapping[str, TensorInfo], parted: Container[str]) -> dict[str, QuantSpec]:
+        """Weights that run from their codes, with their formats."""
+        bits = int(self._section["bits"]) if self._method == "gptq" else 4 if self._method == "awq" else _packed_bits(self._section)
+        found = {}
+        for name, parts in self._parts.items():
+            scales = parts["scales" if "scales" in parts else "weight_scale"]
+            count = 0 if len(scales.shape) != 2 else scales.shape[1 if self._method == "compressed-tensors" else 0]
+            spec = groups.spec_of(bits, scales.dtype, tensors[name].shape[1], count)
+            order = parts.get("g_idx", parts.get("weight_g_idx"))
+            if spec is None or name in parted or (order is not None and (
+                    order.dtype != "I32" or not groups.in_order(store.read(order).view(np.int32), count))):
+                continue
+            found[name] = spec
+        return found
+
+    def _described(self, stored: Mapping[str, StoredTensor]) -> StoredContainer:
+        """What an effllm.json would say of the weights that run from their codes. There are no checksums."""
+        parts = [part for each in self._parts.values() for part in each.values()]
+        others = [info for name, info in self.tensors.items() if name not in self._parts]
+        nbytes = sum(info.nbytes for info in [*parts, *others])
+        weights = sum(prod(self._shapes.get(name, info.shape)) for name, info in self.tensors.items())
+        return StoredContainer(f"{self._method}, {', '.join(sorted({str(each.spec) for each in stored.values()}))}", 8 * nbytes / weights,
+                               dict(stored), {"model": self.folder.name}, {"name": self._method}, {"name": self._method}, {})
+
+    def _said(self) -> Iterator[str]:
+        for ours, what in ((True, "are put in the order of the kernels"), (False, f"are widened to {self._wide}")):
+            if names := [name for name in self._parts if (name in self._specs) == ours]:
+                held = [part for name in names for part in self._parts[name].values()]
+                sizes = (sum(self.tensors[name].nbytes for name in names), sum(part.nbytes for part in held))
+                ordered = not ours and any("g_idx" in each for name in names for each in self._parts[name])
+                yield (f"{len(names)} {self._method} weights {what} as they are read: {format_size(sizes[0])} of memory for "
+                       f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
+
+    def _named(self, store: TensorStore) -> dict[str, TensorInfo]:
+        """The tensors by the names they had."""
         codes, others = ENDINGS[self._method]
-        tensors, used, nbytes = {}, set(), 0
+        tensors, used = {}, set()
         for name, info in store.tensors.items():
             base, _, ending = name.rpartition(".")
             if ending != codes or (self._method == "fp8" and info.dtype != "F8_E4M3"):
@@ -95,13 +146,12 @@ class ImportedStore(TensorStore):
             weight, shape = f"{base}.weight", self._shape(info)
             self._parts[weight] = parts
             used |= {part.name for part in parts.values()}
-            nbytes += sum(part.nbytes for part in parts.values())
             size = prod(shape) * (4 if self._wide == "f32" else 2)
             tensors[weight] = TensorInfo(weight, self._wide.upper(), shape, info.file, info.offset, size)
         for name, info in store.tensors.items():
             if name not in used and name.rpartition(".")[2] not in IGNORED:
                 tensors[name] = info
-        return tensors, nbytes
+        return tensors
 
     def _shape(self, info: TensorInfo) -> tuple[int, int]:
         """The weight's, from that of its codes."""
@@ -114,9 +164,14 @@ class ImportedStore(TensorStore):
             return columns * 8, rows
         return (rows, columns) if self._method == "fp8" else (rows, columns * 32 // _packed_bits(self._section))
 
+    def place(self, info: TensorInfo) -> int | None:
+        return None if info.name in self._parts else info.offset
+
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         if info.name not in self._parts:
             return super().read(info, row_begin, row_end)
+        if info.name in self._specs:
+            return self._blob(info)[row_begin:row_end]
         values = self._values(info)[row_begin:row_end]
         return np.ascontiguousarray(from_f32(values, self._wide)).reshape(-1).view(np.uint8)
 
@@ -132,19 +187,30 @@ class ImportedStore(TensorStore):
             return
         yield partial(self.read_into, info, out), info.nbytes
 
+    def _blob(self, info: TensorInfo) -> np.ndarray:
+        """The weight as kernels read it. One thread at a time: the arrays in between are several times as large."""
+        spec, shape = self._specs[info.name], self._shapes[info.name]
+        with self._lock:
+            return pack(groups.packable(self._checked(info, shape, self._integers), spec), spec)
+
     def _values(self, info: TensorInfo) -> np.ndarray:
         """float32 [N, K]; the last one is kept, because rows of one weight are asked for block by block. One thread at a time."""
         with self._lock:
             if self._last is None or self._last[0] != info.name:
-                try:
-                    values = self._decoded(self._parts[info.name], info.shape)
-                except ValueError as error:
-                    raise CheckpointError(f"{info.file} holds parts of {shown(info.name)} that do not fit: {error}",
-                                          "download the model again") from error
-                if values.shape != info.shape:
-                    damaged(info.file, f"holds {shown(info.name)} of shape {list(values.shape)}, expected {list(info.shape)}")
-                self._last = info.name, values
+                self._last = info.name, self._checked(info, info.shape, self._decoded)
             return self._last[1]
+
+    def _checked(self, info: TensorInfo, shape: tuple[int, ...], decode: Callable) -> object:
+        """What `decode` makes of a weight's parts. Raises CheckpointError where they do not fit one another or the shape."""
+        try:
+            found = decode(self._parts[info.name], shape)
+        except ValueError as error:
+            raise CheckpointError(f"{info.file} holds parts of {shown(info.name)} that do not fit: {error}",
+                                  "download the model again") from error
+        own = found.codes.shape if isinstance(found, groups.Groups) else found.shape
+        if own != shape:
+            damaged(info.file, f"holds {shown(info.name)} of shape {list(own)}, expected {list(shape)}")
+        return found
 
     def _array(self, parts: Mapping[str, TensorInfo], name: str) -> np.ndarray | None:
         """A part: words as int32, scales as float32, codes as they are."""
@@ -158,20 +224,25 @@ class ImportedStore(TensorStore):
         return raw.view({"I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}[info.dtype]).reshape(info.shape)
 
     def _decoded(self, parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> np.ndarray:
+        """float32 [N, K]."""
+        if self._method != "fp8":
+            return self._integers(parts, shape).values()
+        array = partial(self._array, parts)
+        return fp8.dequantize(array("weight"), array("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"))
+
+    def _integers(self, parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> groups.Groups:
         array = partial(self._array, parts)
         if self._method == "gptq":
             group = self._section.get("group_size")
             order = array("g_idx")
             if order is None:
                 order = np.arange(shape[1]) // (group if isinstance(group, int) and group > 0 else shape[1])
-            return gptq.dequantize(array("qweight"), array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
-                                   self._section.get("checkpoint_format", "gptq") != "gptq_v2")
+            return gptq.decode(array("qweight"), array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
+                               self._section.get("checkpoint_format", "gptq") != "gptq_v2")
         if self._method == "awq":
-            return awq.dequantize(array("qweight"), array("qzeros"), array("scales"), shape[1] // max(1, parts["scales"].shape[0]))
-        if self._method == "fp8":
-            return fp8.dequantize(array("weight"), array("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"))
+            return awq.decode(array("qweight"), array("qzeros"), array("scales"), shape[1] // max(1, parts["scales"].shape[0]))
         stated = array("weight_shape").reshape(-1).tolist()
         if stated != list(shape):
             raise ValueError(f"weight_shape says {stated}, the words are for {list(shape)}")
-        return compressed_tensors.dequantize(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
-                                             array("weight_g_idx"), _packed_bits(self._section), shape)
+        return compressed_tensors.decode(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
+                                         array("weight_g_idx"), _packed_bits(self._section), shape)

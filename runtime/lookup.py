@@ -42,7 +42,7 @@ class Decision:
 
 def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Iterator[Progress]:
     """Measure what the choice for a model lacks, in a child process."""
-    if prepared.options.kernel != "auto" or prepared.options.load == "mmap" or cache_folder() is None:
+    if prepared.options.kernel != "auto" or stay_put(prepared) or cache_folder() is None:
         return
     kinds, known = _kinds(prepared, tensors), choice.remembered()
     if sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES:
@@ -55,14 +55,21 @@ def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTe
             yield Progress("measuring kernels (once)", done, total, "kinds of weights")
 
 
+def stay_put(prepared: Prepared) -> str:
+    """Why no weights are put in another order, if none are."""
+    if prepared.streams is not None:
+        return "weights that come from the disk stay as they lie there"
+    return "mapped files stay as they are" if prepared.options.load == "mmap" else ""
+
+
 def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> list[Decision]:
     """The kernel of every kind of weight that could be looked up."""
     kinds, known, asked = _kinds(prepared, tensors), choice.remembered(), prepared.options.kernel
     small = sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES
     decisions = []
     for case, found in kinds.items():
-        if prepared.options.load == "mmap":
-            kernel, reason = "dot", "mapped files stay as they are"
+        if stay_put(prepared):
+            kernel, reason = "dot", stay_put(prepared)
         elif asked != "auto":
             kernel, reason = asked, f"--kernel {asked}"
         elif small:

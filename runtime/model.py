@@ -8,6 +8,7 @@ that a pager that streams them changes nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -26,6 +27,7 @@ from .config_rope import RopeConfig
 from .container import Container
 from .families import LayerWeights, TensorRule, expert_of, expert_role
 from .rope import RopeTable, rope_table
+from .streamed import StreamedWeights, Streams
 
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Tap = Callable[[str, int, object], None]
@@ -138,13 +140,14 @@ class Model:
     """`backends` maps device names to ops; `devices` names each layer's. The embedding and the head run on the host's backend."""
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
-                 mmap: bool = False, container: Container | None = None) -> None:
+                 mmap: bool = False, container: Container | None = None, streams: Streams | None = None) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container)
         self.ropes = rope_tables(config, ctx)
         host = {key: [tensor.info for tensor in roles.values()] for key, roles in self.tensors.items()
                 if key == "outer" or devices[key] == "cpu"}
-        self.pager = ResidentPager(store, host, mmap=mmap)
+        self.pager = ResidentPager(store, host, mmap=mmap) if streams is None else streams.pager(store)
+        self.streamed = None if streams is None else StreamedWeights(streams.parts, self.pager)
         self.block = families.get(config.family).block
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
@@ -169,8 +172,8 @@ class Model:
         return 8 * self.nbytes / parameters(self.tensors)
 
     def load(self) -> Iterator[tuple[int, int]]:
-        """Read the weights; yields (bytes done, bytes in total)."""
-        total, done = self.nbytes, 0
+        """Read the weights that stay; yields (bytes done, bytes in total)."""
+        total, done = self.nbytes if self.pager.resident else self.pager.load_nbytes, 0
         for done, _ in self.pager.load():
             yield done, total
         for layer, device in enumerate(self.devices):
@@ -201,6 +204,8 @@ class Model:
             if role not in roles:
                 return None
             tensor = roles[role]
+            if self.streamed is not None and self.streamed.holds(tensor):
+                return Linear(self.streamed.matrix(tensor, raw), vector(f"{role}_bias"))
             data = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
             shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
             return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"))
@@ -215,6 +220,15 @@ class Model:
                             k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm") or none, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
                             sinks=vector("sinks"), router=linear("router"), experts=experts)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[LayerWeights]:
+        """A layer's weights as a pass sees them, on its backend, for as long as the lease."""
+        if index in self._on_device:
+            yield self._on_device[index]
+            return
+        with self.pager.lease(index) as raw:
+            yield self._lease(index, raw)
 
     def read_layer(self, layer: int) -> LayerWeights:
         """A layer's weights straight from the store, for a pass that goes layer by layer; `load` need not have run. The host's."""
@@ -253,11 +267,15 @@ class Model:
             if role not in roles:
                 return None
             tensor = roles[role]
+            if self.streamed is not None and self.streamed.holds(tensor):
+                return self.streamed.matrix(tensor, raw)
             make = Weight.raw if tensor.spec.is_raw else Weight.low_bit
             return make(tensor.spec.scheme if tensor.spec.is_raw else tensor.spec, tensor.shape, raw[tensor.name])
 
-        embed = weight("embed")
-        return OuterWeights(embed, weight("positions"), self._last_norm(raw), Linear(weight("head") or embed))
+        fetched = self.streamed is not None and self.streamed.parts.table == roles["embed"].name
+        embed = self.streamed.table(roles["embed"], self.store.place(roles["embed"].info), raw) if fetched else weight("embed")
+        head = weight("head") or (weight("embed") if fetched else embed)
+        return OuterWeights(embed, weight("positions"), self._last_norm(raw), Linear(head))
 
     def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
         """Records over leased memory; made once while the memory stays where it is."""
@@ -283,6 +301,8 @@ class Model:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm."""
         step = cache.begin(len(ids))
         host = self.backends["cpu"]
+        if not self.pager.resident:
+            self.store.check_unchanged()
         # A pass of one token over weights that stay where they are does what the last one did, until the list of blocks changes.
         same = step.blocks if len(ids) == 1 and tap is no_tap and self.pager.resident and not self._on_device else None
         if tap is not no_tap:

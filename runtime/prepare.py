@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import UsageError
+from .. import DoesNotFit, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
@@ -20,7 +20,10 @@ from .cache import CacheShape, cache_nbytes, layer_codecs
 from .config import ModelConfig, read_config
 from .container import Container
 from .model import check_tensors, dims
+from .parts import CONVERTED, Parts, cut
+from .passes import widest
 from .source import check_mapping, is_low_bit, open_weights
+from .streamed import Streams
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
 COLD_ALLOWANCE = 64 << 20
@@ -68,7 +71,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before a byte of weights is read."""
+    """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once."""
 
     folder: Path | None
     config: ModelConfig
@@ -79,6 +82,8 @@ class Prepared:
     notices: tuple[str, ...]
     container: Container | None = None
     codecs: tuple[RawCodec | PackedCodec, ...] | None = None
+    streams: Streams | None = None
+    chunk: int = PAGE
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -112,27 +117,46 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         raise UsageError(f"-c {wanted} is more than the {config.context_length} positions that the model was made for",
                          "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
 
-    def shape_for(ctx: int) -> CacheShape:
-        return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(chunk, -(-ctx // PAGE) * PAGE))
+    def shape_for(ctx: int, tokens: int) -> CacheShape:
+        return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(tokens, -(-ctx // PAGE) * PAGE))
 
-    def workspace(ctx: int) -> int:
-        return 4 * sum(plan_workspace(dims(config, ctx, shape_for(ctx).chunk, LOGIT_ROWS, kv.is_packed), workers).values())
-
-    fixed, per_page = cache_nbytes(codecs, layout, shape_for(wanted or config.context_length))
-    demand = Demand(
-        baseline=_baseline(kernel_kinds(container is not None, options)), workspace=workspace(wanted or config.context_length),
-        weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
-        kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
-    placement = plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
-                     options.gpu_layers)
-    shape = shape_for(placement.ctx)
+    parts = cut(tensors, store) if device == "cpu" and options.load == "ram" and not options.gpu_layers else None
+    baseline = _baseline(kernel_kinds(container is not None, options))
+
+    def plan_for(tokens: int) -> Placement:
+        """The plan with working memory for passes of so many tokens."""
+        shape = shape_for(wanted or config.context_length, tokens)
+        fixed, per_page = cache_nbytes(codecs, layout, shape)
+        widths = dims(config, shape.ctx, shape.chunk, LOGIT_ROWS, kv.is_packed)
+        demand = Demand(
+            baseline=baseline, workspace=4 * sum(plan_workspace(widths, workers).values()),
+            weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
+            kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers,
+            blocks=() if parts is None else parts.sizes, always=0 if parts is None else parts.always_nbytes)
+        return plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
+                    options.gpu_layers)
+
+    try:
+        tokens, placement = (chunk, plan_for(chunk)) if kv.is_packed else widest(plan_for, chunk)
+    except DoesNotFit as error:
+        raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
+    streams = None if placement.residency is None else Streams(parts, placement.residency)
+    shape = shape_for(placement.ctx, tokens)
     if kv.is_packed and placement.ctx < shape.sinks + shape.window + PAGE:
         notices.append(f"--kv {options.kv}: nothing will be packed in a context of {placement.ctx} tokens, less than the first and newest"
                        f" tokens, which stay exact, and a page ({shape.sinks} + {shape.window} + {PAGE})")
-    return Prepared(folder, config, store, placement, shape, options, tuple(notices) + placement.notes, container,
-                    tuple(codecs))
+    return Prepared(folder, config, store, placement, shape, options, tuple(notices) + placement.notes, container, tuple(codecs), streams,
+                    shape_for(placement.ctx, chunk).chunk)
+
+
+def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
+    """The error with the reason why weights cannot be left on the disk."""
+    hint = error.hint
+    if parts.kept_for == CONVERTED and folder is not None:
+        hint = f"effllm quantize {folder} -o DIR --bits 4 makes a folder that runs from the disk"
+    return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
 
 
 def worker_count(options: EngineOptions) -> int:

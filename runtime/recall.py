@@ -18,8 +18,8 @@ from .engine import Engine
 from .events import Progress
 from .text import Tokenizer
 
-WHO = ("miller", "king", "weaver", "shepherd", "captain", "baker", "widow", "smith")
-WHAT = ("number", "price", "house", "gate", "age", "tower", "field", "boat")
+WHO = ("miller", "king", "queen", "shepherd", "fisherman", "tailor", "soldier", "witch")
+WHAT = ("secret number", "lucky number", "house number", "golden number")
 SPREADS = (0.3, 0.95)  # facts lie within this share of the context
 RESERVE = 0.15  # of the context is for questions, at least
 SURE = 0.99  # share of right tokens with exact keys and values from which on a comparison means something

@@ -63,6 +63,7 @@ class Session:
         self._cancelled = False
         self.from_process_start = from_process_start
         self._said_raw = raw
+        engine.cancelled = lambda: self._cancelled
         self._folds = self._said_folds = False  # whether the system prompt goes in front of the first message
         self._held: tuple[str, list[int]] = ("", [])
         self._answered: Answered | None = None
@@ -271,8 +272,8 @@ class Session:
             for progress in engine.prefill(ids):
                 yield progress
                 if self._cancelled:
-                    finish = "cancelled"
                     break
+            finish = "cancelled" if self._cancelled else finish
             if engine.truncated:
                 yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
             dropped = engine.truncated
@@ -291,6 +292,8 @@ class Session:
                     finish = "stop" if stops.hit else "cancelled" if self._cancelled else step.finish or finish
                     if stops.hit or self._cancelled or step.finish:
                         break
+                else:
+                    finish = "cancelled" if self._cancelled else finish
             parts = [] if stops.hit else split(stops.push(stream.flush()) + stops.flush())
             stood = copy.copy(think)
             for kind, part in think.flush() if think else ():
@@ -320,7 +323,8 @@ class Session:
             cached_tokens=cached, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
             weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
             packed_bits=cache.packed_bits, exact_tokens=cache.exact_tokens, packed_tokens=len(engine.tokens) - cache.exact_tokens,
-            disk_bytes_read=engine.model.nbytes, placement={device: devices.count(device) for device in dict.fromkeys(devices)},
+            disk_bytes_read=engine.model.pager.disk_nbytes, disk_wait_s=engine.model.pager.wait_s,
+            placement={device: devices.count(device) for device in dict.fromkeys(devices)},
             context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated)
 
     # -- files -----------------------------------------------------------------------------------------------------------------

@@ -111,6 +111,10 @@ class SyntheticStore:
     notices: tuple[str, ...] = ()
     reads = TensorStore.reads
 
+    def place(self, info: TensorInfo) -> int | None:
+        """Nowhere."""
+        return None
+
     def check_unchanged(self) -> None:
         """Nothing on disk can change."""
 

@@ -71,7 +71,7 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
         stored = interleaved(values, heads) if arch == "llama" and heads else values
         stored = stored + np.float32(1) if arch.startswith("gemma") and "norm" in name else stored
         own = TYPES[kind] if values.ndim > 1 else TYPES.F32
-        data = gguf.quants.quantize(stored, own)
+        data = super_blocks(stored, kind) if kind.endswith("_K") and values.ndim > 1 else gguf.quants.quantize(stored, own)
         writer.add_tensor(peer_name(name, arch), data, raw_dtype=own)
         back = gguf.quants.dequantize(data, own).reshape(values.shape)
         meant[name] = separated(back, heads) if arch == "llama" and heads else back
@@ -80,6 +80,41 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+def super_blocks(values: np.ndarray, kind: str) -> np.ndarray:
+    """Q4_K, Q5_K or Q6_K blocks near some rows, uint8 [N, row bytes]; the package itself only reads these."""
+    group, bits = (16, 6) if kind == "Q6_K" else (32, int(kind[1]))
+    parts = np.ascontiguousarray(values, np.float32).reshape(-1, 256 // group, group)
+    low = np.zeros(parts.shape[:2], np.float32) if bits == 6 else np.minimum(parts.min(2), 0)
+    wide = np.abs(parts).max(2) / 32 if bits == 6 else (parts.max(2) - low) / ((1 << bits) - 1)
+    top = 127 if bits == 6 else 63
+
+    def coded(wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Halves [n, 1], codes [n, groups] and what they mean."""
+        half = (wanted.max(1, keepdims=True) / top).astype(np.float16)
+        codes = np.rint(np.divide(wanted, half.astype(np.float32), out=np.zeros_like(wanted), where=half > 0)).clip(0, top).astype(np.uint8)
+        return half, codes, codes * half.astype(np.float32)
+
+    d, scales, spread = coded(wide)
+    e, minima, least = coded(-low)
+    if bits == 6:  # a scale may be negative
+        scales[:, ::3], spread[:, ::3] = (256 - scales[:, ::3].astype(int)).astype(np.uint8), -spread[:, ::3]
+    scaled = np.divide(parts + least[:, :, None], spread[:, :, None], out=np.zeros_like(parts), where=spread[:, :, None] != 0)
+    codes = np.rint(scaled + (32 if bits == 6 else 0)).clip(0, (1 << bits) - 1).astype(np.uint8).reshape(-1, 256)
+    if bits == 6:
+        runs = codes.reshape(-1, 2, 4, 32)
+        lows = np.concatenate([runs[:, :, 0] & 15 | runs[:, :, 2] << 4 & 0xF0, runs[:, :, 1] & 15 | runs[:, :, 3] << 4 & 0xF0], axis=2)
+        highs = sum((runs[:, :, i] >> 4 << np.uint8(2 * i)) for i in range(4)).astype(np.uint8)
+        blocks = [lows.reshape(-1, 128), highs.reshape(-1, 64), scales, d.view(np.uint8)]
+    else:
+        runs = codes.reshape(-1, 4, 2, 32)
+        packed = np.concatenate([scales[:, :4] | scales[:, 4:] >> 4 << 6, minima[:, :4] | minima[:, 4:] >> 4 << 6,
+                                 scales[:, 4:] & 15 | minima[:, 4:] << 4 & 0xF0], axis=1).astype(np.uint8)
+        fifths = sum((codes.reshape(-1, 8, 32)[:, i] >> 4 << np.uint8(i)) for i in range(8)).astype(np.uint8)
+        blocks = [d.view(np.uint8), e.view(np.uint8), packed, *([fifths] if bits == 5 else []),
+                  (runs[:, :, 0] & 15 | runs[:, :, 1] << 4 & 0xF0).reshape(-1, 128)]
+    return np.concatenate(blocks, axis=1).reshape(len(values), -1)
 
 
 def separated(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -100,7 +100,7 @@ def test_json_is_one_object_with_the_promised_keys() -> None:
     shape = {"text": str, "token_ids": list, "finish_reason": str, "seed": int, "usage": {"prompt_tokens": int, "completion_tokens": int},
              "timings": {"load_s": float, "ttft_s": float, "prefill_tps": float, "decode_tps": float},
              "memory": {"peak_rss_bytes": int, "weights_bytes": int, "kv_bytes": int, "kv_bits_per_value": float, "packed_bits": float},
-             "io": {"disk_bytes_read": int}, "placement": dict, "truncated": bool}
+             "io": {"disk_bytes_read": int, "disk_wait_s": float}, "placement": dict, "truncated": bool}
     for key, kind in shape.items():
         if isinstance(kind, dict):
             for inner, inner_kind in kind.items():

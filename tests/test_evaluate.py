@@ -11,6 +11,7 @@ from effllm.runtime.bench import BenchOptions, BenchRow, bench, context_for, pre
 from effllm.runtime.engine import open_engine, open_prepared
 from effllm.runtime.evaluate import kld, log_softmax, perplexity, windows
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.recall import recall
 from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
 from effllm.runtime.text import Tokenizer
 
@@ -127,3 +128,51 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, content):
     (tmp_path / "shape.json").write_text(content)
     with pytest.raises(UsageError, match="is not a config"):
         synthetic_config(str(tmp_path / "shape.json"))
+
+
+@pytest.fixture(scope="module")
+def packed():
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu", kv="4bit")))[-1]
+    yield engine
+    engine.close()
+
+
+def sample_text() -> str:
+    return (Path(effllm.__path__[0]) / "runtime" / "calibration.txt").read_text()
+
+
+def test_a_packed_cache_is_scored_where_it_is_read(packed, engines, tokenizer):
+    text = tokenizer.decode(tokenizer.encode(sample_text())[:1600])
+    result = list(kld(packed, engines[1], tokenizer, text, 800))[-1]
+    first = 64 + 128 + 128  # the first position that reads a packed page
+    assert result.tokens == sum(len(window) - 1 - first for window in windows(tokenizer, text, 800) if len(window) > first + 1)
+    assert 0 < result.kld_mean < 5e-3 and result.same_top > 0.97
+    assert result.packed_bits == 4.53125 and 4.53125 < result.kv_bits_per_value < 16
+    with pytest.raises(UsageError, match="none reads a packed page, which needs 320"):
+        list(kld(packed, engines[1], tokenizer, text, 300))
+
+
+def test_recall_counts_what_both_caches_find(packed, engines, tokenizer):
+    result = list(recall(packed, engines[1], tokenizer, sample_text(), 768, samples=2))[-1]
+    assert [row.spread for row in result.rows] == [0.3, 0.95] and all(row.tokens > 20 for row in result.rows)
+    assert all(row.right_exact > 0.9 and row.right == row.right_exact for row in result.rows)
+    assert result.to_json()["rows"][0]["comparable"] == (result.rows[0].right_exact >= 0.99)
+
+
+def test_a_model_that_forgets_is_counted(engines, tokenizer):
+    """Facts cut off from their questions cannot be found: the measure is not blind."""
+    broken = list(open_engine(FABLE, EngineOptions(device="cpu", kv="32bit")))[-1]
+    score = broken.score
+    broken.score = lambda ids, pages=None: score([7] * (len(ids) // 2) + list(ids[len(ids) // 2 :]), pages)
+    try:
+        row = list(recall(broken, engines[1], tokenizer, sample_text(), 512, samples=2))[-1].rows[0]
+    finally:
+        broken.close()
+    assert row.right < 0.7 < row.right_exact
+
+
+def test_recall_wants_a_text_and_room(engines, tokenizer):
+    with pytest.raises(UsageError, match="less than a context of 768"):
+        list(recall(engines[0], engines[1], tokenizer, "a short one", 768))
+    with pytest.raises(UsageError, match="no room for a fact and a question"):
+        list(recall(engines[0], engines[1], tokenizer, sample_text(), 24))

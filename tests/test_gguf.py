@@ -1,5 +1,6 @@
 """Models that are a GGUF file answer what a folder with the same weights answers, whatever their rows, types and names were."""
 
+import ctypes
 import json
 import sys
 from pathlib import Path
@@ -96,7 +97,8 @@ def test_fable_answers_as_the_folder_with_the_same_weights(tmp_path: Path, kind:
 @pytest.mark.parametrize("kind", [*KEPT])
 def test_blocks_that_run_as_codes_lose_nothing(tmp_path: Path, kind: str) -> None:
     """The blob that kernels read means what the file means, to the last bit; rows of heads, and a last row block that is not full."""
-    source = small(tmp_path / "source", "llama", vocab_size=101, head_dim=24, hidden_size=96)
+    sizes = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512} if kind.endswith("_K") else {"head_dim": 24, "hidden_size": 96}
+    source = small(tmp_path / "source", "llama", vocab_size=101, **sizes)
     meant = write_model(source, tmp_path / "m.gguf", kind)
     with open_gguf_store(tmp_path / "m.gguf", low_bit=True) as store:
         assert len(store.container.tensors) == sum(values.ndim == 2 for values in meant.values())
@@ -122,13 +124,47 @@ def test_fable_runs_from_codes(tmp_path: Path, kind: str) -> None:
     assert engine.model.nbytes < 1.05 * path.stat().st_size
 
 
-def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_file_that_llama_cpp_quantized_answers_as_its_widened_weights(tmp_path: Path) -> None:
+    """Q4_K_M is Q4_K and Q6_K. The likeliest tokens are those of the same weights as floats, where no two are as likely; sizes exact."""
+    peer = pytest.importorskip("llama_cpp")
+    fable_gguf(tmp_path / "f16.gguf", "F16")
+    params = peer.llama_model_quantize_default_params()
+    params.ftype, params.nthread = peer.LLAMA_FTYPE_MOSTLY_Q4_K_M, 2
     path = tmp_path / "m.gguf"
-    fable_gguf(path, "Q4_0")
+    assert peer.llama_model_quantize(str(tmp_path / "f16.gguf").encode(), str(path).encode(), ctypes.byref(params)) == 0
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    kinds = {tensor.tensor_type.name for tensor in tensors.values()}
+    assert {"Q4_K", "Q6_K"} <= kinds <= {"Q4_K", "Q6_K", "F32"}
+    with open_gguf_store(path, low_bit=True) as store, open_gguf_store(path, "f32") as wide:
+        assert len(store.container.tensors) == 43
+        for name, stored in store.container.tensors.items():
+            weight = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[name]))
+            np.testing.assert_array_equal(weight.to_f32(), wide.read(wide.tensors[name]).view(np.float32).reshape(stored.shape))
+        held = sum(info.nbytes for info in store.tensors.values())
+        assert held < 1.02 * sum(int(tensor.n_bytes) for tensor in tensors.values())
+    engine, _ = opened(path)
+    assert engine.model.nbytes == held
+    engine.close()
+    found = {exact: logits(path, IDS * 2, exact=exact) for exact in (True, False)}
+    assert np.abs(found[True] - found[False]).max() < 0.05 * np.abs(found[True]).max()
+    with open_gguf_store(path, "f32") as wide:
+        meant = {name: wide.read(info).view(np.float32).reshape(info.shape) for name, info in wide.tensors.items()}
+    wanted = logits(folder_of(meant, FABLE, tmp_path / "folder"), IDS * 2)
+    assert np.abs(found[True] - wanted).max() < 2e-5 * np.abs(wanted).max()
+    best = np.sort(wanted, axis=1)
+    clear = best[:, -1] - best[:, -2] > 0.05 * np.abs(wanted).max()
+    assert clear.sum() >= 5 and np.array_equal(found[False].argmax(1)[clear], wanted.argmax(1)[clear])
+
+
+@pytest.mark.parametrize(("kind", "at"), [("Q4_0", 18), ("Q4_K", 144 + 2), ("Q6_K", 208)])
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path, kind: str, at: int) -> None:
+    path = tmp_path / "m.gguf"
+    fable_gguf(path, kind)
     with open_gguf_store(path, low_bit=True) as store:
         info = store.tensors["model.layers.1.mlp.up_proj.weight"]
     raw = bytearray(path.read_bytes())
-    raw[info.offset + 18 : info.offset + 20] = b"\x00\x7c"  # infinity
+    raw[info.offset + at : info.offset + at + 2] = b"\x00\x7c"  # infinity
     path.write_bytes(raw)
     with pytest.raises(CheckpointError, match="blk.1.ffn_up.weight"):
         opened(path)

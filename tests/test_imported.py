@@ -11,15 +11,16 @@ from safetensors.torch import save_file
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import CheckpointError
+from effllm.quant.codes import bf16
 from effllm.quant.imports import awq, compressed_tensors, fp8, gptq
-from effllm.quant.weight import from_f32, to_f32
+from effllm.quant.weight import Weight, from_f32, to_f32
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.source import open_store
+from effllm.runtime.source import is_low_bit, open_store, open_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import FABLE, weights
@@ -80,14 +81,20 @@ def as_awq(values: np.ndarray):
     return parts, meaning(codes, zeros, scales, np.arange(values.shape[1]) // GROUP)
 
 
-def as_compressed(values: np.ndarray, bits: int, asymmetric: bool):
+def as_compressed(values: np.ndarray, bits: int, asymmetric: bool, scale: str = "f16"):
     codes, zeros, scales = parted(values, bits)
+    if scale == "row":
+        codes, scales = codes % 200, scales[:, :1]
+        zeros = np.full(scales.shape, 128)
+    if scale == "bf16":  # far beyond what half precision holds, also within a row
+        scales = bf16(np.ldexp(scales, np.arange(scales.size).reshape(scales.shape) % 30 - 40)).astype(np.float32)
     if not asymmetric:
         zeros = np.full_like(zeros, 1 << (bits - 1))
-    parts = {"weight_packed": stream(codes, bits), "weight_scale": scales.astype(np.float16), "weight_shape": np.array(values.shape)}
+    parts = {"weight_packed": stream(codes, bits), "weight_scale": torch.from_numpy(scales).to(
+        torch.bfloat16 if scale == "bf16" else torch.float16), "weight_shape": np.array(values.shape)}
     if asymmetric:
         parts["weight_zero_point"] = np.ascontiguousarray(stream(zeros.T, bits).T)
-    return parts, meaning(codes, zeros, scales, np.arange(values.shape[1]) // GROUP)
+    return parts, meaning(codes, zeros, scales, np.arange(values.shape[1]) // (values.shape[1] if scale == "row" else GROUP))
 
 
 def as_fp8(values: np.ndarray, kind: str):
@@ -112,6 +119,10 @@ CASES = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, as_awq),
     "int4": (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, lambda v: as_compressed(v, 4, False)),
     "int4, zero points": (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, lambda v: as_compressed(v, 4, True)),
+    "int4, bf16 scales": (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+                          lambda v: as_compressed(v, 4, False, "bf16")),
+    "int8, a scale per row": (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
+                              lambda v: as_compressed(v, 8, False, "row")),
     "int8": (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, lambda v: as_compressed(v, 8, False)),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda v: as_fp8(v, "blocks")),
     "fp8 rows": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "rows")),
@@ -154,22 +165,91 @@ def test_weights_mean_what_their_format_says(tmp_path: Path, name: str) -> None:
                 np.testing.assert_array_equal(store.read(info, 3, 40).view(np.float32), values[3:40].reshape(-1))
 
 
-@pytest.mark.parametrize("name", ["gptq 4", "awq", "int4", "fp8 blocks"])
+CODES = ("gptq 4", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8", "int8, a scale per row")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_of_the_kernels_lose_nothing(tmp_path: Path, name: str) -> None:
+    """To the last bit; what has no such form stays wide."""
+    meant = written(tmp_path / "m", name)
+    store, container = open_weights(tmp_path / "m")
+    with store:
+        found = {} if container is None else container.tensors
+        assert len(found) == (42 if name in CODES else 0)
+        assert is_low_bit(tmp_path / "m") == (name in (*CODES, "gptq 4, act order"))
+        for tensor, stored in found.items():
+            blob = store.read(store.tensors[tensor])
+            assert blob.nbytes == stored.nbytes == store.tensors[tensor].nbytes
+            np.testing.assert_array_equal(Weight.low_bit(stored.spec, stored.shape, blob).to_f32(), meant[tensor], err_msg=tensor)
+        if name == "gptq 4":
+            assert {str(stored.spec) for stored in found.values()} == {"offset4:64"}
+            assert 4 < container.bits_per_weight < 16  # fable's embedding is in float32
+
+
+@pytest.mark.parametrize("name", ["gptq 4", "gptq 4, act order", "awq", "int4, zero points", "fp8 blocks"])
 def test_they_run_and_are_announced(tmp_path: Path, name: str) -> None:
     meant = written(tmp_path / "m", name)
     plain = tmp_path / "plain"
     plain.mkdir()
-    save_file({tensor: torch.from_numpy(values).to(torch.float16 if "_proj" in tensor else torch.float32)
+    save_file({tensor: torch.from_numpy(values).to(torch.float16 if "_proj" in tensor and name not in CODES else torch.float32)
                for tensor, values in meant.items()}, plain / "model.safetensors")
     (plain / "config.json").write_bytes((FABLE / "config.json").read_bytes())
     logits = []
     for folder in (tmp_path / "m", plain):
-        items = list(open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1)))
+        items = list(open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=name in CODES)))
         engine, said = items[-1], [item.text for item in items if isinstance(item, Notice)]
-        assert isinstance(engine, Engine) and any("42 " in text and "widened to f16" in text for text in said) == (folder != plain)
+        what = "order of the kernels" if name in CODES else "widened to f16"
+        assert isinstance(engine, Engine) and any("42 " in text and what in text for text in said) == (folder != plain)
+        assert any("activation order" in text for text in said) == (folder != plain and "act order" in name)
         logits.append(engine.forward_logits(IDS).copy())
         engine.close()
-    np.testing.assert_array_equal(*logits)
+    if name not in CODES:
+        np.testing.assert_array_equal(*logits)
+        return
+    assert np.abs(logits[0] - logits[1]).max() < 2e-5 * np.abs(logits[1]).max()
+    *_, engine = open_engine(tmp_path / "m", EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1))
+    assert np.abs(engine.forward_logits(IDS) - logits[1]).max() < 0.05 * np.abs(logits[1]).max()
+    engine.close()
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    written(tmp_path / "m", "int4")
+    whole = load_file(tmp_path / "m" / "model.safetensors")
+    whole["model.layers.1.mlp.up_proj.weight_scale"][3, 1] = float("inf")
+    save_file(whole, tmp_path / "m" / "model.safetensors")
+    store, _ = open_weights(tmp_path / "m")
+    with store, pytest.raises(CheckpointError, match="up_proj.*a scale is NaN"):
+        store.read(store.tensors["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_weights_that_are_read_in_parts_stay_wide(tmp_path: Path) -> None:
+    """Phi 3 keeps gate and up in one: rows of a blob would be no blob."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "phi3", vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        pad_token_id=0, max_position_embeddings=64))
+    model.save_pretrained(tmp_path / "m")
+    section, quantize = CASES["int4"]
+    tensors = {}
+    for name, values in weights(tmp_path / "m").items():
+        if "_proj" not in name:
+            tensors[name] = torch.from_numpy(values)
+            continue
+        parts, _ = quantize(values)
+        tensors |= {name.removesuffix("weight") + part: torch.as_tensor(np.array(value)).contiguous() for part, value in parts.items()}
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    raw = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
+    store, container = open_weights(tmp_path / "m")
+    with store:
+        assert {name.rpartition("layers.0.")[2] for name in container.tensors} == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
+    *_, engine = open_engine(tmp_path / "m", EngineOptions(device="cpu", ctx=64, threads=1))
+    assert np.isfinite(engine.forward_logits([1, 2, 3])).all()
+    engine.close()
 
 
 def test_they_are_quantized_again(tmp_path: Path) -> None:
@@ -218,8 +298,8 @@ def test_codes_of_eight_bit_floats() -> None:
 def test_shapes_that_cannot_be_are_refused() -> None:
     one = np.zeros((8, 8), np.int32)
     scale = np.ones((3, 5), np.float32)
-    for attempt in (lambda: gptq.dequantize(one, one, scale, np.zeros(64, int), 4, True), lambda: awq.dequantize(one, one, scale, 7),
-                    lambda: compressed_tensors.dequantize(one, scale, None, None, 4, (8, 64)),
+    for attempt in (lambda: gptq.decode(one, one, scale, np.zeros(64, int), 4, True), lambda: awq.decode(one, one, scale, 7),
+                    lambda: compressed_tensors.decode(one, scale, None, None, 4, (8, 64)),
                     lambda: fp8.dequantize(np.zeros((8, 8), np.uint8), np.ones((3, 3), np.float32))):
         with pytest.raises(ValueError):
             attempt()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from effllm.kernels.kv_layout import CHANNELS, MEAN_BITS, PLANES, TAIL_OFFSET, WIDTHS, RecordLayout, pack_widths, unpack_widths
 from effllm.kernels.layout import HEADER_NBYTES, PAGE, PageHeader
-from effllm.quant.kv_basis import KVBasis, allocate, hadamard
+from effllm.quant.kv_basis import KVBasis, hadamard
+from effllm.quant.kv_bits import allocate
 from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_record import pack_k, pack_scales, pack_v, unpack_k, unpack_scales, unpack_v
 

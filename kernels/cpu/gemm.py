@@ -19,7 +19,7 @@ from numba import float32, uint32
 
 from ..compile import inlined, kernel
 from ..layout import SILU, align
-from ..tiles import AFFINE, SUPER, TILE
+from ..tiles import AFFINE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import activate, normalise
 from .gemm_expand import SCALED_SHIFT
@@ -131,7 +131,7 @@ def _product(a, matrix, way, scratch, number, panel, sums, span):
         return
     factors = scratch + FACTORS_AT + number * STRIPE * (SPAN // 16) * 4
     shifts = scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4
-    stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE else 0
+    stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE or a[matrix + SCHEME] == OFFSET else 0
     if a[matrix + SCHEME] == SUPER:
         minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
     elif a[matrix + GROUP] == 16:

@@ -40,7 +40,7 @@ class PackedPages(LayerPages):
                  softcap: float | None, codec: Codec) -> None:
         super().__init__(ops, layout, exact, np.empty(0, np.uint8), scale, window, softcap)
         packed = self.packed = codec.layout(layout.kv_heads, layout.head_dim)
-        self.records, self.codec = sealed, codec
+        self.records, self.codec, self.sealed_by = sealed, codec, codec
         self._bases = (_padded(codec.basis.k_inverse), _padded(codec.basis.v_inverse.swapaxes(1, 2)),
                        np.ascontiguousarray(codec.basis.k_scale, np.float32), EIGHTHS)
         block = np.zeros(kv_attention.PACKED_SLOTS, np.int64)
@@ -53,9 +53,9 @@ class PackedPages(LayerPages):
         self._attend, self._attend_at = block, address(block)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
-        """Pack exact slot `slot` into record place `page`."""
+        """Pack exact slot `slot` into record place `page`, or let `sealed_by` note it."""
         size, place = self.layout.layer_page_nbytes, self.packed.layer_page_nbytes
-        self.codec.seal(self.exact[slot * size : (slot + 1) * size], self.layout, layer, first_token,
+        self.sealed_by.seal(self.exact[slot * size : (slot + 1) * size], self.layout, layer, first_token,
                         self.records[page * place : (page + 1) * place])
 
     def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:

@@ -75,7 +75,7 @@ def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     for i, each in enumerate(linears):
         out = outs[min(i, len(outs) - 1)]
         before, after = each.weight.low_bit_fields
-        block += [*before, address(each.bias), ops.at(out), out.shape[1], *after]
+        block += [*before, address(each.bias), ops.at(out), out.strides[0] // 4, *after]
     ops.args[: len(block)] = block
     if norm is not None:
         ops.reals[linear.EPS] = norm.eps
@@ -102,7 +102,7 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
         block = [ops.at(x), *head]
         for i in chosen:
             out = outs[min(i, len(outs) - 1)]
-            block += [*_gemm_fields(linears[i]), ops.at(out), out.shape[1]]
+            block += [*_gemm_fields(linears[i]), ops.at(out), out.strides[0] // 4]
         ops.args[: len(block)] = block
         if norm is not None:
             ops.reals[gemm.EPS] = norm.eps
@@ -132,7 +132,7 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
     ops.run(linear.pack_columns, ops.where, True, ops.args)
     block = [ops.at(panels), *head, gemm.GROUPED, len(linears)]
     for each, out in zip(linears, outs):
-        block += [*_gemm_fields(each), ops.at(out), out.shape[1]]
+        block += [*_gemm_fields(each), ops.at(out), out.strides[0] // 4]
     ops.args[: len(block)] = block
     ops.run(gemm.multiply_exact, ops.where, True, ops.args)
 
@@ -148,6 +148,6 @@ def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
     """Rows of a low-bit embedding table -> float32 [T, K] at `out`."""
     before, after = table.low_bit_fields
     factor = int(np.float32(scale).view(np.uint32))
-    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.shape[1], *after]
+    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.strides[0] // 4, *after]
     ops.args[: len(block)] = block
     ops.run(packed_rows.embed_rows, ops.where, len(ids) > 1, ops.args)

@@ -19,12 +19,13 @@ from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
 from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, linear, low_bit, moe, packed, rows
+from . import attention, in_parts, linear, low_bit, moe, packed, rows
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .jobs import Jobs
 from .kv_attention import packed_scratch
+from .kv_seal import seal_scratch
 from .rows import SHARE_FROM, Angles
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
@@ -46,7 +47,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
                   attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
-                  packed_scratch(dims.heads, dims.kv_heads, dims.head_dim) if dims.packed_kv else 0)
+                  max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
     blocks = dims.ctx // attention.PAGE + 3
     # y0 takes the queries, and later in a layer a branch on its way to the stream
     return {"x": chunk * dims.hidden, "y0": chunk * max(dims.heads * dims.head_dim, dims.hidden),
@@ -150,16 +151,24 @@ class CpuOps(Jobs):
               learned: Weight | None = None) -> np.ndarray:
         """Rows of the embedding table as the residual stream x[T, D], plus rows `places` of a raw table of `learned` positions."""
         x = self.workspace.take("x", len(ids), table.shape[1])
-        if table.spec.is_raw:
-            _raw_rows(table, ids, x)
-            if scale != 1.0:
-                x *= np.float32(scale)
+        if table.fetch is None:
+            self._embed(ids, table, scale, x)
         else:
-            low_bit.embed(self, ids, table, scale, x)
+            for begin, own, fetched in table.fetch(ids):  # the next ones come into the same memory
+                self._embed(own, fetched, scale, x[begin : begin + len(own)])
+                self.flush()
         if learned is not None:
             self.flush()
             x += _raw_rows(learned, places, self.workspace.take("y0", *x.shape))
         return x
+
+    def _embed(self, ids: np.ndarray, table: Weight, scale: float, x: np.ndarray) -> None:
+        if not table.spec.is_raw:
+            low_bit.embed(self, ids, table, scale, x)
+            return
+        _raw_rows(table, ids, x)
+        if scale != 1.0:
+            x *= np.float32(scale)
 
     def norm_linear(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]) -> list[np.ndarray]:
         """[norm(x) @ W.T + b for each], one pass over x; without a norm x as it is."""
@@ -283,6 +292,9 @@ class CpuOps(Jobs):
     def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
                 columns: int = 0) -> None:
         """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
+        if any(each.weight.in_parts for each in linears):
+            in_parts.run(self, x, norm, linears, outs, mode, act)
+            return
         kinds = [low_bit.kind_of(each.weight) for each in linears]
         if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.one_way(linears)):
             self._mixed(x, norm, linears, outs, mode, act, kinds, columns)
@@ -323,7 +335,7 @@ class CpuOps(Jobs):
                  self.scratch, self.scratch_stride, mode, ACTIVATIONS[act], len(linears)]
         for i, each in enumerate(linears):
             out = outs[min(i, len(outs) - 1)]
-            block += [*each.fields, self.at(out), out.shape[1]]
+            block += [*each.fields, self.at(out), out.strides[0] // 4]
         self.args[: len(block)] = block
         if norm is not None:
             self.reals[linear.EPS] = norm.eps

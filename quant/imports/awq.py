@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .groups import Groups
+
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, from the lowest
 
 
@@ -13,10 +15,10 @@ def unpack_words(words: np.ndarray) -> np.ndarray:
     return nibbles[:, :, np.argsort(ORDER)].reshape(len(words), -1).astype(np.uint8)
 
 
-def dequantize(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, group: int) -> np.ndarray:
-    """int32 [K, N / 8], int32 [G, N / 8], float32 [G, N] -> float32 [N, K]. Raises ValueError where they do not fit one another."""
+def decode(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, group: int) -> Groups:
+    """int32 [K, N / 8], int32 [G, N / 8], float32 [G, N]. Raises ValueError where they do not fit one another."""
     codes, zeros = unpack_words(qweight), unpack_words(qzeros)
     if zeros.shape != scales.shape or codes.shape != (len(scales) * group, scales.shape[1]):
         raise ValueError(f"qweight {codes.shape}, zeros {zeros.shape} and scales {scales.shape} for groups of {group}")
-    off = codes.reshape(len(scales), group, -1).astype(np.int16) - zeros[:, None].astype(np.int16)
-    return np.ascontiguousarray((scales[:, None] * off).reshape(codes.shape).T)
+    order = np.arange(len(codes)) // group
+    return Groups(np.ascontiguousarray(codes.T), np.ascontiguousarray(zeros.T), np.ascontiguousarray(scales.T), order)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .groups import Groups
+
 WORD = 32
 SHRINK = np.float32([1.0, 0.95, 0.9, 0.85, 0.8, 0.75])  # shares of a group's range that are tried
 
@@ -45,20 +47,20 @@ def quantize_groups(values: np.ndarray, bits: int, group: int) -> tuple[np.ndarr
     return kept.reshape(n, -1), scales
 
 
-def dequantize(packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None, bits: int,
-               shape: tuple[int, int]) -> np.ndarray:
-    """int32 words, float32 scales [N, G], packed zero points int32 [N * bits / 32, G] or None, the group of every input [K] or None ->
-    float32 [N, K]. Raises ValueError where they do not fit one another."""
+def decode(packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None, bits: int,
+           shape: tuple[int, int]) -> Groups:
+    """int32 words, float32 scales [N, G], packed zero points int32 [N * bits / 32, G] or None, the group of every input [K] or None.
+    Raises ValueError where they do not fit one another."""
     n, k = shape
+    middle = 1 << (bits - 1)
     codes = unpack_words(packed, bits, k)
     if codes.shape != shape or len(scales) != n or not scales.shape[1] or (groups is None and k % scales.shape[1]) or (
             groups is not None and (groups.shape != (k,) or not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1])):
         raise ValueError(f"words {packed.shape} and scales {scales.shape} for a weight of shape {shape}")
-    place = np.arange(k) // (k // scales.shape[1]) if groups is None else groups
-    off = codes.astype(np.int16)
-    if zeros is not None:
-        points = unpack_words(np.ascontiguousarray(zeros.T), bits, n).T
-        if points.shape != scales.shape:
-            raise ValueError(f"zero points {points.shape} for scales {scales.shape}")
-        off = off - points.astype(np.int16)[:, place]
-    return scales[:, place] * off
+    points = np.zeros(scales.shape, np.int8) if zeros is None else unpack_words(np.ascontiguousarray(zeros.T), bits, n).T
+    if points.shape != scales.shape:
+        raise ValueError(f"zero points {points.shape} for scales {scales.shape}")
+    unsigned = lambda values: np.ascontiguousarray(values).view(np.uint8) + np.uint8(middle)  # noqa: E731
+    mask = np.uint8((1 << bits) - 1)
+    order = np.arange(k) // (k // scales.shape[1]) if groups is None else groups
+    return Groups(unsigned(codes) & mask, unsigned(points) & mask, scales, order)

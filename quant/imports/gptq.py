@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .groups import Groups
+
 WORD = 32
 PARTS = {"qweight": "I32", "qzeros": "I32", "scales": "", "g_idx": "I32"}  # what stands for a weight, with its type ("": floats)
 
@@ -15,13 +17,17 @@ PARTS = {"qweight": "I32", "qzeros": "I32", "scales": "", "g_idx": "I32"}  # wha
 def unpack_bits(words: np.ndarray, bits: int) -> np.ndarray:
     """int32 [W, M] -> uint8 [W * 32 / bits, M]: a stream of bits down every column."""
     raw = np.ascontiguousarray(words.astype("<u4", copy=False).T).view(np.uint8)
+    if bits == 8:
+        return raw.T
+    if bits == 4:
+        return np.stack([raw & np.uint8(15), raw >> np.uint8(4)], axis=2).reshape(len(raw), -1).T
     stream = np.unpackbits(raw, axis=1, bitorder="little")
     values = stream[:, : stream.shape[1] // bits * bits].reshape(len(stream), -1, bits)
     return np.packbits(values, axis=2, bitorder="little")[:, :, 0].T
 
 
-def dequantize(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, bits: int, plus_one: bool) -> np.ndarray:
-    """int32 [K * bits / 32, N], int32 [G, N * bits / 32], float32 [G, N], int [K] -> float32 [N, K]. `plus_one`: the first version.
+def decode(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, bits: int, plus_one: bool) -> Groups:
+    """int32 [K * bits / 32, N], int32 [G, N * bits / 32], float32 [G, N], int [K]; `plus_one`: the first version.
 
     Raises ValueError where the arrays do not fit one another.
     """
@@ -33,5 +39,4 @@ def dequantize(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_id
         raise ValueError(f"qweight for {depth} inputs and {n} outputs, zeros {zeros.shape}, scales {scales.shape}, g_idx {g_idx.shape}")
     if plus_one:
         zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
-    off = codes.astype(np.int16) - zeros.astype(np.int16)[g_idx]
-    return np.ascontiguousarray((scales[g_idx] * off).T)
+    return Groups(np.ascontiguousarray(codes.T), np.ascontiguousarray(zeros.T), np.ascontiguousarray(scales.T), g_idx)

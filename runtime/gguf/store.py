@@ -122,6 +122,12 @@ class GgufStore(TensorStore):
                 yield (f"weights in blocks ({listed}) {what} as they are read: {format_size(sizes[0])} of memory for "
                        f"{format_size(sizes[1])} of file")
 
+    def place(self, info: TensorInfo) -> int | None:
+        source = self._sources[info.name]
+        if source.tensor.type not in RAW or source.heads or source.offset:
+            return None
+        return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
+
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         """As of any store: bytes of rows of the tensor as `tensors` describes it."""
         if info.dtype == "U8":

@@ -193,7 +193,7 @@ class ExpectedStore:
         groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
         recipe = None if spec is None else Recipe(spec)
         stored: dict[str, StoredTensor] = {}
-        experts = 0
+        experts = self.nbytes = 0
         self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
             low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
@@ -201,15 +201,20 @@ class ExpectedStore:
             shape, nbytes = tuple(rule.shape), own.nbytes(rule.shape)
             stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
             dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
-            self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), 0, nbytes)
+            self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), self.nbytes, nbytes)
+            self.nbytes += nbytes
             experts += nbytes if families.expert_of(role) is not None else 0
-        self.nbytes, self.notices = sum(info.nbytes for info in self.tensors.values()), ()
+        self.notices = ()
         embed, mixture = groups[0]["embed"].name, config.mixture
         unread = self.tensors[embed].nbytes if "head" in groups[0] else 0
         unvisited = experts * (mixture.experts - mixture.per_token) // mixture.experts if mixture else 0
         self.bytes_per_pass = self.nbytes - unread - unvisited
         bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
         self.container = None if spec is None else Container(str(spec), bits, stored, {}, {}, {}, {})
+
+    def place(self, info: TensorInfo) -> int | None:
+        """As if all lay in one file."""
+        return info.offset
 
     def close(self) -> None:
         """Nothing is open."""
@@ -227,7 +232,7 @@ def _with_memory(plan: PullPlan, config: ModelConfig) -> PullPlan:
     except DoesNotFit as error:
         return replace(plan, memory=Memory(False, 0, 0, 0, error.message))
     memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx)
-    if warm.is_cold((warm.RAW,)) or "cuda" in placement.devices:
+    if warm.is_cold((warm.RAW,)) or "cuda" in placement.devices or placement.streamed_bytes:
         return replace(plan, memory=memory)
     return replace(plan, memory=memory, tokens_per_s=SHARE * memory_rate(options) / store.bytes_per_pass)
 

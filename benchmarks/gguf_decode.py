@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Speed of GGUF files that run from their own codes against our own 4-bit folder of the same random weights, all in effllm.
+
+One set of random bf16 weights at a named shape is written once into --work, quantized by llama.cpp into each file and by `effllm quantize`
+into the folder (the same files as compare_llamacpp.py). Each runs in its own process. A round takes every side in turns of a few tokens;
+ratios are taken within a round, figures are medians over rounds. Token embedding and head are Q6_K in the files, of 6 bits in the folder.
+
+    python benchmarks/gguf_decode.py [--types Q4_0 Q4_K_M] [--quick] [--no-results]
+
+Needs gguf and llama-cpp-python; wants the machine to itself for some minutes.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from platformdirs import user_cache_path
+
+from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, own_folder, prefill_round
+from effllm.offload.hardware import cpu_threads
+from effllm.runtime.synthetic import SHAPES
+from llamacpp_sides import Child, file_nbytes, peer_file, random_folder
+from report import Figure, publish
+
+OWN = "own 4-bit folder"
+INTRO = ("Random weights, the same on all sides, all run by effllm; 16-bit KV cache; batch 1; medians over rounds in which the sides "
+         "alternate. Roof: a load-only kernel over 1 GiB with the same threads, in the same round.")
+
+
+def figures_of(sides: Sequence[Child], schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
+    """Decode and prefill of every side, and their ratios to the folder."""
+    facts = {side.name: side.ask("facts") for side in sides}
+    for what, one_round, count, work in (("decode", decode_round, schedule.decode, TOKENS),
+                                         ("prefill", prefill_round, schedule.prefill, PROMPT)):
+        rounds = [one_round(sides, roof, turn) for turn in range(count + 1)][1:]  # the first round warms up
+        conditions = f"{len(rounds)} rounds of {work} tokens, {counted(threads)}"
+        for side in sides:
+            key = side.name.split()[0].lower()
+            yield Figure(f"{what}_{key}_tps", f"{what}, {side.name}", conditions, work / middle(rounds, side.name), "tokens/s")
+            if side.name != OWN:
+                yield Figure(f"{what}_{key}_ratio", f"{what}, {side.name} against {OWN}", conditions,
+                             median(each[OWN] / each[side.name] for each in rounds), "×")
+            if what == "decode":
+                nbytes = facts[side.name]["bytes_per_pass"]
+                yield Figure(f"decode_{key}_roof", f"decode, {side.name}, share of the read roof", f"{nbytes / 1e9:.3f} GB a token",
+                             median(nbytes * TOKENS / each[side.name] / each["roof"] for each in rounds), "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", nargs="+", default=["Q4_0", "Q4_K_M"], help="files of llama-quantize to run")
+    parser.add_argument("--shape", default="tinyllama-1.1b", choices=list(SHAPES))
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
+    parser.add_argument("--no-results", action="store_true", help="print only")
+    arguments = parser.parse_args()
+    threads = arguments.threads
+    folder = random_folder(arguments.shape, arguments.work)
+    paths = {OWN: own_folder(folder, "4", threads, ()), **{kind: peer_file(folder, kind, threads) for kind in arguments.types}}
+    sides = [Child(name, "own", path, threads) for name, path in paths.items()]
+    roof = Roof(threads)
+    figures = list(figures_of(sides, QUICK if arguments.quick else Schedule(), roof, threads))
+    for side in sides:
+        side.close()
+    roof.close()
+    figures += [Figure(f"file_{name.split()[0].lower()}_mb", f"file, {name}", "", file_nbytes(path) / 1e6, "MB")
+                for name, path in paths.items()]
+    publish("gguf-decode", "GGUF files from their own codes", INTRO, figures, keep=not arguments.no_results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

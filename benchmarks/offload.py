@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""A model larger than its memory budget against what the disk allows: decode at a share of B / (W - M).
+
+W is what a token reads of the weights, M what the budget leaves for weights (the budget less the program, the cache and all buffers, not
+what happened to be pinned), B the disk's rate for reads of the size that a run issues, measured on the model's own file in the same
+process, before, between and after the answers. The file is out of the page cache before. With --peer llama.cpp runs the same weights from a
+mapped file with as much memory, in a memory cgroup that is made for it; that needs root and version 1 of cgroups.
+
+    python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama              # random weights of a shape, bf16; --bits 4 for low-bit
+    python benchmarks/offload.py /data/tinyllama --ram 1.2G --tokens 6
+    python benchmarks/offload.py /data/tinyllama --ram 1.2G --peer /data/tinyllama.gguf
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+from effllm.offload.direct import READ_NBYTES, THREADS, Read, Reader
+from effllm.offload.hardware import peak_rss
+from effllm.offload.memory import anonymous
+from effllm.offload.shards import Planned, index_json, plan_files
+from effllm.offload.size import format_size, parse_size
+from effllm.offload.streaming import FETCH_NBYTES
+from effllm.quant.spec import QuantSpec
+from effllm.runtime.container import FILE
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
+from report import Figure, publish
+
+PROBE_S = 1.5
+CGROUP = Path("/sys/fs/cgroup/memory/effllm-benchmark")
+INTRO = "Weights are random, which changes no speed; reads are direct, in order of use, and run beside the computation."
+
+
+def make(shape: str, folder: Path, bits: int | None) -> None:
+    """A folder of random weights: bf16, or as `quantize --bits` would lay it out."""
+    store = SyntheticStore(synthetic_config(shape), None if bits is None else QuantSpec.parse(f"{bits}bit"))
+    folder.mkdir(parents=True, exist_ok=True)
+    files = plan_files([[Planned(info.name, info.dtype, info.shape, info.nbytes)] for info in store.tensors.values()], {})
+    for file in files:
+        with (folder / file.name).open("wb") as out:
+            out.write(file.head)
+            for name, place in file.places.items():
+                if name in store.tensors:
+                    out.seek(place)
+                    out.write(store.read(store.tensors[name]).data)
+            out.truncate(file.size)
+            os.fsync(out.fileno())
+    if len(files) > 1:
+        (folder / "model.safetensors.index.json").write_text(index_json(files))
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    if store.container is not None:
+        (folder / FILE).write_text(store.container.to_json())
+
+
+def evict(paths: list[Path]) -> None:
+    """Out of this machine's page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def probe(paths: list[Path]) -> float:
+    """Bytes a second of direct reads in random order over the model's files, as many at once as in a run."""
+    files = {path: os.open(path, os.O_RDONLY) for path in paths}
+    places = [(path, at) for path in paths for at in range(0, path.stat().st_size - READ_NBYTES, READ_NBYTES)]
+    random.Random(time.time_ns()).shuffle(places)
+    reader, memory = Reader(files), memoryview(anonymous(THREADS * READ_NBYTES))
+    waiting, started, done = [], time.perf_counter(), 0
+    for number, (path, at) in enumerate(places):
+        if len(waiting) == THREADS:
+            reader.wait(waiting.pop(0))
+        if time.perf_counter() - started > PROBE_S:
+            break
+        slot = number % THREADS * READ_NBYTES
+        waiting.append(reader.submit([Read(path, at, memory[slot : slot + READ_NBYTES], READ_NBYTES)]))
+        done += READ_NBYTES
+    for ticket in waiting:
+        reader.wait(ticket)
+    rate = done / (time.perf_counter() - started)
+    reader.close()
+    for fd in files.values():
+        os.close(fd)
+    return rate
+
+
+def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | None) -> dict[str, float]:
+    """Decode of one process, rounds of `tokens` between probes of the disk."""
+    paths = sorted(folder.glob("*.safetensors"))
+    evict(paths)
+    engine = None
+    for item in open_engine(folder, EngineOptions(device="cpu", ram=ram, ctx=512, threads=threads)):
+        if isinstance(item, Notice):
+            print(item.text, file=sys.stderr, flush=True)
+        engine = item
+    assert isinstance(engine, Engine)
+    ids = list(range(100, 132))
+    started = time.perf_counter()
+    for _ in engine.prefill(ids):
+        continue
+    prefill_s, placement, rates, seconds, waits = time.perf_counter() - started, engine.placement, [probe(paths)], [], []
+    read = engine.model.pager.disk_nbytes
+    for _ in range(rounds):
+        for token in range(tokens):
+            before, started = engine.model.pager.wait_s, time.perf_counter()
+            engine.forward_logits([200 + token])
+            seconds.append(time.perf_counter() - started)
+            waits.append(engine.model.pager.wait_s - before)
+        rates.append(probe(paths))
+    read = (engine.model.pager.disk_nbytes - read) / len(seconds)
+    needed, ring = engine.model.bytes_per_pass, placement.residency.ring_nbytes
+    room = placement.budget.ram - placement.baseline_bytes - placement.kv_bytes - placement.workspace_bytes - ring - FETCH_NBYTES
+    # The first token after a probe finds the ring full; a token in a row pays for all that it streams.
+    steady = [second for place, second in enumerate(seconds) if place % tokens]
+    result = {"disk_gbps": median(rates) / 1e9, "needed_gb": needed / 1e9, "memory_gb": room / 1e9, "read_per_token_gb": read / 1e9,
+              "seconds_per_token": median(steady), "waited_s": median(waits), "tokens_per_s": 1 / median(steady), "prefill32_s": prefill_s,
+              "roof_tokens_per_s": median(rates) / (needed - room), "peak_gb": peak_rss() / 1e9, "budget_gb": placement.budget.ram / 1e9}
+    result["share"] = result["tokens_per_s"] / result["roof_tokens_per_s"]
+    engine.close()
+    return result
+
+
+def peer(path: Path, tokens: int) -> dict[str, float]:
+    """llama.cpp token by token over a mapped file; the caller has put this process where memory is short."""
+    from llamacpp_run import Peer
+
+    evict([path])
+    llama = Peer(path, 512, len(os.sched_getaffinity(0)))
+    llama.forward([1], "last")
+    started = time.perf_counter()
+    for token in range(tokens):
+        llama.forward([200 + token], "last")
+    return {"tokens_per_s": tokens / (time.perf_counter() - started)}
+
+
+def child(arguments: list[str], limit: int | None = None) -> dict[str, float]:
+    """What a process of its own prints last; with `limit`, in a memory cgroup of so many bytes."""
+
+    def enter() -> None:
+        (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
+
+    if limit is not None:
+        CGROUP.mkdir(exist_ok=True)
+        (CGROUP / "memory.limit_in_bytes").write_text(str(limit))
+    try:
+        ran = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True,
+                             preexec_fn=enter if limit is not None else None)
+    finally:
+        if limit is not None:
+            CGROUP.rmdir()
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--make", metavar="SHAPE", help="write random weights of a shape into the folder, and stop")
+    parser.add_argument("--bits", type=int, help="of what --make writes (default: bf16)")
+    parser.add_argument("--ram", default="1.2G")
+    parser.add_argument("--tokens", type=int, default=6, help="in a row")
+    parser.add_argument("--rounds", type=int, default=3, help="of so many tokens")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--peer", type=Path, metavar="GGUF", help="the same weights for llama.cpp; written in bf16 where absent")
+    parser.add_argument("--publish", metavar="NAME", help="keep the result under this name")
+    parser.add_argument("--alone", choices=("own", "peer"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.make:
+        make(asked.make, asked.folder, asked.bits)
+        return 0
+    if asked.alone:
+        found = peer(asked.folder, asked.tokens) if asked.alone == "peer" else measure(asked.folder, asked.ram, asked.tokens, asked.rounds,
+                                                                                     asked.threads)
+        print(json.dumps(found))
+        return 0
+    own = child([str(asked.folder), "--alone", "own", "--ram", asked.ram, "--tokens", str(asked.tokens), "--rounds", str(asked.rounds),
+                 *(["--threads", str(asked.threads)] if asked.threads else [])])
+    under = f"{asked.folder.name} in {asked.ram}"
+    figures = [Figure("tokens_per_s", "decode", under, own["tokens_per_s"], "tokens/s"),
+               Figure("roof_tokens_per_s", "B / (W - M)", f"W {own['needed_gb']:.2f} GB, M {own['memory_gb']:.2f} GB",
+                      own["roof_tokens_per_s"], "tokens/s"),
+               Figure("share", "decode over B / (W - M)", under, own["share"], ""),
+               Figure("disk_gbps", "B, direct reads", f"{format_size(READ_NBYTES)}, {THREADS} at once, random order", own["disk_gbps"],
+                      "GB/s"),
+               Figure("read_per_token_gb", "read per token", under, own["read_per_token_gb"], "GB"),
+               Figure("waited", "waiting for the disk", "share of a token", own["waited_s"] / own["seconds_per_token"], ""),
+               Figure("prefill32_s", "prompt of 32 tokens", under, own["prefill32_s"], "s"),
+               Figure("peak_gb", "most memory held", f"budget {own['budget_gb']:.2f} GB", own["peak_gb"], "GB")]
+    if asked.peer:
+        if not asked.peer.exists():
+            from llamacpp_files import write_gguf
+
+            write_gguf(asked.folder, asked.peer, "bf16")
+        theirs = child([str(asked.peer), "--alone", "peer", "--tokens", str(min(asked.tokens, 3))], parse_size(asked.ram))
+        figures.append(Figure("peer_tokens_per_s", "llama.cpp, mapped file", f"{asked.peer.name}, memory cgroup of {asked.ram}",
+                              theirs["tokens_per_s"], "tokens/s"))
+        figures.append(Figure("against_peer", "decode over llama.cpp", under, own["tokens_per_s"] / theirs["tokens_per_s"], "x"))
+    publish(f"offload-{asked.publish}" if asked.publish else "offload", "Weights from the disk", INTRO, figures, keep=bool(asked.publish))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

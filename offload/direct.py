@@ -1,0 +1,239 @@
+"""Large reads past the page cache, from a few threads: what is waited for strictly before what is read ahead.
+
+Weights that are read once per token in the same order would drive everything else out of the page cache and never be found in it, so
+reads are direct (O_DIRECT): whole 4096-byte blocks into aligned memory, a superset of the bytes that are wanted. Where a file system
+refuses that, reads go through the page cache, whose pages are given back at once; that is announced, once for each file.
+
+A thread that hangs in a read (a network share that is gone) cannot be called back. So the threads are daemons, nobody waits for them
+without asking `cancelled` in between, and they own the memory that they fill.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .header import CheckpointError, damaged
+
+BLOCK = 4096  # alignment of direct reads: file offset, memory and length
+READ_NBYTES = 2 << 20  # of one read: a disk's full rate from 1 MiB on, and a stretch short enough to be overtaken
+THREADS = 4
+POLL_S = 0.05  # how often a wait looks whether it is to end
+
+
+class Interrupted(Exception):
+    """A wait was ended by whoever asked for it."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """`out`, whole blocks from an aligned address on, is filled from `offset`, a multiple of BLOCK. The file may end behind the
+    first `needed` bytes."""
+
+    file: Path
+    offset: int
+    out: memoryview
+    needed: int
+
+
+@dataclass
+class Traffic:
+    """What was read so far. `queue_s` and `read_s` are sums over reads, of several threads at once; `wait_s` is what the reader's
+    owner stood still."""
+
+    reads: int = 0
+    nbytes: int = 0
+    queue_s: float = 0.0
+    read_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass
+class Ticket:
+    """Reads that were asked for together: how many are still to come, and what went wrong."""
+
+    left: int
+    error: CheckpointError | None = None
+
+
+@dataclass
+class _Source:
+    """A file: the store's descriptor, and one for direct reads; None where they do not work."""
+
+    buffered: int
+    opened: int | None
+    direct: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.direct = self.opened
+
+    def close(self) -> None:
+        opened, self.opened, self.direct = self.opened, None, None
+        if opened is not None:
+            os.close(opened)
+
+
+@dataclass(frozen=True)
+class _Queued:
+    read: Read
+    ticket: Ticket
+    since: float = field(default_factory=time.perf_counter)
+
+
+class Reader:
+    """`files` maps paths to open descriptors, which must stay open until `close`. `direct=False` reads through the page cache."""
+
+    def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True) -> None:
+        self.traffic = Traffic()
+        self._lock = threading.Lock()
+        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._urgent: deque[_Queued] = deque()
+        self._later: deque[_Queued] = deque()
+        self._closed = False
+        self._said: list[str] = []
+        self._sources = {file: _Source(fd, _direct_descriptor(fd) if direct else None) for file, fd in files.items()}
+        if direct:
+            for file in (file for file, source in self._sources.items() if source.direct is None):
+                self._say(file)
+        self._threads = [threading.Thread(target=self._serve, name=f"effllm-disk-{i}", daemon=True) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, reads: Sequence[Read], urgent: bool = False) -> Ticket:
+        """Have reads made, in this order, after those that were submitted before; `urgent` before all that are not."""
+        ticket = Ticket(len(reads))
+        with self._lock:
+            (self._urgent if urgent else self._later).extend(_Queued(read, ticket) for read in reads)
+            self._work.notify(len(reads))
+        return ticket
+
+    def wait(self, ticket: Ticket, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Until all reads of a ticket are made; those still queued become urgent.
+
+        Raises CheckpointError where one failed, Interrupted when `cancelled()` says so.
+        """
+        started = time.perf_counter()
+        with self._lock:
+            self._hurry(ticket)
+            while ticket.left:
+                if cancelled():
+                    raise Interrupted
+                self._done.wait(POLL_S)
+            self.traffic.wait_s += time.perf_counter() - started
+        if ticket.error is not None:
+            raise CheckpointError(ticket.error.message, ticket.error.hint)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Take back what of a ticket is still queued. Reads under way go on: the ticket is free for good when none is `left`."""
+        with self._lock:
+            for queue in (self._urgent, self._later):
+                kept = [each for each in queue if each.ticket is not ticket]
+                ticket.left -= len(queue) - len(kept)
+                queue.clear()
+                queue.extend(kept)
+
+    def announcements(self) -> list[str]:
+        """Fallbacks since the last call."""
+        with self._lock:
+            said, self._said = self._said, []
+        return said
+
+    def close(self) -> None:
+        """End the threads. One that hangs in a read is left to the end of the process."""
+        with self._lock:
+            self._closed = True
+            self._urgent.clear()
+            self._later.clear()
+            self._work.notify_all()
+        deadline = time.monotonic() + 0.5
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            for source in self._sources.values():
+                source.close()
+
+    def _hurry(self, ticket: Ticket) -> None:
+        if any(each.ticket is ticket for each in self._later):
+            self._urgent.extend(each for each in self._later if each.ticket is ticket)
+            kept = [each for each in self._later if each.ticket is not ticket]
+            self._later.clear()
+            self._later.extend(kept)
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._urgent or self._later or self._closed):
+                    self._work.wait()
+                if self._closed:
+                    return
+                queued = (self._urgent or self._later).popleft()
+            started, count, error = time.perf_counter(), 0, None
+            try:
+                count = self._fill(queued.read)
+            except CheckpointError as failed:
+                error = failed
+            ended = time.perf_counter()
+            with self._lock:
+                traffic = self.traffic
+                traffic.reads += 1
+                traffic.nbytes += count
+                traffic.queue_s += started - queued.since
+                traffic.read_s += ended - started
+                queued.ticket.left -= 1
+                queued.ticket.error = queued.ticket.error or error
+                self._done.notify_all()
+
+    def _fill(self, read: Read) -> int:
+        """Make one read; returns the bytes read."""
+        source, done = self._sources[read.file], 0
+        while done < read.needed:
+            # Direct reads begin on a block; where one was cut short within, the rest comes through the page cache.
+            direct = source.direct if done % BLOCK == 0 else None
+            try:
+                count = os.preadv(source.buffered if direct is None else direct, [read.out[done:]], read.offset + done)
+            except OSError as error:
+                if direct is not None and error.errno == errno.EINVAL:
+                    self._fall_back(read.file, source)
+                    continue
+                raise CheckpointError(f"{read.file} cannot be read: {error.strerror}", "check the disk, then try again") from error
+            if count == 0:
+                damaged(read.file, "became shorter while it was being read")
+            done += count
+            if direct is None:
+                _forget_pages(source.buffered, read.offset, done)
+        return done
+
+    def _fall_back(self, file: Path, source: _Source) -> None:
+        with self._lock:
+            if source.direct is None:
+                return
+            source.direct = None  # it stays open: another thread may be reading from it at this moment
+            self._say(file)
+
+    def _say(self, file: Path) -> None:
+        self._said.append(f"{file.name}: no direct reads on this file system, weights are read through the page cache")
+
+
+def _direct_descriptor(fd: int) -> int | None:
+    """A descriptor of the same open file for direct reads; None where the system or the file system has none."""
+    if sys.platform == "darwin":
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # of the descriptor itself; any alignment will do
+        return os.dup(fd)
+    try:
+        # Through /proc, so that it is the very file whose header was checked, whatever its path leads to by now.
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _forget_pages(fd: int, offset: int, nbytes: int) -> None:
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,280 @@
+"""Weights of which a fixed part stays in memory and the rest comes from the disk on every pass.
+
+Parts are used in one order, again and again. The streamed ones take turns in a ring, each always at the same address, so what was
+prepared for a part holds for every pass. Reading ahead goes on over the end of a pass: the next one's first parts come while the head
+and the sampler run. A part is read when nothing that is still needed lies where it goes; whoever uses it waits for that alone.
+
+A read begins and ends on a block of the file, so a part takes a little more memory than its bytes, and its tensors lie there as they
+lie in the file: on 64-byte borders in a folder that effllm wrote, on those of their type everywhere (`fits`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .checkpoint import CheckpointError, TensorInfo, TensorStore
+from .direct import BLOCK, READ_NBYTES, Interrupted, Read, Reader, Ticket, Traffic
+from .memory import anonymous
+from .pager import ResidentPager
+from .placement import Residency
+
+GAP = 64 << 10  # of bytes that are rather read than left out: a read of its own costs as much
+FETCH_NBYTES = 4 << 20  # of memory for what is fetched out of turn
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes of a file."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is read and used together."""
+
+    ranges: tuple[Range, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return lay_out(self.ranges)[1]
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """Whole blocks of a file and where they go; only the first `needed` bytes have to be there."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    needed: int
+    at: int
+
+
+def lay_out(ranges: Sequence[Range], start: int = 0) -> tuple[list[_Extent], int, list[int]]:
+    """What to read for `ranges` into memory from `start` on (on a block), the bytes of it, and where each range then begins."""
+    extents: list[_Extent] = []
+    places = [0] * len(ranges)
+    at = start
+    for index in sorted(range(len(ranges)), key=lambda i: (str(ranges[i].file), ranges[i].offset)):
+        own = ranges[index]
+        begin, end = own.offset // BLOCK * BLOCK, own.offset + own.nbytes
+        last = extents[-1] if extents else None
+        if last is not None and last.file == own.file and begin <= last.offset + last.nbytes + GAP:
+            needed = max(last.needed, end - last.offset)
+            extents[-1] = last = _Extent(last.file, last.offset, -(-needed // BLOCK) * BLOCK, needed, last.at)
+        else:
+            last = _Extent(own.file, begin, -(-(end - begin) // BLOCK) * BLOCK, end - begin, at)
+            extents.append(last)
+        places[index] = last.at + own.offset - last.offset
+        at = last.at + last.nbytes
+    return extents, at - start, places
+
+
+class Lease:
+    """A streamed part for the time of a `with`; the same one for every pass."""
+
+    def __init__(self, enter: Callable[[int], None], leave: Callable[[int], None], place: int) -> None:
+        self._enter, self._leave, self._place = enter, leave, place
+
+    def __enter__(self) -> None:
+        self._enter(self._place)
+
+    def __exit__(self, *error: object) -> None:
+        self._leave(self._place)
+
+
+@dataclass
+class _Turn:
+    """A part that has been asked for: its number in the endless order, its memory [begin, end), its reads."""
+
+    number: int
+    begin: int
+    end: int
+    ticket: Ticket
+
+
+class StreamingPager:
+    """`always` are groups of tensors that stay whole, as in `ResidentPager`; `parts` in the order of use, some of them pinned.
+
+    `cancelled` is asked while somebody waits. The store must stay open until `close`.
+    """
+
+    resident = False
+
+    def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], residency: Residency,
+                 cancelled: Callable[[], bool] = lambda: False, direct: bool = True) -> None:
+        self._store, self._parts, self._residency, self._cancelled = store, parts, residency, cancelled
+        self._always = ResidentPager(store, always)
+        self._reader = Reader({file: store.descriptor(file) for file in store.files}, direct=direct)
+        self._views: dict[int, tuple[np.ndarray, ...]] = {}
+        self._pinned: list[np.ndarray] = []
+        self._ring = anonymous(residency.ring_nbytes)
+        self._spare: np.ndarray | None = None
+        self._bounds: list[tuple[int, int]] = []  # of the streamed parts' memory, by place in the order
+        self._extents: list[list[_Extent]] = []
+        at = 0
+        for index in residency.streamed:
+            nbytes = parts[index].nbytes
+            if at + nbytes > residency.ring_nbytes:
+                at = 0
+            extents, _, places = lay_out(parts[index].ranges, at)
+            self._extents.append(extents)
+            self._bounds.append((at, at + nbytes))
+            self._views[index] = _views(self._ring, parts[index], places)
+            at += nbytes
+        self._leases = {index: Lease(self._enter, self._leave, place) for place, index in enumerate(residency.streamed)}
+        self._turns: deque[_Turn] = deque()  # in memory or on their way, in order; the first may be in use
+        self._stale: list[_Turn] = []  # taken back while a read was under way
+        self._next = 0  # the number of the next part to be read
+        self.nbytes = self._always.nbytes + residency.nbytes + FETCH_NBYTES
+        self.load_nbytes = sum(info.nbytes for infos in always.values() for info in infos) + residency.pinned_nbytes
+
+    # -- what stays ------------------------------------------------------------------------------------------------------------
+
+    def load(self) -> Iterator[tuple[int, int]]:
+        """Bring in what stays, yielding (bytes done, bytes in all); then the first parts are on their way."""
+        done, tickets = 0, []
+        for done, _ in self._always.load():
+            yield done, self.load_nbytes
+        try:
+            for index in self._residency.pinned:
+                extents, nbytes, places = lay_out(self._parts[index].ranges)
+                memory = anonymous(nbytes)
+                self._pinned.append(memory)
+                self._views[index] = _views(memory, self._parts[index], places)
+                tickets.append((self._reader.submit(_reads(extents, memory)), nbytes))
+            for ticket, nbytes in tickets:
+                self._wait(ticket)
+                done += nbytes
+                yield done, self.load_nbytes
+        finally:
+            for ticket, _ in tickets:
+                self._reader.drop(ticket)
+        self._store.check_unchanged()
+        self._read_ahead()
+
+    def lease(self, key: Hashable) -> AbstractContextManager[Mapping[str, np.ndarray]]:
+        """The group's tensors that are in memory as a whole, as uint8 arrays."""
+        return self._always.lease(key)
+
+    # -- parts -----------------------------------------------------------------------------------------------------------------
+
+    def part(self, index: int) -> tuple[tuple[np.ndarray, ...], Lease | None]:
+        """Where the ranges of a part lie, as uint8 arrays, and the lease within which they hold what they should; None: always."""
+        return self._views[index], self._leases.get(index)
+
+    @contextmanager
+    def fetch(self, ranges: Sequence[Range]) -> Iterator[list[np.ndarray]]:
+        """Bytes that nobody has asked for in advance, at most FETCH_NBYTES with their borders; they hold until the next fetch."""
+        if self._spare is None:
+            self._spare = anonymous(FETCH_NBYTES)
+        extents, nbytes, places = lay_out(ranges)
+        if nbytes > FETCH_NBYTES:
+            raise ValueError(f"{nbytes} bytes to fetch at once, at most {FETCH_NBYTES}")
+        ticket = self._reader.submit(_reads(extents, self._spare), urgent=True)
+        try:
+            self._wait(ticket)
+        except BaseException:
+            self._reader.drop(ticket)
+            if ticket.left:
+                self._spare = None  # a read under way still writes there
+            raise
+        yield [self._spare[place : place + own.nbytes] for place, own in zip(places, ranges, strict=True)]
+
+    def check_unchanged(self) -> None:
+        """CheckpointError where a file was cut or rewritten in place since its header was read."""
+        self._store.check_unchanged()
+
+    def _enter(self, place: int) -> None:
+        count = len(self._bounds)
+        first = self._turns[0].number if self._turns else self._next
+        wanted = first + (place - first) % count
+        # Parts that are passed over (a pass that ended early, a pass without a head) are given up.
+        while self._turns and self._turns[0].number < wanted:
+            self._give_up(self._turns.popleft())
+        if not self._turns:
+            self._next = wanted
+        self._read_ahead()
+        while not self._turns:  # what was given up is still being written where the part goes
+            with suppress(CheckpointError):
+                self._wait(self._stale[0].ticket)
+            self._read_ahead()
+        try:
+            self._wait(self._turns[0].ticket)
+        except BaseException:
+            self._give_up(self._turns.popleft())
+            raise
+
+    def _leave(self, place: int) -> None:
+        self._turns.popleft()
+        self._read_ahead()
+
+    def _give_up(self, turn: _Turn) -> None:
+        self._reader.drop(turn.ticket)
+        if turn.ticket.left:
+            self._stale.append(turn)
+
+    def _read_ahead(self) -> None:
+        """Ask for parts as long as there is memory that nobody needs."""
+        count = len(self._bounds)
+        self._stale = [turn for turn in self._stale if turn.ticket.left]
+        while count and len(self._turns) < count:
+            place = self._next % count
+            begin, end = self._bounds[place]
+            if any(begin < turn.end and turn.begin < end for turn in (*self._turns, *self._stale)):
+                return
+            self._turns.append(_Turn(self._next, begin, end, self._reader.submit(_reads(self._extents[place], self._ring))))
+            self._next += 1
+
+    def _wait(self, ticket: Ticket) -> None:
+        if self._cancelled():
+            raise Interrupted
+        self._reader.wait(ticket, self._cancelled)
+
+    # -- what it cost ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> Traffic:
+        """All reads but those of what stays whole."""
+        return self._reader.traffic
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes read so far, everything counted."""
+        return self._reader.traffic.nbytes + self._always.disk_nbytes
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that its users have waited for the disk."""
+        return self._reader.traffic.wait_s
+
+    def announcements(self) -> list[str]:
+        """Fallbacks since the last call."""
+        return self._reader.announcements()
+
+    def close(self) -> None:
+        self._reader.close()
+        self._always.close()
+        self._views, self._pinned = {}, []
+
+
+def _views(memory: np.ndarray, part: Part, places: Sequence[int]) -> tuple[np.ndarray, ...]:
+    return tuple(memory[place : place + own.nbytes] for place, own in zip(places, part.ranges, strict=True))
+
+
+def _reads(extents: Sequence[_Extent], memory: np.ndarray) -> list[Read]:
+    """Extents cut into reads."""
+    view = memoryview(memory)
+    return [Read(each.file, each.offset + begin, view[each.at + begin : each.at + min(begin + READ_NBYTES, each.nbytes)],
+                 min(READ_NBYTES, each.needed - begin))
+            for each in extents for begin in range(0, each.nbytes, READ_NBYTES)]

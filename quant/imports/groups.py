@@ -1,0 +1,59 @@
+"""Integers in groups with a float scale and a zero point: what GPTQ, AWQ and compressed-tensors checkpoints hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..codes import Codes
+from ..spec import GROUPS, QuantSpec
+from ..weight import from_f32
+
+BITS = (8, 4)  # that kernels multiply with such scales
+SCALES = ("F16", "BF16")
+TOP = 15  # binary exponent of the largest scale of a row, in half precision
+
+
+@dataclass(frozen=True)
+class Groups:
+    """codes uint8 [N, K]; zeros uint8 and scales float32 [N, G]; order int [K], the group of every input: w = scale * (code - zero)."""
+
+    codes: np.ndarray
+    zeros: np.ndarray
+    scales: np.ndarray
+    order: np.ndarray
+
+    def values(self) -> np.ndarray:
+        """float32 [N, K]."""
+        return self.scales[:, self.order] * (self.codes.astype(np.int16) - self.zeros.astype(np.int16)[:, self.order])
+
+
+def spec_of(bits: int, dtype: str, depth: int, groups: int) -> QuantSpec | None:
+    """The format that holds such a weight exactly if its groups lie in order, None where there is none. A group longer than the
+    longest is several with one scale."""
+    if bits not in BITS or dtype not in SCALES or groups < 1 or depth % groups:
+        return None
+    fitting = [group for group in GROUPS["offset"] if depth // groups % group == 0]
+    return QuantSpec(bits, max(fitting), "offset") if fitting else None
+
+
+def in_order(order: np.ndarray, groups: int) -> bool:
+    """Do the groups of the inputs `order` [K] lie one after the other?"""
+    return groups > 0 and len(order) % groups == 0 and np.array_equal(order, np.arange(len(order)) // (len(order) // groups))
+
+
+def packable(held: Groups, spec: QuantSpec) -> Codes:
+    """Groups in order -> codes of `spec`. Raises ValueError for a scale that is no number.
+
+    Rows take a power of two: a row's largest scale comes near the top of half precision, so that bfloat16 scales lose nothing either,
+    unless one is 2**32 times smaller than its row's largest.
+    """
+    if not np.isfinite(held.scales).all():
+        raise ValueError("a scale is NaN or infinity")
+    most = np.abs(held.scales).max(axis=1)
+    powers = np.where(most > 0, np.frexp(most)[1] - TOP, 0)
+    times = held.codes.shape[1] // held.scales.shape[1] // spec.group
+    scales = from_f32(np.ldexp(held.scales, -powers[:, None]), "f16")
+    return Codes(held.codes, np.repeat(scales, times, axis=1), np.repeat(held.zeros, times, axis=1),
+                 np.ldexp(np.float32(1), powers).astype(np.float32))

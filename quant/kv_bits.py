@@ -1,0 +1,68 @@
+"""How many bits each side of each KV head gets, and each group of 16 channels in it.
+
+Within a side bits go to where they remove most of the noise's price: a group of strength s (the sum over its channels of what
+`kv_basis.noise_basis` leaves on the diagonal) costs s² · NOISE[b] at b bits, because its values have a power in proportion to s and so has
+the price of noise in them. Among sides that rule would trust the price too far: coarse noise in scores makes keys stand out that no query
+looks at. What sides cost at every number of bits is measured (`kv_price.trials`), and bits are shared by that.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # bits of a group
+SIDES = (1, 2, 3, 4, 5, 6, 8)  # of a side of a head
+NOISE = {bits: 10 ** (-decibels / 10) for bits, decibels in {1: 4.5, 2: 10.4, 3: 16.6, 4: 22.7, 5: 28.6, 6: 34.2, 8: 46.1}.items()}
+
+
+def allocate(strength: Sequence[float], bits: int) -> list[int]:
+    """Bits of the groups [n] of one side of a head, `bits` on average. It comes out even: only 6 → 8 takes two bits, and a single bit
+    cannot be left over when all groups have 6 or 8."""
+    worth = np.square(np.asarray(strength, np.float64)).tolist()
+    given, left = [WIDTHS[0]] * len(worth), (bits - WIDTHS[0]) * len(worth)
+    while left:
+        best, gain, step = 0, -1.0, 0
+        for group, now in enumerate(given):
+            more = next((width - now for width in WIDTHS if width > now), left + 1)
+            removed = worth[group] * (NOISE[now] - NOISE[now + more]) / more if more <= left else -1.0
+            if removed > gain:
+                best, gain, step = group, removed, more
+        given[best] += step
+        left -= step
+    return given
+
+
+def side_cost(strength: Sequence[float], bits: int) -> float:
+    """What the noise of one side of a head costs by the rule, 16 channels a group; at the most bits its groups share all noise."""
+    if bits == WIDTHS[-1]:
+        return float(np.sum(strength)) ** 2 / len(strength) * NOISE[bits] / 16
+    return sum(float(each) ** 2 * NOISE[width] for each, width in zip(strength, allocate(strength, bits), strict=True)) / 16
+
+
+def share(costs: Sequence[Sequence[float]], mean: float) -> list[int]:
+    """Bits of sides that cost so much at each of `SIDES`, at most `mean` on average: one step after another to where a bit removes the
+    most cost. A step may be of several bits, where the first of them alone would not pay."""
+    given = [SIDES[0]] * len(costs)
+    left, waiting = int(mean * len(costs) + 1e-9) - SIDES[0] * len(costs), []
+
+    def offer(side: int) -> None:
+        now = SIDES.index(given[side])
+        steps = [(bits - given[side], costs[side][place]) for place, bits in enumerate(SIDES) if now < place and bits - given[side] <= left]
+        if steps:
+            gain, step = max(((costs[side][now] - cost) / step, -step) for step, cost in steps)
+            heapq.heappush(waiting, (-gain, side, given[side], -step))
+
+    for side in range(len(costs)):
+        offer(side)
+    while waiting:
+        _, side, bits, step = heapq.heappop(waiting)
+        if bits != given[side]:
+            continue
+        if step <= left:
+            given[side] += step
+            left -= step
+        offer(side)
+    return given

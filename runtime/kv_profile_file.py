@@ -1,0 +1,172 @@
+"""`kv_profile.json` beside a model's weights, and the arrays that it names: plain float32, read without trusting them.
+
+The JSON says of which model and which weights the profile is, what the sides of heads cost, and the size and SHA-256 of the arrays. It
+is written last, so a profile that can be found is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+
+from .. import EffllmError, UsageError
+from ..offload.checkpoint import TensorStore
+from ..offload.header import is_gguf
+from ..quant.kv_basis import KVBasis
+from ..quant.kv_bits import SIDES
+from .config import ModelConfig
+from .config_reader import read_json
+from .kv_profile import Profile
+from .source import open_weights
+
+FILE, ARRAYS = "kv_profile.json", "kv_profile.f32"
+FORMAT, VERSION = "effllm-kv-profile", 1
+SAMPLE_NBYTES = 4096  # of a tensor, for the weights' name
+REMEDY = "effllm eval kv-profile {}"
+
+
+def profile_paths(path: Path) -> tuple[Path, Path]:
+    """Where the profile of a model folder, or of a GGUF file, lies: its JSON, its arrays."""
+    if is_gguf(path):
+        return path.with_name(f"{path.name}.{FILE}"), path.with_name(f"{path.name}.{ARRAYS}")
+    return path / FILE, path / ARRAYS
+
+
+def identity(store: TensorStore) -> str:
+    """A name for a model's weights: SHA-256 of every tensor's name, type, shape and first bytes. Not proof against forgery."""
+    digest = hashlib.sha256()
+    for name, info in sorted(store.tensors.items()):
+        digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
+        rows = info.shape[0] if info.shape else 1
+        if rows and info.nbytes:
+            digest.update(store.read(info, 0, max(1, min(rows, SAMPLE_NBYTES * rows // info.nbytes)))[:SAMPLE_NBYTES].tobytes())
+    return digest.hexdigest()
+
+
+def save_profile(profile: Profile, path: Path) -> Path:
+    """Write the profile of the model at `path`; returns the JSON's path. Raises EffllmError where that cannot be written."""
+    target, arrays = profile_paths(path)
+    parts = [part for basis in profile.layers for part in _parts(basis)]
+    raw = b"".join(np.ascontiguousarray(part, "<f4").tobytes() for part in parts)
+    first = profile.layers[0]
+    content = {
+        "format": FORMAT, "version": VERSION, "layers": len(profile.layers), "kv_heads": len(first.k_scale),
+        "head_dim": first.k_scale.shape[1], "weights": profile.weights, "tokens": profile.tokens,
+        "arrays": {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}, "bits": list(SIDES),
+        "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
+    }
+    try:
+        for where, data in ((arrays, raw), (target, json.dumps(content).encode())):
+            part = where.with_name(f".{where.name}.partial")
+            part.write_bytes(data)
+            os.replace(part, where)
+    except OSError as error:
+        raise EffllmError(f"{target} cannot be written: {error.strerror}", "a copy of the model in a folder of your own") from error
+    return target
+
+
+def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = None) -> Profile | None:
+    """The profile of the model at `path`, None where it has none. `store`: its weights, where they are open.
+
+    Raises UsageError for a profile of another model, of other weights, of a newer version, or damaged.
+    """
+    target, arrays = profile_paths(path)
+    if not target.exists():
+        return None
+    again = REMEDY.format(path)
+    raw = read_json(target)
+    if raw.get("format") != FORMAT:
+        raise UsageError(f"{target} is no KV profile", f"remove it, or {again}")
+    if raw.get("version") != VERSION:
+        raise UsageError(f"{target} is of version {raw.get('version')!r}, this effllm reads {VERSION}", again)
+    shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    theirs = tuple(raw.get(key) for key in ("layers", "kv_heads", "head_dim"))
+    if theirs != shape:
+        raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(shape)}", again)
+    own = identity(store) if store is not None else _identity_of(path)
+    if raw.get("weights") != own:
+        raise UsageError(f"{target} was recorded with other weights than those beside it", again)
+    costs, tokens = _costs(raw.get("costs"), shape), raw.get("tokens")
+    if costs is None or raw.get("bits") != list(SIDES) or not isinstance(tokens, int):
+        raise UsageError(f"{target} is damaged", again)
+    bases = _bases(_array_bytes(arrays, raw.get("arrays"), shape, again), shape, [cost is None for cost in costs])
+    return Profile(tuple(bases), costs, own, tokens)
+
+
+def _described(shape: Sequence[object]) -> str:
+    return "{} layers of {} KV heads of {}".format(*shape)
+
+
+def _identity_of(path: Path) -> str:
+    store, _ = open_weights(path)
+    with store:
+        return identity(store)
+
+
+def _parts(basis: KVBasis) -> list[np.ndarray]:
+    heads, groups = len(basis.k_scale), basis.k_scale.shape[1] // 16
+    none = np.zeros((heads, groups), np.float32)
+    strengths = (none if side is None else side for side in (basis.strength_k, basis.strength_v))
+    return [basis.k_scale, basis.k_matrix, basis.v_matrix, *strengths]
+
+
+def _shapes(shape: tuple[int, int, int]) -> list[tuple[int, ...]]:
+    """Of `_parts`, one layer's."""
+    _, heads, size = shape
+    return [(heads, size), (heads, size, size), (heads, size, size), (heads, size // 16), (heads, size // 16)]
+
+
+def _array_bytes(path: Path, said: object, shape: tuple[int, int, int], again: str) -> bytes:
+    expected = 4 * shape[0] * sum(int(np.prod(part)) for part in _shapes(shape))
+    if not isinstance(said, Mapping) or said.get("nbytes") != expected:
+        raise UsageError(f"{path} should have {expected} bytes for this model, the profile says otherwise", again)
+    try:
+        if path.stat().st_size != expected:
+            raise UsageError(f"{path} has {path.stat().st_size} bytes, expected {expected}", again)
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", again) from error
+    if hashlib.sha256(data).hexdigest() != said.get("sha256"):
+        raise UsageError(f"{path} is damaged: its checksum differs from what the profile says", again)
+    return data
+
+
+def _bases(data: bytes, shape: tuple[int, int, int], even: Sequence[bool]) -> list[KVBasis]:
+    values, at, bases = np.frombuffer(data, "<f4"), 0, []
+    for layer in range(shape[0]):
+        parts = []
+        for part in _shapes(shape):
+            count = int(np.prod(part))
+            parts.append(values[at : at + count].reshape(part).astype(np.float32))
+            at += count
+        k_scale, k_matrix, v_matrix, *strengths = parts
+        bases.append(KVBasis(k_scale, k_matrix, v_matrix, None, *([None, None] if even[layer] else strengths)))
+    return bases
+
+
+def _costs(raw: object, shape: tuple[int, int, int]) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:
+    """None for anything but finite numbers in the shape that a profile of this model has."""
+    layers, heads, _ = shape
+    if not isinstance(raw, list) or len(raw) != layers:
+        return None
+    found: list[tuple[np.ndarray, np.ndarray] | None] = []
+    for entry in raw:
+        if entry is None:
+            found.append(None)
+            continue
+        if not (isinstance(entry, list) and len(entry) == 2 and all(_is_table(side, heads) for side in entry)):
+            return None
+        found.append((np.array(entry[0], np.float64), np.array(entry[1], np.float64)))
+    return tuple(found)
+
+
+def _is_table(raw: object, heads: int) -> bool:
+    return (isinstance(raw, list) and len(raw) == heads
+            and all(isinstance(row, list) and len(row) == len(SIDES)
+                    and all(isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x) and x >= 0 for x in row) for row in raw))

@@ -1,0 +1,54 @@
+"""How a prompt is run where every pass reads weights from the disk: several of its chunks in one pass.
+
+Chunks end on a fixed grid so that a result depends on positions alone. Where sealing a page changes no value, the grid is free, and what
+is left of it is which kernel a chunk gets: a chunk of a few tokens is multiplied as tokens of an answer are. Such a chunk, at the
+beginning or the end of a prompt, keeps a pass of its own; all others go together as far as the working memory reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from .. import DoesNotFit
+from ..kernels.layout import PAGE
+from ..kernels.tiles import ROWS
+from ..offload.plan import Placement
+
+FEW = ROWS  # most tokens that any kernel takes as tokens of an answer
+DEARER = 1.1  # what may be streamed for every token so that a long prompt takes fewer passes
+WIDTHS = (8, 4, 2)
+
+
+def joined(chunks: Iterable[int], most: int) -> Iterator[int]:
+    """Lengths of the passes for a prompt cut into `chunks`, at most `most` tokens each."""
+    waiting = 0
+    for tokens in chunks:
+        if waiting and (tokens <= FEW or waiting + tokens > most):
+            yield waiting
+            waiting = 0
+        if tokens <= FEW:
+            yield tokens
+        else:
+            waiting += tokens
+    if waiting:
+        yield waiting
+
+
+def widest(plan_for: Callable[[int], Placement], chunk: int) -> tuple[int, Placement]:
+    """Tokens of a pass over a prompt, with the plan for it: `chunk`, or a multiple of it that costs an answer little.
+
+    `plan_for` plans with working memory for so many tokens. Raises what it raises for `chunk`.
+    """
+    base = plan_for(chunk)
+    if base.residency is None or not base.residency.streamed:
+        return chunk, base
+    for times in WIDTHS:
+        if times * chunk > -(-base.ctx // PAGE) * PAGE:
+            continue
+        try:
+            wider = plan_for(times * chunk)
+        except DoesNotFit:
+            continue
+        if wider.ctx == base.ctx and wider.streamed_bytes <= DEARER * base.streamed_bytes:
+            return times * chunk, wider
+    return chunk, base

@@ -1,0 +1,248 @@
+"""Profiles of a real model: recorded through its own forward pass, kept beside its weights, refused beside others."""
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm import UsageError
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.kernels.layout import PAGE
+from effllm.quant.kv_codec import decode, encode
+from effllm.runtime.calibrate import built_in_text
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice, Progress
+from effllm.runtime.kv_profile import Profile, record
+from effllm.runtime.kv_profile_file import ARRAYS, FILE, load_profile, save_profile
+from effllm.runtime.kv_profile_run import recorded
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.text import Tokenizer
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+CTX = 640
+TEXT = built_in_text()[:9000]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    *_, opened = open_engine(FABLE, EngineOptions(device="cpu", kv="32bit", ctx=CTX, chunk=CTX))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engine: Engine) -> Tokenizer:
+    return Tokenizer.load(FABLE, engine.config)
+
+
+@pytest.fixture(scope="module")
+def profile(engine: Engine, tokenizer: Tokenizer) -> Profile:
+    *_, made = record(engine, tokenizer, TEXT, "some weights", seconds=1e6)
+    return made
+
+
+class Clock:
+    """Seconds that pass with every look."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def test_bits_go_to_the_heads_that_remember(profile: Profile) -> None:
+    """Two of fable's twelve heads copy what was said before: at 4 bits on average they get 8, for hardly any of the noise."""
+    bits = profile.bits(4)
+    sides = np.array(bits)
+    assert sides.shape == (6, 2, 2)
+    assert 3.9 <= sides.mean() <= 4
+    assert (sides[4:, 0] >= 6).all()
+    assert sides[1:4].mean() < 4
+    even = [[(4, 4)] * 2] * 6
+    assert profile.cost(bits) < 0.2 * profile.cost(even)
+    for mean in (2, 3, 5, 6, 8):
+        assert np.array(profile.bits(mean)).mean() <= mean
+        assert profile.cost(profile.bits(mean)) <= profile.cost([[(mean, mean)] * 2] * 6)
+    apart = np.array(profile.bits(5, 3))
+    assert apart[..., 0].mean() <= 5
+    assert apart[..., 1].mean() <= 3
+
+
+def test_a_recording_is_the_same_twice(engine: Engine, tokenizer: Tokenizer, profile: Profile) -> None:
+    *_, again = record(engine, tokenizer, TEXT, "some weights", seconds=1e6)
+    assert again.hash == profile.hash
+    assert again.bits(4) == profile.bits(4)
+    *_, other = record(engine, tokenizer, TEXT, "other weights", seconds=1e6)
+    assert other.hash != profile.hash
+
+
+def test_bases_serve_the_codec(profile: Profile) -> None:
+    bits = profile.bits(4)
+    bases = profile.bases(bits)
+    k, v = np.random.default_rng(0).standard_normal((2, 1, PAGE, 64)).astype(np.float32)
+    for basis, heads in zip(bases, bits, strict=True):
+        for head, (bits_k, bits_v) in enumerate(heads):
+            one = basis.head(head)
+            records = encode(k, v, bits_k, bits_v, one)
+            back = decode(records, 64, one)
+            assert one.profile == profile.hash
+            assert all(np.isfinite(side).all() for side in back)
+    quiet, loud = ((there - k).std() for there, _ in (decode(encode(k, v, b, b, one), 64, one) for b in (8, 2)))
+    assert quiet < loud / 10
+
+
+def test_time_that_runs_out_is_said(engine: Engine, tokenizer: Tokenizer) -> None:
+    events = list(record(engine, tokenizer, TEXT, "w", seconds=40, clock=Clock(1.0)))
+    (notice,) = (event for event in events if isinstance(event, Notice))
+    assert "stopped at its budget of 40 s after" in notice.text
+    assert "tokens" in notice.text
+    assert events[-1].tokens < sum(len(tokenizer.encode(TEXT)) // CTX * [CTX])
+    assert any(isinstance(event, Progress) and event.phase == "trying bits" for event in events)
+
+
+def test_layers_that_were_not_reached_get_the_mean(engine: Engine, tokenizer: Tokenizer) -> None:
+    events = list(record(engine, tokenizer, TEXT, "w", seconds=4, clock=Clock(1.0)))
+    notice = next(event for event in events if isinstance(event, Notice))
+    made = events[-1]
+    reached = sum(cost is not None for cost in made.costs)
+    assert 0 < reached < 6
+    assert f"after {reached} of 6 layers" in notice.text
+    assert all(layer == [(4, 4)] * 2 for layer in made.bits(4)[reached:])
+    assert made.layers[-1].strength_k is None
+    assert len(made.bases(made.bits(4))) == 6
+
+
+def test_what_cannot_be_recorded_is_refused(engine: Engine, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UsageError, match="too few tokens"):
+        list(record(engine, tokenizer, "Once upon a time.", "w"))
+    *_, short = open_engine(FABLE, EngineOptions(device="cpu", kv="32bit", ctx=256))
+    try:
+        with pytest.raises(UsageError, match="never packed"):
+            list(record(short, tokenizer, TEXT, "w"))
+    finally:
+        short.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of fable with a profile."""
+    copy = tmp_path_factory.mktemp("profiled") / "fable"
+    shutil.copytree(FABLE, copy)
+    for _ in recorded(copy, TEXT, 1e6):
+        continue
+    return copy
+
+
+def test_a_profile_survives_its_file(folder: Path) -> None:
+    loaded = load_profile(folder, read_config(folder))
+    *_, made = recorded(folder, TEXT, 1e6)
+    assert loaded.hash == made.hash
+    assert loaded.tokens == made.tokens
+    assert loaded.bits(3) == made.bits(3)
+    for one, other in zip(loaded.bases(loaded.bits(4)), made.bases(made.bits(4)), strict=True):
+        assert (one.k_matrix == other.k_matrix).all()
+        assert (one.v_inverse == other.v_inverse).all()
+        assert (one.widths(4, 4)[0] == other.widths(4, 4)[0]).all()
+    assert load_profile(FABLE, read_config(FABLE)) is None
+
+
+def test_a_layer_that_was_not_reached_survives_too(folder: Path, tmp_path: Path, profile: Profile) -> None:
+    from dataclasses import replace
+
+    from effllm.quant.kv_basis import KVBasis
+
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    weights = load_profile(copy, read_config(copy)).weights
+    partial = replace(profile, weights=weights, layers=(*profile.layers[:5], KVBasis.plain(2, 64)), costs=(*profile.costs[:5], None))
+    save_profile(partial, copy)
+    loaded = load_profile(copy, read_config(copy))
+    assert loaded.bits(4) == partial.bits(4)
+    assert loaded.layers[5].strength_v is None
+    assert loaded.hash == partial.hash
+
+
+def spoilt(folder: Path, tmp_path: Path, **changes: object) -> Path:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    raw = json.loads((copy / FILE).read_text())
+    (copy / FILE).write_text(json.dumps(raw | changes))
+    return copy
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"format": "other"}, "no KV profile"), ({"version": 2}, "version 2"),
+    ({"head_dim": 128}, "another model: 6 layers of 2 KV heads of 128"),
+    ({"layers": 22}, "another model: 22 layers"), ({"weights": "0" * 64}, "other weights"), ({"costs": [None] * 5}, "damaged"),
+    ({"costs": [[[["x"] * 7] * 2] * 2] * 6}, "damaged"), ({"bits": [4]}, "damaged"), ({"tokens": "many"}, "damaged"),
+    ({"arrays": {"nbytes": 5, "sha256": ""}}, "should have"), ({"arrays": None}, "should have"),
+])
+def test_a_profile_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, changes: dict, message: str) -> None:
+    copy = spoilt(folder, tmp_path, **changes)
+    with pytest.raises(UsageError, match=message) as refused:
+        load_profile(copy, read_config(copy))
+    assert refused.value.hint
+
+
+def test_damaged_arrays_are_refused(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = read_config(copy)
+    whole = (copy / ARRAYS).read_bytes()
+    (copy / ARRAYS).write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    with pytest.raises(UsageError, match="checksum"):
+        load_profile(copy, config)
+    (copy / ARRAYS).write_bytes(whole[:-4])
+    with pytest.raises(UsageError, match="bytes, expected"):
+        load_profile(copy, config)
+    (copy / ARRAYS).unlink()
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_profile(copy, config)
+
+
+def test_other_weights_under_the_same_names_are_noticed(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(-64, os.SEEK_END)
+        last = file.read(64)
+        file.seek(-64, os.SEEK_END)
+        file.write(bytes(byte ^ 1 for byte in last))
+        file.seek(0)
+        header = int.from_bytes(file.read(8), "little")
+        file.seek(8 + header)
+        first = file.read(64)
+        file.seek(8 + header)
+        file.write(bytes(byte ^ 1 for byte in first))
+    with pytest.raises(UsageError, match="recorded with other weights"):
+        load_profile(copy, read_config(copy))
+
+
+def test_the_command_says_what_it_found(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(FABLE, tmp_path / "copy")
+    sample = tmp_path / "sample.txt"
+    sample.write_text(TEXT)
+
+    def ran(*argv: object) -> tuple[int, str, str]:
+        environment = Environment(io.StringIO(""), io.StringIO(), io.StringIO(), os.environ)
+        code = main(["eval", "kv-profile", *map(str, argv)], environment)
+        return code, environment.stdout.getvalue(), environment.stderr.getvalue()
+
+    code, out, err = ran(copy, "--text", sample, "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert Path(said["file"]) == copy / FILE
+    assert said["hash"] == f"{load_profile(copy, read_config(copy)).hash:016x}"
+    assert said["presets"]["4"][2] < 0.2
+    code, out, err = ran(copy, "--text", sample)
+    assert code == 0, err
+    assert "noise" in out
+    assert ran(copy, "--seconds", "0")[0] == 2
+    assert ran(copy, "--text", tmp_path / "absent")[0] == 2
+    assert ran(tmp_path / "absent")[0] == 3

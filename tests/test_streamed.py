@@ -1,0 +1,153 @@
+"""Weights from the disk give the bits of weights in memory: every format, family and kernel, prompt and answer, threads and caches."""
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm.runtime import parts
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.prepare import EngineOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import odd_model, options, run
+from family_models import CASES, written
+from streamed_models import streaming
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+
+
+def logits(engine: Engine, prompt: int = 150, answer: int = 20) -> np.ndarray:
+    """Of every position of a prompt in chunks (one of few tokens), then token by token over the end of a page, then few at once."""
+    vocabulary = engine.config.vocab_size
+    ids = np.random.default_rng(7).integers(0, vocabulary, prompt + answer + 8).tolist()
+    engine.reset()
+    rows = [found.copy() for _, found in engine.score(ids[:prompt])]
+    rows += [engine.forward_logits(ids[at : at + 1]).copy() for at in range(prompt, prompt + answer)]
+    return np.concatenate([*rows, engine.forward_logits(ids[prompt + answer :]).copy()])
+
+
+def resident(folder: Path, **asked: object) -> np.ndarray:
+    engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=256, **asked)))[-1]
+    assert engine.model.pager.resident
+    found = logits(engine)
+    engine.close()
+    return found
+
+
+def streamed(folder: Path, **asked: object) -> np.ndarray:
+    engine = streaming(folder, ctx=256, **asked)
+    found = logits(engine)
+    assert engine.model.pager.traffic.reads > 0
+    engine.close()
+    return found
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of some rows, so that every matrix of a small model is cut."""
+    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+
+
+FORMATS = ("bf16", "4bit", "8bit", "3bit", "affine4:64", "symmetric6:32", "ternary")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The packaged model by format, made once."""
+
+    @cache
+    def made(spec: str) -> Path:
+        if spec == "bf16":
+            return FABLE
+        out = tmp_path_factory.mktemp("quantized") / "fable"
+        run(FABLE, out, options(spec))
+        return out
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(folders: Callable[[str], Path]) -> Callable[[str], np.ndarray]:
+    return cache(lambda spec: resident(folders(spec)))
+
+
+@pytest.mark.parametrize("spec", FORMATS[:2])
+@pytest.mark.parametrize("threads", (1, 2))
+@pytest.mark.parametrize("direct", (True, False), ids=("direct", "buffered"))
+def test_everything_on_the_disk_gives_the_same_bits(spec: str, threads: int, direct: bool, folders, expected) -> None:
+    assert np.array_equal(streamed(folders(spec), threads=threads, direct=direct), expected(spec))
+
+
+@pytest.mark.parametrize("spec", FORMATS)
+def test_some_rows_at_a_time_give_the_same_bits(spec: str, folders, expected, small_parts: None) -> None:
+    assert np.array_equal(streamed(folders(spec)), expected(spec))
+
+
+@pytest.mark.parametrize("spec", FORMATS[:2])
+@pytest.mark.parametrize("keep", (2, 3))
+def test_what_is_pinned_between_changes_nothing(spec: str, keep: int, folders, expected, small_parts: None) -> None:
+    assert np.array_equal(streamed(folders(spec), keep=keep, ring=1 << 20), expected(spec))
+
+
+@pytest.mark.parametrize("spec", ("bf16", "4bit", "8bit"))
+def test_products_in_float32_give_the_same_bits(spec: str, folders, small_parts: None) -> None:
+    assert np.array_equal(streamed(folders(spec), exact=True, kv="32bit"), resident(folders(spec), exact=True, kv="32bit"))
+
+
+FAMILIES = ("llama, odd vocabulary", "llama, biases", "llama, tied, one KV head", "llama, shards, older dialect", "llama, float16", "qwen3",
+            "phi3", "gemma2", "olmo2", "granite", "opt", "opt, no biases")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kind_of_block_gives_the_same_bits(name: str, tmp_path: Path, small_parts: None) -> None:
+    written(CASES[name], tmp_path / "model")
+    assert np.array_equal(streamed(tmp_path / "model", keep=3), resident(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ("phi3", "qwen3", "opt"))
+def test_quantized_families_give_the_same_bits(name: str, tmp_path: Path, small_parts: None) -> None:
+    written(CASES[name], tmp_path / "model")
+    run(tmp_path / "model", tmp_path / "out", options("4bit"))
+    assert np.array_equal(streamed(tmp_path / "out"), resident(tmp_path / "out"))
+
+
+def test_widths_that_no_group_divides(tmp_path: Path, small_parts: None) -> None:
+    odd_model(tmp_path / "odd")
+    for spec in ("codebook4:16", "affine3:32"):
+        run(tmp_path / "odd", tmp_path / spec, options(spec))
+        engines = [list(open_engine(tmp_path / spec, EngineOptions(device="cpu", ctx=60)))[-1], streaming(tmp_path / spec, ctx=60)]
+        one, other = (logits(engine, 30, 5) for engine in engines)
+        assert np.array_equal(one, other)
+        for engine in engines:
+            engine.close()
+
+
+def test_a_gguf_file(tmp_path: Path, small_parts: None) -> None:
+    """Plain values are read from where they lie; rows that the file has in another order stay in memory."""
+    path = tmp_path / "fable.gguf"
+    list(export_gguf(FABLE, path, "F16", "fable"))
+    engine = streaming(path, ctx=256)
+    found, names = logits(engine), engine.model.streamed.parts.slices
+    assert any("gate_proj" in name for name in names) and not any("q_proj" in name for name in names)
+    engine.close()
+    assert np.array_equal(found, resident(path))
+
+
+def test_tensors_off_their_borders_stay_in_memory(tmp_path: Path, small_parts: None) -> None:
+    """A header of odd length: every value lies across its border, where no kernel reads it."""
+    folder = odd_model(tmp_path / "odd")
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    path.write_bytes((length + 1).to_bytes(8, "little") + raw[8 : 8 + length] + b" " + raw[8 + length :])
+    engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=60)))[-1]
+    found = parts.cut(engine.model.tensors, engine.model.store)
+    assert not found.parts and found.always_nbytes >= engine.model.nbytes
+    engine.close()
