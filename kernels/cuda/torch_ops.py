@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ... import UsageError
 from ..layout import STORED_TYPES, SWISH_LIMIT, SWISH_SLOPE, PageLayout
 from ..reference_moe import Routed, visits
 from ..registry import Call, Candidate, Registry
+from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
@@ -179,9 +179,9 @@ class TorchOps:
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None) -> TorchLayerPages:
         """One layer's pages on this device, as large as the host memory that stands for them."""
-        if codec is not None and codec.is_packed:
-            raise UsageError("packed caches run on the CPU in this version", "--kv 16bit, or --device cpu")
         memory = (torch.zeros(host.nbytes, dtype=torch.uint8, device=self.device) for host in (exact, sealed))
+        if codec is not None and codec.is_packed:
+            return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec)
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
