@@ -1,0 +1,93 @@
+"""Types commands into a real terminal and keeps what came back: as text, and as a picture of the terminal.
+
+    python tools/record_terminal.py OUT COMMAND... --home HOME [--folder FOLDER]
+
+A shell with the prompt `$ ` runs on a pseudo-terminal of 80 columns in FOLDER, with a home of its own. A program may print the paths of
+both: choose neutral ones. OUT.txt gets the bytes as a terminal would show them, OUT.svg the same drawn by rich, without the fonts that it
+would fetch. Needs `.[test]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+import pexpect
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+COLUMNS, ROWS = 80, 40
+PROMPT = "\x1b]7;\x07$ "  # an escape sequence that no program prints, so that the prompt is not found in an answer
+HOUR = 3600
+PERSONAL = ("XDG_", "PYTHON", "VIRTUAL_ENV", "EFFLLM_", "HF_")  # variables that a newcomer does not have
+
+
+def record(commands: list[str], folder: Path, home: Path) -> str:
+    """All bytes of the terminal, the typed ones among them."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(PERSONAL)}
+    variables |= {"HOME": str(home), "TERM": "xterm-256color", "PS1": PROMPT, "COLUMNS": str(COLUMNS)}
+    shell = pexpect.spawn("bash", ["--norc", "--noprofile", "--noediting"], cwd=folder, env=variables, dimensions=(ROWS, COLUMNS),
+                          encoding="utf-8", timeout=HOUR)
+    seen = io.StringIO()
+    shell.logfile_read = seen
+    shell.expect_exact(PROMPT)
+    for command in commands:
+        shell.sendline(command)
+        shell.expect_exact(PROMPT)
+        status = command_status(shell)
+        if status:
+            sys.exit(f"{command!r} ended with {status}:\n{seen.getvalue()}")
+    shell.logfile_read = None
+    shell.sendeof()
+    shell.expect(pexpect.EOF)
+    return seen.getvalue()
+
+
+def command_status(shell: pexpect.spawn) -> int:
+    """The exit code of the command before, asked for without a trace in the recording."""
+    kept, shell.logfile_read = shell.logfile_read, None
+    shell.sendline("echo status=$?")
+    shell.expect(r"status=(\d+)\r\n")
+    status = int(shell.match[1])
+    shell.expect_exact(PROMPT)
+    shell.logfile_read = kept
+    return status
+
+
+def shown(raw: str) -> Text:
+    """What a terminal shows in the end: of a line that was redrawn, the last state; no codes but colours."""
+    lines = []
+    for line in raw.replace(PROMPT, "$ ").replace("\r\n", "\n").split("\n")[:-1]:  # the last is a prompt at which nothing was typed
+        last = re.sub(r"\x1b\[[0-9;]*[A-HJ-KSTfhl]", "\r", line).rsplit("\r", 1)[-1]
+        lines.append(last)
+    return Text.from_ansi("\n".join(lines))
+
+
+def svg(text: Text, title: str) -> str:
+    """The picture; fonts are those of whoever looks at it."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor", legacy_windows=False)
+    console.print(text, soft_wrap=False)
+    form = re.sub(r"\s*@font-face \{\{.*?\}\}|https://www\.textualize\.io", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title=title, code_format=form.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("commands", nargs="+")
+    parser.add_argument("--folder", type=Path, default=Path.cwd())
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--title", default="effllm")
+    asked = parser.parse_args()
+    text = shown(record(asked.commands, asked.folder, asked.home))
+    asked.out.with_suffix(".txt").write_text(text.plain.rstrip() + "\n", encoding="utf-8")
+    asked.out.with_suffix(".svg").write_text(svg(text, asked.title), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
