@@ -25,6 +25,7 @@ from .policy.keep import Action, Keep, PageStats, Policy
 
 if TYPE_CHECKING:
     from ..quant.kv_seal import Sealer
+    from .kv_profile import Profile
 
 
 @dataclass(frozen=True)
@@ -286,9 +287,16 @@ def _sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: S
     return [sealer]
 
 
-def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int) -> list[RawCodec | PackedCodec]:
-    """What seals each layer's pages. Raises UsageError for a head size that cannot be packed."""
-    return kv.layers(layers, kv_heads, head_dim) if isinstance(kv, PackedFormat) else [kv] * layers
+def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int,
+                 profile: Profile | None = None) -> list[RawCodec | PackedCodec]:
+    """What seals each layer's pages: with a profile, in its bases and with its bits. Raises UsageError for a head size that cannot be
+    packed."""
+    if not isinstance(kv, PackedFormat):
+        return [kv] * layers
+    if profile is None:
+        return kv.layers(layers, kv_heads, head_dim)
+    bits = profile.bits(kv.bits_k) if kv.bits_k == kv.bits_v else profile.bits(kv.bits_k, kv.bits_v)
+    return kv.layers(layers, kv_heads, head_dim, profile.bases(bits), bits)
 
 
 def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import DoesNotFit, UsageError
 from ..kernels.layout import PAGE
@@ -24,6 +25,9 @@ from .parts import CONVERTED, Parts, cut
 from .passes import widest
 from .source import check_mapping, is_low_bit, open_weights
 from .streamed import Streams
+
+if TYPE_CHECKING:
+    from .kv_profile import Profile
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
 COLD_ALLOWANCE = 64 << 20
@@ -109,7 +113,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     kv = codec(options.kv)
     layout = kv.layout(config.num_key_value_heads, config.head_dim)
-    codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    profile = _profile(folder, config, store, options, notices) if kv.is_packed else None
+    codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
     workers = worker_count(options)
     wanted = options.ctx
     learned = config.position_offset is not None
@@ -157,6 +162,18 @@ def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotF
     if parts.kept_for == CONVERTED and folder is not None:
         hint = f"effllm quantize {folder} -o DIR --bits 4 makes a folder that runs from the disk"
     return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
+
+
+def _profile(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions, notices: list[str]) -> Profile | None:
+    """What is known of the model's keys and values; a model without a profile gets the same bits everywhere, which is said."""
+    if folder is None:
+        return None
+    from .kv_profile_file import load_profile
+
+    profile = load_profile(folder, config, store)
+    if profile is None:
+        notices.append(f"--kv {options.kv}: no profile of this model, every head gets the same bits; effllm eval kv-profile records one")
+    return profile
 
 
 def worker_count(options: EngineOptions) -> int:

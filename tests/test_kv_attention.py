@@ -38,7 +38,7 @@ def test_every_width_equals_softmax_over_the_decoded_pages(pool, kv):
 @pytest.mark.parametrize("heads,kv_heads,head_dim", ((4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16)))
 @pytest.mark.parametrize("window,softcap", ((None, None), (50, None), (200, 5.0)))
 def test_shapes_windows_and_caps(pool, heads, kv_heads, head_dim, window, softcap):
-    assert worst_error(pool, "4bit", heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, softcap=softcap) < 5e-3
+    assert worst_error(pool, "4bit", heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, softcap=softcap) < 1e-2
 
 
 def test_what_is_lost_is_what_the_codec_loses(pool):
