@@ -71,7 +71,7 @@ def test_bits_go_to_the_heads_that_remember(profile: Profile) -> None:
     assert (sides[4:, 0] >= 6).all()
     assert sides[1:4].mean() < 4
     even = [[(4, 4)] * 2] * 6
-    assert profile.cost(bits) < 0.2 * profile.cost(even)
+    assert profile.cost(bits) < 0.3 * profile.cost(even)
     for mean in (2, 3, 5, 6, 8):
         assert np.array(profile.bits(mean)).mean() <= mean
         assert profile.cost(profile.bits(mean)) <= profile.cost([[(mean, mean)] * 2] * 6)
@@ -277,7 +277,7 @@ def test_the_command_says_what_it_found(folder: Path, tmp_path: Path) -> None:
     said = json.loads(out)
     assert Path(said["file"]) == copy / FILE
     assert said["hash"] == f"{load_profile(copy, read_config(copy)).hash:016x}"
-    assert said["presets"]["4"][2] < 0.2
+    assert said["presets"]["4"][2] < 0.3
     assert said["auto"] == load_profile(copy, read_config(copy)).auto
     assert {"cost", "kld", "flips"} == set(said["checks"][0])
     code, out, err = ran(copy, "--text", sample)
