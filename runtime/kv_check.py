@@ -15,7 +15,7 @@ from .cache import layer_codecs, open_cache
 from .engine import Engine
 from .evaluate import log_softmax
 from .events import Progress
-from .kv_profile import Profile
+from .kv_profile import Profile, flips_of
 from .model import attention_specs
 
 FIRST, MEANS, PASSES = 4, (3, 4, 5, 6, 8), 3  # bits tried first, and those that `--kv auto` may take
@@ -51,7 +51,7 @@ def checked(engine: Engine, profile: Profile, window: Sequence[int], until: floa
         yield Progress("checking bits", len(found), PASSES, "passes")
         likely = [mean for mean in MEANS if profile.flips(profile.bits(mean)) <= AUTO_FLIPS]
         bits = likely[0] if likely else MEANS[-1]
-    good = [mean for mean, one in found.items() if one.flips <= AUTO_FLIPS]
+    good = [mean for mean, one in found.items() if flips_of(one.kld, one.flips) <= AUTO_FLIPS]
     yield replace(profile, auto=min(good) if good else None)
 
 

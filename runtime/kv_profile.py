@@ -14,6 +14,8 @@ import numpy as np
 from ..quant.kv_basis import KVBasis
 from ..quant.kv_bits import SIDES, share
 
+FLIPS_A_ROOT = 0.6  # changed top tokens over the root of the KL divergence, as measured on several models and formats
+
 Bits = list[list[tuple[int, int]]]  # per layer, per KV head: of K, of V
 
 
@@ -72,5 +74,10 @@ class Profile:
         if not self.checks:
             return None
         cost = max(self.cost(bits), 1e-30)
-        near, _, flips = min(self.checks, key=lambda check: abs(np.log(max(check[0], 1e-30) / cost)))
-        return min(1.0, flips * float(np.sqrt(cost / max(near, 1e-30))))
+        near, kld, flips = min(self.checks, key=lambda check: abs(np.log(max(check[0], 1e-30) / cost)))
+        return min(1.0, flips_of(kld, flips) * float(np.sqrt(cost / max(near, 1e-30))))
+
+
+def flips_of(kld: float, flips: float) -> float:
+    """The share of changed top tokens to expect where a short text showed `flips` of them: what the divergence lets expect, or more."""
+    return max(flips, FLIPS_A_ROOT * kld**0.5)
