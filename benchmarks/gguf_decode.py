@@ -24,7 +24,7 @@ from effllm.runtime.synthetic import SHAPES
 from llamacpp_sides import Child, file_nbytes, peer_file, random_folder
 from report import Figure, publish
 
-OWN = "own 4-bit folder"
+OWN, FULL = "own 4-bit folder", Schedule(6, 3)
 INTRO = ("Random weights, the same on all sides, all run by effllm; 16-bit KV cache; batch 1; medians over rounds in which the sides "
          "alternate. Roof: a load-only kernel over 1 GiB with the same threads, in the same round.")
 
@@ -62,7 +62,7 @@ def main() -> int:
     paths = {OWN: own_folder(folder, "4", threads, ()), **{kind: peer_file(folder, kind, threads) for kind in arguments.types}}
     sides = [Child(name, "own", path, threads) for name, path in paths.items()]
     roof = Roof(threads)
-    figures = list(figures_of(sides, QUICK if arguments.quick else Schedule(), roof, threads))
+    figures = list(figures_of(sides, QUICK if arguments.quick else FULL, roof, threads))
     for side in sides:
         side.close()
     roof.close()

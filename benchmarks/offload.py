@@ -2,9 +2,9 @@
 """A model larger than its memory budget against what the disk allows: decode at a share of B / (W - M).
 
 W is what a token reads of the weights, M what the budget leaves for weights (the budget less the program, the cache and all buffers, not
-what happened to be pinned), B the disk's rate for reads of the size that a run issues, measured on the model's own file in the same
-process, before, between and after the answers. The file is out of the page cache before. With --peer llama.cpp runs the same weights from a
-mapped file with as much memory, in a memory cgroup that is made for it; that needs root and version 1 of cgroups.
+what happened to be pinned), B the disk's rate for the very reads that a token makes, with nothing computed beside, in the same process,
+before, between and after the answers. The file is out of the page cache before. With --peer llama.cpp runs the same weights from a mapped
+file, and both run in a memory cgroup of the budget that is made for them; that needs root and version 1 of cgroups.
 
     python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama              # random weights of a shape, bf16; --bits 4 for low-bit
     python benchmarks/offload.py /data/tinyllama --ram 1.2G --tokens 6
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from effllm.offload.direct import READ_NBYTES, THREADS, Read, Reader
+from effllm.offload.direct import BLOCK, READ_NBYTES, THREADS, Read, Reader
 from effllm.offload.hardware import peak_rss
 from effllm.offload.memory import anonymous
 from effllm.offload.shards import Planned, index_json, plan_files
@@ -69,14 +69,15 @@ def evict(paths: list[Path]) -> None:
         os.close(fd)
 
 
-def probe(paths: list[Path]) -> float:
-    """Bytes a second of direct reads in random order over the model's files, as many at once as in a run."""
-    files = {path: os.open(path, os.O_RDONLY) for path in paths}
-    places = [(path, at) for path in paths for at in range(0, path.stat().st_size - READ_NBYTES, READ_NBYTES)]
-    random.Random(time.time_ns()).shuffle(places)
-    reader, memory = Reader(files), memoryview(anonymous(THREADS * READ_NBYTES))
+def probe(engine: Engine) -> float:
+    """Bytes a second of direct reads of what a token streams, in its order, as many at once as in a run, with nothing computed beside."""
+    streams, store = engine.prepared.streams, engine.model.store
+    places = [(own.file, at) for part in streams.residency.streamed for own in streams.parts.parts[part].ranges
+              for at in range(own.offset // BLOCK * BLOCK, own.offset + own.nbytes - READ_NBYTES + 1, READ_NBYTES)]
+    first = random.randrange(len(places))
+    reader, memory = Reader({file: store.descriptor(file) for file in store.files}), memoryview(anonymous(THREADS * READ_NBYTES))
     waiting, started, done = [], time.perf_counter(), 0
-    for number, (path, at) in enumerate(places):
+    for number, (path, at) in enumerate(places[first:] + places[:first]):
         if len(waiting) == THREADS:
             reader.wait(waiting.pop(0))
         if time.perf_counter() - started > PROBE_S:
@@ -88,8 +89,6 @@ def probe(paths: list[Path]) -> float:
         reader.wait(ticket)
     rate = done / (time.perf_counter() - started)
     reader.close()
-    for fd in files.values():
-        os.close(fd)
     return rate
 
 
@@ -107,7 +106,7 @@ def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | Non
     started = time.perf_counter()
     for _ in engine.prefill(ids):
         continue
-    prefill_s, placement, rates, seconds, waits = time.perf_counter() - started, engine.placement, [probe(paths)], [], []
+    prefill_s, placement, rates, seconds, waits = time.perf_counter() - started, engine.placement, [probe(engine)], [], []
     read = engine.model.pager.disk_nbytes
     for _ in range(rounds):
         for token in range(tokens):
@@ -115,7 +114,7 @@ def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | Non
             engine.forward_logits([200 + token])
             seconds.append(time.perf_counter() - started)
             waits.append(engine.model.pager.wait_s - before)
-        rates.append(probe(paths))
+        rates.append(probe(engine))
     read = (engine.model.pager.disk_nbytes - read) / len(seconds)
     needed, ring = engine.model.bytes_per_pass, placement.residency.ring_nbytes
     room = placement.budget.ram - placement.baseline_bytes - placement.kv_bytes - placement.workspace_bytes - ring - FETCH_NBYTES
@@ -182,14 +181,14 @@ def main() -> int:
         print(json.dumps(found))
         return 0
     own = child([str(asked.folder), "--alone", "own", "--ram", asked.ram, "--tokens", str(asked.tokens), "--rounds", str(asked.rounds),
-                 *(["--threads", str(asked.threads)] if asked.threads else [])])
+                 *(["--threads", str(asked.threads)] if asked.threads else [])], parse_size(asked.ram) if asked.peer else None)
     under = f"{asked.folder.name} in {asked.ram}"
     figures = [Figure("tokens_per_s", "decode", under, own["tokens_per_s"], "tokens/s"),
                Figure("roof_tokens_per_s", "B / (W - M)", f"W {own['needed_gb']:.2f} GB, M {own['memory_gb']:.2f} GB",
                       own["roof_tokens_per_s"], "tokens/s"),
                Figure("share", "decode over B / (W - M)", under, own["share"], ""),
-               Figure("disk_gbps", "B, direct reads", f"{format_size(READ_NBYTES)}, {THREADS} at once, random order", own["disk_gbps"],
-                      "GB/s"),
+               Figure("disk_gbps", "B", f"direct reads of what a token streams, {format_size(READ_NBYTES)}, {THREADS} at once",
+                      own["disk_gbps"], "GB/s"),
                Figure("read_per_token_gb", "read per token", under, own["read_per_token_gb"], "GB"),
                Figure("waited", "waiting for the disk", "share of a token", own["waited_s"] / own["seconds_per_token"], ""),
                Figure("prefill32_s", "prompt of 32 tokens", under, own["prefill32_s"], "s"),

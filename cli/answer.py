@@ -48,7 +48,7 @@ def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
 
 
 def say_cost(stats: Stats, screen: Screen) -> None:
-    """`--stats`: three lines on stderr."""
+    """`--stats`: four lines on stderr."""
     from ..offload.size import format_size
 
     cached = f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
@@ -60,10 +60,24 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     screen.note(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
                             f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",
                             f"{stats.kv_bits_per_value:.1f} bits a value over all")))
+    screen.note(foreseen(stats.placement))
 
 
 def placed(placement: Mapping[str, object]) -> str:
-    return ", ".join(f"{device} {layers}" for device, layers in placement.items())
+    return ", ".join(f"{device} {layers}" for device, layers in placement["layers"].items())
+
+
+def foreseen(placement: Mapping[str, object]) -> str:
+    """The prediction and what came: `predicted 20.1 tokens/s (± 15%), measured 19.4`."""
+    predicted, measured = placement["predicted_tps"], placement["measured_tps"]
+    if predicted is None:
+        return f"no prediction: {placement['reason']}"
+    told = f"predicted {predicted:.3g} tokens/s (± {100 * placement['error']:.0f}%)"
+    if measured is None:
+        return f"{told}, nothing to compare: one token comes with the prompt"
+    ratio = measured / predicted
+    off = f": {100 * abs(ratio - 1):.0f}% {'less' if ratio < 1 else 'more'}, {placement['miss']}" if placement["miss"] else ""
+    return f"{told}, measured {measured:.3g}{off}"
 
 
 def rate(tokens_per_second: float) -> str:

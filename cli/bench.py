@@ -86,10 +86,11 @@ def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
     """Markdown, which a terminal shows as it is and a page renders."""
     from ..offload.size import format_size
 
-    cells = [("model", "size", "params", "backend", "threads", "kv", "test", "t/s", "read", "of the roof")]
+    cells = [("model", "size", "params", "backend", "threads", "kv", "test", "t/s", "predicted", "read", "of the roof")]
     for row in rows:
-        cells.append((row.model_type, format_size(row.model_size), f"{row.model_n_params / 1e6:.2f} M", row.backend, str(row.n_threads),
+        cells.append((row.model_type, format_size(row.model_size), f"{row.model_n_params / 1e6:.2f} M", row.backends, str(row.n_threads),
                       row.type_k, row.test, f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+                      "" if row.predicted_ts is None else f"{row.predicted_ts:.2f}",
                       f"{format_size(round(row.read_bandwidth))}/s" if row.n_gen else "",
                       f"{100 * row.roof_fraction:.0f}%" if row.n_gen else ""))
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]

@@ -13,17 +13,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .. import UsageError
 from .flags import add_command, flag
-from .loading import follow
+from .loading import follow, last
 from .options import OUTPUT, Json
 from .screen import Screen
 
 if TYPE_CHECKING:
+    from ..offload.hardware import Machine
     from ..runtime.diagnose import Diagnosis, KernelChoice, Measurement
+    from ..runtime.roofs import Roofs
 
 TRIAL = ("run", "fable", "--raw", "Once upon a time", "-n", "8", "--temp", "0", "--device", "cpu", "--json")
 TRIAL_TIMEOUT_S = 300
 
+Probe = Annotated[bool, flag(OUTPUT, "--probe", "", "measure memory, kernels and disk again, whatever is known of them")]
+NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: show what is known")]
 Warm = Annotated[bool, flag(OUTPUT, "--warm", "", "compile and measure the kernels now, so that the next run starts at once")]
 
 
@@ -31,14 +36,16 @@ def register(app: typer.Typer) -> None:
     add_command(app, "doctor", "look around", doctor)
 
 
-def doctor(context: typer.Context, warm: Warm = False, json: Json = False) -> int:
-    """What this machine offers, which kernels run on it, and whether they work."""
+def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_probe: NoProbe = False, json: Json = False) -> int:
+    """What this machine offers, how fast it is, which kernels run on it, and whether they work."""
     from ..runtime.diagnose import diagnose, warm_up
 
     screen = Screen(context.obj)
+    if probe and no_probe:
+        raise UsageError("--probe and --no-probe contradict each other", "give one of them")
     if warm:
         list(follow(warm_up(), screen, type(None)))
-    report = diagnose()
+    report = diagnose(measured(screen, probe, no_probe))
     works, verdict = trial()
     if json:
         screen.json({**report.to_json(), "trial": {"ok": works, "message": verdict}})
@@ -46,6 +53,17 @@ def doctor(context: typer.Context, warm: Warm = False, json: Json = False) -> in
         show_report(screen, report)
         screen.pairs((("trial", verdict),))
     return 0 if works else 1
+
+
+def measured(screen: Screen, again: bool, never: bool) -> Roofs:
+    """What is known of the machine's speed, after measuring what is not, or all of it `again`."""
+    from ..runtime import roofs
+    from ..runtime.diagnose import roofs_wanted
+
+    wanted = roofs_wanted(screen.environment.variables)
+    known = roofs.known(wanted)
+    lacking = wanted if again else None if never else roofs.missing(wanted, known)
+    return known if lacking is None else last(follow(roofs.probe(lacking, known, again), screen, roofs.Roofs))
 
 
 def trial() -> tuple[bool, str]:
@@ -70,7 +88,7 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
     limit = f", limited to {format_size(machine.memory_limit)}" if machine.memory_limit else ""
     quota = f", quota of {machine.cpu_quota:g} CPUs" if machine.cpu_quota else ""
     libraries = ", ".join(f"{name} {number}" for name, number in report.libraries.items())
-    gpu = ", ".join(machine.gpus) or "none found"
+    gpu = cards(machine)
     if machine.gpus and not report.torch:
         gpu += ", not used: torch is not installed (pip install 'effllm[cuda]')"
     if report.cache_folder is None:
@@ -88,11 +106,54 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
         ("kernel cache", cache),
     ))
     screen.line()
+    show_roofs(screen, report.roofs)
+    screen.line()
     screen.table(("kernel", "stored", "tokens", "runs as", "because"),
                  [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in report.kernels], right=(2,))
     screen.line()
     show_measured(screen, report.measured)
     screen.line()
+
+
+def cards(machine: Machine) -> str:
+    """Cards with their memory, as far as it is known."""
+    from ..offload.size import format_size
+
+    def memory(nbytes: int | None) -> str:
+        return "unknown" if nbytes is None else format_size(nbytes)
+
+    return ", ".join(f"{card.name} (memory {memory(card.memory)}, free {memory(card.free)})" for card in machine.gpus) or "none found"
+
+
+def show_roofs(screen: Screen, known: Roofs) -> None:
+    """The rates that predictions are made of."""
+    from ..offload.size import format_size
+
+    machine = known.machine
+    if machine is None:
+        screen.line("speed: not measured; `effllm doctor` without --no-probe measures it, and so does the first `effllm plan`")
+        return
+    screen.line(f"speed with {machine.threads} threads, measured {machine.date}")
+    screen.pairs((
+        ("memory", f"reads {machine.memory / 1e9:.1f} GB/s at best, {machine.memory_usual / 1e9:.1f} usually"),
+        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us a layer, beside its weights"),
+        *((f"attention, {kv}", f"one token {rate.decode / 1e9:.1f}, a prompt {rate.prefill / 1e9:.1f} billion products/s")
+          for kv, rate in machine.attention.items())))
+    rows = [(kind, f"{rate.decode / 1e9:.1f}", f"{100 * rate.decode / machine.memory:.0f}%", f"{rate.prefill / 1e9:.0f}")
+            for kind, rate in machine.kinds.items()]
+    screen.table(("weights", "one token, GB/s", "of the memory", "a prompt, billion products/s"), rows, right=(1, 2, 3))
+    if known.disk is None:
+        screen.line("disk: not measured")
+        return
+    found = known.disk.disk
+    how = "direct reads" if found.direct else "buffered reads, the file system refuses direct ones: some may come from memory"
+    screen.line(f"disk {found.device} ({found.file_system}), {how}, on a file of {format_size(known.disk.file_bytes)}, {known.disk.date}")
+    depths = sorted({read.depth for read in found.reads})
+    sizes = sorted({read.nbytes for read in found.reads})
+    rate = {(read.nbytes, read.depth): read.rate for read in found.reads}
+    screen.table(("reads of", *(f"{depth} at once" for depth in depths)),
+                 [(format_size(size), *(f"{rate[size, depth] / 1e9:.2f} GB/s" for depth in depths)) for size in sizes],
+                 right=range(1, len(depths) + 1))
 
 
 def show_measured(screen: Screen, measured: tuple[Measurement, ...]) -> None:

@@ -1,51 +1,179 @@
-"""`effllm plan MODEL`: what a run would take, from headers alone. The same arithmetic decides the run itself."""
+"""`effllm plan MODEL`: what a run would take and how fast it would be, from headers alone. The same arithmetic decides the run itself.
+
+The speed comes from measurements of this machine, which the first plan makes (some seconds, kept in the cache folder with their date).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
-from .flags import add_command
-from .loading import find
-from .options import EngineFlags, Json, Model
+from .. import UsageError
+from .flags import add_command, flag
+from .loading import find_any, follow, last
+from .options import MEMORY, OUTPUT, EngineFlags, Json, Model
 from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..offload.plan import Placement
+    from ..offload.predict import Prediction
+    from ..runtime.forecast import Forecast, Suggestion
+    from ..runtime.prepare import Prepared
+    from ..runtime.roofs import Roofs
 
 EXAMPLES = """examples
 
   effllm plan fable
   effllm plan tinyllama --ram 2G -c 4096
+  effllm plan tinyllama --bits 4 -p 1000 --json
 """
+BAR = 40
+WEIGHTS, CACHE, OTHER, FREE = "█", "▓", "▒", "·"
+
+Bits = Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "as if the weights were quantized (as they are stored)")]
+PromptTokens = Annotated[int | None, flag(OUTPUT, "-p --n-prompt", "N", "tokens of a prompt whose wait is predicted (512)")]
+NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: predict from what is known of this machine, or not at all")]
 
 
 def register(app: typer.Typer) -> None:
     add_command(app, "plan", "look around", plan, EXAMPLES)
 
 
-def plan(context: typer.Context, model: Model, engine: EngineFlags, json: Json = False) -> None:
-    """What goes where, and whether it fits, before a byte is loaded."""
-    from ..offload.size import format_size
-    from ..runtime.engine import prepare
+def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: PromptTokens = None, no_probe: NoProbe = False, *,
+         engine: EngineFlags, json: Json = False) -> None:
+    """What goes where, whether it fits, and how fast it will be."""
+    from ..runtime import forecast
 
     screen = Screen(context.obj)
-    ref = find(model, screen)
-    prepared = prepare(ref.folder, engine.options())
-    placement = prepared.placement
+    if prompt is not None and prompt < 1:
+        raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
+    prepared = prepared_for(model, bits, engine, screen)
+    known = machine_roofs(prepared, screen, no_probe)
+    found, better = forecast.forecast(prepared, known, prompt or forecast.PROMPT), forecast.suggest(prepared, known)
     for notice in prepared.notices:
         screen.note(notice)
-    devices = {device: placement.devices.count(device) for device in dict.fromkeys(placement.devices)}
     if json:
-        screen.json({"model": model, "ctx": placement.ctx, "kv": prepared.options.kv, "devices": devices,
-                     "weights_bytes": placement.weights_bytes, "kv_bytes": placement.kv_bytes, "workspace_bytes": placement.workspace_bytes,
-                     "baseline_bytes": placement.baseline_bytes, "total_bytes": placement.total_bytes,
-                     "ram_bytes": placement.budget.ram, "vram_bytes": placement.budget.vram, "notes": list(placement.notes)})
-        return
-    screen.pairs((
+        screen.json(report(model, prepared, known, found, better))
+    else:
+        screen.pairs(lines(model, prepared, known, found, better))
+
+
+def prepared_for(model: str, bits: int | None, engine: EngineFlags, screen: Screen) -> Prepared:
+    """The plan of the model as it is stored, or as `--bits` or a format in its name would make it."""
+    from ..runtime.forecast import prepare_at
+    from ..runtime.prepare import prepare
+
+    ref = find_any(model, screen)
+    spec = f"{bits}bit" if bits is not None else ref.variant
+    if ref.variant not in (None, spec):
+        raise UsageError(f"{ref.text} and --bits {bits} disagree", "give one of them")
+    return prepare(ref.folder, engine.options()) if spec is None else prepare_at(ref.folder, spec, engine.options())
+
+
+def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool) -> Roofs:
+    """What is known of this machine; what the prediction lacks is measured first."""
+    from ..runtime import forecast, roofs
+
+    wanted = forecast.wanted(prepared)
+    known = roofs.known(wanted)
+    lacking = None if no_probe or "cuda" in prepared.placement.devices else roofs.missing(wanted, known)
+    return known if lacking is None else last(follow(roofs.probe(lacking, known), screen, roofs.Roofs))
+
+
+def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None) -> dict[str, object]:
+    """What `--json` prints. Keys stay; bytes, seconds, tokens a second."""
+    placement, work = prepared.placement, found.work
+
+    def told(prediction: Prediction | None, tokens: int = 1) -> dict[str, object] | None:
+        return prediction and {"seconds": prediction.seconds, "tokens_per_s": tokens * prediction.tokens_per_s, "error": prediction.error,
+                               "limit": prediction.limit, "disk_s": prediction.disk_s, "memory_s": prediction.memory_s,
+                               "processor_s": prediction.processor_s}
+
+    residency = placement.residency
+    return {
+        "model": model, "ctx": placement.ctx, "kv": prepared.options.kv, "devices": devices(placement),
+        "weights_bytes": placement.weights_bytes, "kv_bytes": placement.kv_bytes, "workspace_bytes": placement.workspace_bytes,
+        "baseline_bytes": placement.baseline_bytes, "total_bytes": placement.total_bytes, "ram_bytes": placement.budget.ram,
+        "vram_bytes": placement.budget.vram, "notes": list(placement.notes),
+        "tiers": {"memory": {"weights_bytes": placement.weights_bytes - placement.streamed_bytes if residency is None
+                             else residency.pinned_nbytes, "ring_bytes": residency.ring_nbytes if residency else 0,
+                             "kv_bytes": placement.kv_bytes, "other_bytes": placement.workspace_bytes + placement.baseline_bytes},
+                  "disk": {"weights_bytes": placement.streamed_bytes}, "gpu": {"total_bytes": placement.vram_bytes}},
+        "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed, "kv_bytes_at_full_context":
+                      work.kv_bytes * placement.ctx},
+        "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
+                       "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "unknown": found.reason or None},
+        "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
+                                  "full_context": better.full},
+        "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
+        "disk": known.disk and {"date": known.disk.date, "bytes_per_s": known.disk.disk.stream_rate, "direct": known.disk.disk.direct},
+    }
+
+
+def devices(placement: Placement) -> dict[str, int]:
+    return {device: placement.devices.count(device) for device in dict.fromkeys(placement.devices)}
+
+
+def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None) -> list[tuple[str, str]]:
+    """The same for a person."""
+    from ..offload.size import format_size
+
+    placement, work = prepared.placement, found.work
+    residency, budget = placement.residency, placement.budget
+    other = placement.workspace_bytes + placement.baseline_bytes
+    held = placement.weights_bytes if residency is None else residency.nbytes
+    said = [
         ("model", f"{model} ({prepared.config.family})"),
-        ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens"),
-        ("layers", ", ".join(f"{count} on {device}" for device, count in devices.items())),
-        ("weights", format_size(placement.weights_bytes)),
-        ("cache", f"{format_size(placement.kv_bytes)} at {prepared.options.kv}"),
-        ("workspace", format_size(placement.workspace_bytes)),
-        ("program", format_size(placement.baseline_bytes)),
-        ("total", f"{format_size(placement.total_bytes)} of {format_size(placement.budget.ram)}"
-                  + (f" and {format_size(placement.budget.vram)} on the GPU" if placement.budget.vram else "")),
-    ))
+        ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens, cache at {prepared.options.kv}"),
+        ("layers", ", ".join(f"{count} on {device}" for device, count in devices(placement).items())),
+        ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.kv_bytes), (OTHER, other)), budget.ram)} "
+                   f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),
+        ("", f"{WEIGHTS} weights {format_size(held)}  {CACHE} cache {format_size(placement.kv_bytes)}  {OTHER} workspace "
+             f"{format_size(placement.workspace_bytes)}, program {format_size(placement.baseline_bytes)}  {FREE} free"),
+    ]
+    if budget.vram:
+        said.append(("GPU", f"{bar(((WEIGHTS, placement.vram_bytes),), budget.vram)} {format_size(placement.vram_bytes)} of "
+                            f"{format_size(budget.vram)}"))
+    if residency is not None:
+        whole = residency.streamed_nbytes + residency.pinned_nbytes
+        said.append(("disk", f"{bar(((WEIGHTS, residency.streamed_nbytes),), whole)} {format_size(residency.streamed_nbytes)} of "
+                             f"{format_size(whole)} of weights, read for every token through {format_size(residency.ring_nbytes)}"))
+    said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
+              + (f", {format_size(work.streamed)} of them from the disk" if work.streamed else "")
+              + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache"), *speeds(found)]
+    if better is not None:
+        said.append(("faster", f"{better.flag}: {better.gain:.1f} times as fast"
+                     f" ({better.tokens_per_s:.3g} tokens/s{' with a full context' if better.full else ''})"))
+    if known.machine is not None:
+        disk = f", disk {known.disk.disk.stream_rate / 1e9:.2f} GB/s ({known.disk.date})" if known.disk else ""
+        said.append(("measured", f"memory {known.machine.memory / 1e9:.1f} GB/s, kernels ({known.machine.date}){disk}"))
+    return said
+
+
+def speeds(found: Forecast) -> list[tuple[str, str]]:
+    if found.start is None or found.full is None:
+        return [("speed", f"not known: {found.reason}")]
+    said = [("speed", f"about {found.start.tokens_per_s:.3g} tokens/s (± {100 * found.start.error:.0f}%), "
+                      f"{found.full.tokens_per_s:.3g} with a full context; the {found.start.limit} limits it")]
+    if found.prompt is not None:
+        load = f", after {seconds(found.load_s)} of loading from a cold disk" if found.load_s is not None else ""
+        rate = found.prompt_tokens / found.prompt.seconds
+        said.append(("first token", f"about {seconds(found.prompt.seconds)} (± {100 * found.prompt.error:.0f}%) for a prompt of "
+                                    f"{found.prompt_tokens} tokens, {rate:.3g} tokens/s{load}"))
+    return said
+
+
+def seconds(value: float) -> str:
+    """0.05 s, 3.2 s, 75 s."""
+    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+
+
+def bar(parts: Sequence[tuple[str, int]], whole: int, width: int = BAR) -> str:
+    """Shares of `whole` as a bar: each part that is there has a mark at least, what is left is free."""
+    drawn = ""
+    for mark, nbytes in parts:
+        count = max(1, round(width * nbytes / whole)) if nbytes and whole else 0
+        drawn += mark * min(count, width - len(drawn))
+    return drawn + FREE * (width - len(drawn))

@@ -128,7 +128,9 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
         lines.append(("memory", f"{format_size(memory.total_bytes)} of {format_size(memory.budget_bytes)}, context {memory.context}"
                       if memory.fits else f"does not fit now: {memory.reason}"))
     if plan.tokens_per_s is not None:
-        lines.append(("speed", f"about {plan.tokens_per_s:.3g} tokens/s, an estimate from this machine's memory"))
+        lines.append(("speed", f"about {plan.tokens_per_s:.3g} tokens/s (± {100 * plan.tokens_per_s_error:.0f}%)"))
+    elif plan.speed_unknown:
+        lines.append(("speed", f"not known: {plan.speed_unknown}"))
     for name, text in lines:
         screen.note(f"{name:<10}{text}")
 

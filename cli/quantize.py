@@ -65,7 +65,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     options = conversion_options(ref, bits, spec, tensor_type, target, method=method, threads=threads, replace=force or None,
                                  calibration_text=None if calib is None else read_text(calib, screen), calibration_tokens=calib_tokens)
     if dry_run:
-        plan = plan_conversion(ref.folder, options.recipe)
+        plan = plan_conversion(ref.folder, options.recipe, options.target is None)
         with plan.store:
             say_plan(last(follow(decided(plan, options), screen, ConversionPlan)), screen, json)
         return

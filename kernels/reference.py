@@ -9,6 +9,8 @@ import math
 
 import numpy as np
 
+from .layout import SWISH_LIMIT, SWISH_SLOPE
+
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
@@ -39,14 +41,22 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
 
 
 def activate(x: np.ndarray, kind: str) -> np.ndarray:
-    """silu, gelu (exact), gelu_tanh, relu, none."""
+    """silu, gelu (exact), gelu_tanh, relu, none; clamped_swish is the half of a gate, see `gated`."""
     if kind == "silu":
         return x / (1 + np.exp(-x))
     if kind == "gelu":
         return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
     if kind == "gelu_tanh":
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if kind == "clamped_swish":
+        x = np.minimum(x, SWISH_LIMIT)
+        return x / (1 + np.exp(-SWISH_SLOPE * x))
     return np.maximum(x, 0) if kind == "relu" else x
+
+
+def gated(gate: np.ndarray, up: np.ndarray, kind: str) -> np.ndarray:
+    """act(gate) * up; clamped_swish keeps `up` within its limit on both sides and adds 1 to it."""
+    return activate(gate, kind) * (np.clip(up, -SWISH_LIMIT, SWISH_LIMIT) + 1 if kind == "clamped_swish" else up)
 
 
 def add_branch(stream: np.ndarray, branch: np.ndarray, norm: tuple | None, factor: float) -> np.ndarray:

@@ -51,7 +51,8 @@ def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np
 
 def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool,
         act: str) -> tuple[np.ndarray, Routed]:
-    """x + sum over a token's experts of share * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits.
+    """x + sum over a token's experts of share * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
+    `reference.gated`.
 
     An expert to which no token goes is not looked at.
     """
@@ -66,6 +67,6 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], to
         if begin == end:
             continue
         rows = tokens[begin:end]
-        hidden.append(reference.activate(apply(n[rows], expert.gate), act) * apply(n[rows], expert.up))
+        hidden.append(reference.gated(apply(n[rows], expert.gate), apply(n[rows], expert.up), act))
         out[rows] += of_visit[begin:end, None] * apply(hidden[-1], expert.down)
     return out, Routed(offsets, tokens, np.concatenate(hidden).astype(np.float32))

@@ -3,7 +3,7 @@
 A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
 
     codes    [N/16 blocks][K/32 tiles][tile]
-    scales   (the other formats' codes of eight bits are what they multiply by)
+    scales   (the other formats' codes of eight bits are what they multiply by; mxfp: the exponent of a power of two, as in a float32)
              codebook: [N/16][K/32][16 bytes], the even group's code in the low nibble      else: [N/16][K/group][16 bytes]
              block, offset: [N/16][K/group][16 half-precision floats]
              super: [N/16][K/256][16 halves d, 16 halves e, then per tile 16 bytes s | (m & 3) << 6 and 8 bytes: m >> 2 of row r in the
@@ -11,7 +11,7 @@ A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
              signed: [N/16][K/256][16 halves d, then per group 16 int8 s]
     zeros    affine and offset only: [N/16][K/group][16 bytes]
     rows     bfloat16 [N], a scale per row
-    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by
+    tables   codebook only: 16 int8 levels, repeated to 16 entries, then 16 uint8 steps, what a scale code multiplies by; mxfp: levels alone
     sparse   with outliers: uint32 starts[N/16 + 1], uint32 places[m] (row in block << 28 | column), bfloat16 values[m]
 
 A tile is 16 rows x 32 inputs, as bit planes one after the other: 3 bits are planes of 2 + 1, 5 of 4 + 1, 6 of 4 + 2, low bits first.
@@ -31,12 +31,13 @@ from .layout import align
 ROWS, TILE = 16, 32  # rows of a block, inputs of a tile
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 CODEBOOK, AFFINE, SYMMETRIC, TERNARY, BLOCK = range(5)
-OFFSET, SUPER, SIGNED = 8, 9, 10
-SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "offset": OFFSET,
-           "super": SUPER, "signed": SIGNED}
+MXFP, OFFSET, SUPER, SIGNED = 7, 8, 9, 10
+SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "mxfp": MXFP,
+           "offset": OFFSET, "super": SUPER, "signed": SIGNED}
 SCHEME_SHIFT, SCHEME_MASK = 4, 15  # a kernel gets bits << SCHEME_SHIFT | scheme
 CODEBOOK_GROUP, CODEBOOK_SCALES = 16, 16  # a group's inputs; scale codes, four bits each
 LEVELS_NBYTES = STEPS_NBYTES = 16
+LEVEL_SHIFT = 64  # what kernels add to a level, so that it is unsigned
 MOST_STEP, MOST_LEVEL = 127, 64  # so that a group's sum times its step, over a tile, stays within 32 bits
 SUPER_BLOCK = 256  # inputs that share a half-precision scale, and a scale of minima
 # Bytes of what begins a record (the scales of a super-block of 16 rows), of a tile's codes in it, and of all.
@@ -103,7 +104,7 @@ def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outlier
         at += align(blocks * each["zeros"])
     row_scales = at
     at += align(2 * rows)
-    if scheme == "codebook":
+    if scheme in ("codebook", "mxfp"):
         tables = at
         at += align(LEVELS_NBYTES + STEPS_NBYTES)
     if outliers:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from .gpu import Gpu, gpus
+
 ROOT = Path("/")
 # What the kernels may ask for, in the order in which a reader looks for it.
 _SIMD = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8",
@@ -33,7 +35,7 @@ class Machine:
     memory_available: int
     memory_limit: int | None
     huge_pages: str
-    gpus: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
 
 
 def describe(root: Path = ROOT) -> Machine:
@@ -49,7 +51,7 @@ def describe(root: Path = ROOT) -> Machine:
         memory_available=memory_available(root),
         memory_limit=_memory_limit(root),
         huge_pages=_huge_pages(root),
-        gpus=gpu_names(root),
+        gpus=gpus(root),
     )
 
 
@@ -85,15 +87,6 @@ def simd_features(root: Path = ROOT) -> tuple[str, ...]:
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
     flags = set(found.group(1).split()) if found else set()
     return tuple(name for name in _SIMD if name in flags)
-
-
-def gpu_names(root: Path = ROOT) -> tuple[str, ...]:
-    """Names of NVIDIA cards that the driver announces: a way to know without importing torch that there is none."""
-    names = []
-    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        found = re.search(r"^Model:\s*(.+)$", _text(file) or "", re.MULTILINE)
-        names.append(found.group(1).strip() if found else "NVIDIA GPU")
-    return tuple(names)
 
 
 def memory_total(root: Path = ROOT) -> int:

@@ -75,6 +75,11 @@ class ResidentPager:
         """Seconds that a pass has waited for the disk: none."""
         return 0.0
 
+    def resident_arrays(self) -> Iterator[np.ndarray]:
+        """Tensors that lie in memory for certain: none of a mapped file."""
+        if not self._mmap:
+            yield from (array for group in self._leases.values() for array in group.values())
+
     def close(self) -> None:
         self._leases, self._loaded = {}, False
 

@@ -78,6 +78,7 @@ class Placement:
     notes: tuple[str, ...] = ()
     vram_bytes: int = 0
     residency: Residency | None = None
+    kv_bytes_per_token: int = 0
 
     @property
     def streamed_bytes(self) -> int:
@@ -134,6 +135,7 @@ def plan(
         budget=budget,
         notes=tuple(_notes(demand, split, ctx_max, ctx_wanted)),
         vram_bytes=split.vram,
+        kv_bytes_per_token=demand.kv_bytes_per_token,
     )
 
 
@@ -158,14 +160,16 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
                          f"{format_size(fixed + least - _kv(demand, ctx or quantum, quantum))}), the budget is {format_size(budget.ram)}",
                          f"-c {shorter} fits" if shorter else f"it takes --ram {-(-(fixed + least) // 2**20)}Mi, or a smaller model")
     residency = reside(demand.blocks, budget.ram - fixed - demand.always)
-    notes = [f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk"
+    notes = [f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk, "
+             f"{format_size(residency.pinned_nbytes + demand.always)} stay in memory"
              if residency.streamed else "the embedding stays on the disk: a token reads its row"]
     if ctx > ctx_max:
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
     elif ctx_wanted is None and ctx < ctx_max:
         notes.append(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)")
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), _kv(demand, ctx, quantum),
-                     demand.workspace, demand.baseline, fixed + demand.always + residency.nbytes, budget, tuple(notes), 0, residency)
+                     demand.workspace, demand.baseline, fixed + demand.always + residency.nbytes, budget, tuple(notes), 0, residency,
+                     demand.kv_bytes_per_token)
 
 
 def _least(blocks: tuple[int, ...]) -> int:

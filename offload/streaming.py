@@ -139,6 +139,10 @@ class StreamingPager:
         self.nbytes = self._always.nbytes + residency.nbytes + FETCH_NBYTES
         self.load_nbytes = sum(info.nbytes for infos in always.values() for info in infos) + residency.pinned_nbytes
 
+    def resident_arrays(self) -> Iterator[np.ndarray]:
+        """Pinned weights, which lie in memory for certain."""
+        yield from self._pinned
+
     # -- what stays ------------------------------------------------------------------------------------------------------------
 
     def load(self) -> Iterator[tuple[int, int]]:

@@ -23,9 +23,9 @@ class Sparse:
 @dataclass(frozen=True)
 class Codes:
     """codes uint8 [N, K]; scales uint8 (of block and offset formats the bits of halves, uint16; of signed ones int8) [N, G] and zeros
-    uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] and steps
-    uint8 [16], both None but for a codebook; of super-blocks the bits of halves d, or d and e, uint16 [N, ceil(K / 256), 1 or 2], and with
-    e the minimum codes m uint8 [N, G]."""
+    uint8 [N, G] or None, with G = ceil(K / group); rows float32 [N] that bfloat16 holds exactly; levels int8 [2**bits] of a codebook and
+    of mxfp, steps uint8 [16] of a codebook, else None; of super-blocks the bits of halves d, or d and e, uint16 [N, ceil(K / 256), 1 or 2],
+    and with e the minimum codes m uint8 [N, G]."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -47,7 +47,11 @@ def factors(codes: Codes) -> np.ndarray:
     """What the groups are multiplied by beside the row scale, float32 [N, G]."""
     if codes.supers is not None:
         return _supers(codes, 0) * codes.scales
-    return to_f32(codes.scales, "f16") if codes.scales.dtype == np.uint16 else scale_values(codes.steps)[codes.scales]
+    if codes.scales.dtype == np.uint16:
+        return to_f32(codes.scales, "f16")
+    if codes.levels is not None and codes.steps is None:  # exponents; 0 is a zero, where E8M0 has 2**-127
+        return (codes.scales.astype(np.uint32) << np.uint32(23)).view(np.float32)
+    return scale_values(codes.steps)[codes.scales]
 
 
 def minimum_values(codes: Codes) -> np.ndarray | None:
@@ -69,7 +73,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
     """v(code), int16 [N, K]: the integers that a kernel multiplies."""
-    if spec.scheme == "codebook":
+    if codes.levels is not None:
         return codes.levels.astype(np.int16)[codes.codes]
     if spec.scheme == "super":
         return codes.codes.astype(np.int16)

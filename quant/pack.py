@@ -24,8 +24,8 @@ def pack(codes: Codes, spec: QuantSpec) -> np.ndarray:
     _check(codes, spec, at.sparse_count)
     blob = np.zeros(at.nbytes, np.uint8)
     put_rows(blob, spec, shape, 0, codes)
-    if spec.scheme == "codebook":
-        _put(blob, at.tables, np.concatenate([np.resize(codes.levels, LEVELS_NBYTES).view(np.uint8), codes.steps]))
+    if codes.levels is not None:
+        put_tables(blob, spec, shape, codes)
     if at.sparse >= 0:
         none = np.zeros(0, np.uint32)
         _put(blob, at.sparse, pack_sparse(codes.sparse or Sparse(none, none, none.view(np.float32)), at.rows // ROWS))
@@ -50,6 +50,12 @@ def put_rows(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: i
     if codes.zeros is not None:
         _put(blob, at.zeros + begin * groups, _by_block(_pad(codes.zeros, rows, groups)))
     _put(blob, at.row_scales + 2 * begin, from_f32(np.concatenate([codes.rows, np.zeros(rows - n, np.float32)]), "bf16").view(np.uint8))
+
+
+def put_tables(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], codes: Codes) -> None:
+    """Levels and steps into the blob of a weight of `shape`."""
+    steps = np.zeros(STEPS_NBYTES, np.uint8) if codes.steps is None else codes.steps
+    _put(blob, spec.sections(shape).tables, np.concatenate([np.resize(codes.levels, LEVELS_NBYTES).view(np.uint8), steps]))
 
 
 def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
@@ -77,7 +83,7 @@ def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:
     rows = to_f32(blob[at.row_scales : at.row_scales + 2 * n].view(np.uint16), "bf16")
     tables = blob[at.tables : at.tables + LEVELS_NBYTES + STEPS_NBYTES] if at.tables >= 0 else None
     levels = None if tables is None else tables[: 1 << spec.bits].view(np.int8).copy()
-    steps = None if tables is None else tables[LEVELS_NBYTES:].copy()
+    steps = tables[LEVELS_NBYTES:].copy() if spec.scheme == "codebook" else None
     sparse = _unpack_sparse(blob[at.sparse :], blocks, at.sparse_count) if at.sparse >= 0 else None
     return Codes(np.ascontiguousarray(codes[:n, :k]), np.ascontiguousarray(scales), by_group(at.zeros) if at.zeros >= 0 else None, rows,
                  levels, steps, sparse, supers, minima)
@@ -128,13 +134,14 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
         raise ValueError(f"super-blocks and minima do not belong to {spec}, or are missing")
     if codes.supers is not None:
         super_blocks.check(codes.scales, codes.supers, codes.minima, k)
-    if (codes.zeros is None) != (spec.scheme not in ("affine", "offset")) or (codes.levels is None) != (spec.scheme != "codebook") or (
-            codes.steps is None) != (codes.levels is None):
+    if (codes.zeros is None) != (spec.scheme not in ("affine", "offset")) or (codes.steps is None) != (spec.scheme != "codebook") or (
+            codes.levels is None) != (spec.scheme not in ("codebook", "mxfp")):
         raise ValueError(f"zeros belong to affine and offset, levels and steps to codebook weights, not to {spec}")
     if codes.zeros is not None and codes.zeros.shape != (n, groups):
         raise ValueError(f"zeros {codes.zeros.shape} for {spec} of shape {(n, k)}")
-    if codes.levels is not None and (codes.levels.shape != (1 << spec.bits,) or codes.steps.shape != (STEPS_NBYTES,)):
-        raise ValueError(f"tables of {codes.levels.size} levels and {codes.steps.size} steps for {spec}")
+    for name, table, size in (("levels", codes.levels, 1 << spec.bits), ("steps", codes.steps, STEPS_NBYTES)):
+        if table is not None and table.shape != (size,):
+            raise ValueError(f"tables of {table.size} {name} for {spec}, expected {size}")
     if codes.codes.size and int(codes.codes.max()) > (2 if spec.scheme == "ternary" else (1 << spec.bits) - 1):
         raise ValueError(f"code {codes.codes.max()} does not fit {spec}")
     if spec.scheme == "codebook" and codes.scales.size and int(codes.scales.max()) >= CODEBOOK_SCALES:

@@ -7,6 +7,7 @@ Raw schemes keep the type of the checkpoint. A low-bit weight is w[n, k] = row[n
     symmetric   v = code - 2**(bits - 1); scales of 8 bits
     ternary     v = code - 1 of a code 0, 1, 2 kept in two bits; scales of 8 bits
     block       v = code - 2**(bits - 1); scales are half-precision floats, rows have none (1): what GGUF's plain blocks are, exactly
+    mxfp        v = levels[code], f = 2**(scale - 127), rows are 1/2: MXFP4, exactly, its levels doubled
     offset      v = code - zero[group]; scales are half-precision floats, zeros of 8 bits, rows a power of two: what GPTQ and its kin are
     super       d * s * code - e * m: scale and minimum codes s and m of 6 bits per 32 inputs, halves d and e per 256: GGUF's Q4_K, Q5_K
     signed      d * s * (code - 32): scale codes s of 8 bits and a sign per 16 inputs, a half d per 256: GGUF's Q6_K
@@ -26,14 +27,14 @@ from ..kernels import tiles
 
 RAW_BITS = {"f32": 32, "f16": 16, "bf16": 16}
 GROUPS = {"codebook": (16,), "affine": (32, 64, 128), "symmetric": (16, 32, 64, 128), "ternary": (32, 64, 128),
-          "block": (32,), "offset": (32, 64, 128), "super": (32,), "signed": (16,)}
+          "block": (32,), "mxfp": (32,), "offset": (32, 64, 128), "super": (32,), "signed": (16,)}
 BITS = {"codebook": (4, 3, 2), "affine": (8, 6, 5, 4, 3, 2), "symmetric": (8, 6, 5, 4, 3, 2), "ternary": (2,),
-        "block": (8, 5, 4), "offset": (8, 4), "super": (5, 4), "signed": (6,)}
-FOREIGN = ("block", "offset", "super", "signed")  # what codes of other tools are; nothing is quantized to it
+        "block": (8, 5, 4), "mxfp": (4,), "offset": (8, 4), "super": (5, 4), "signed": (6,)}
+FOREIGN = ("block", "mxfp", "offset", "super", "signed")  # what codes of other tools are; nothing is quantized to it
 # What a person gets who names only a width.
 DEFAULTS = {"8bit": "symmetric8:32", "6bit": "symmetric6:32", "5bit": "symmetric5:32", "4bit": "codebook4:16", "3bit": "codebook3:16",
             "2bit": "codebook2:16", "ternary": "ternary:64"}
-TEXT = re.compile(r"(codebook|affine|symmetric|block|offset|super|signed)([2-8]):(\d{2,3})|(ternary):(\d{2,3})")
+TEXT = re.compile(r"(codebook|affine|symmetric|block|mxfp|offset|super|signed)([2-8]):(\d{2,3})|(ternary):(\d{2,3})")
 OUTLIERS = re.compile(r"(.+)\+(0?\.\d+|\d+(?:\.\d+)?%)")
 MOST_OUTLIERS = 0.05
 

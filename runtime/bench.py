@@ -1,7 +1,8 @@
 """Tokens per second of a model: reading a prompt (pp) and writing an answer (tg), at a depth, as llama-bench defines them.
 
-Its field names come first in a row, ours after: bytes read per forward pass and the share of the machine's read bandwidth, which is
-measured in the same run over memory as large as the weights (at most 1 GiB).
+Its field names come first in a row, in its order, those that have a meaning here; ours after: bytes read per forward pass, the share of
+the machine's read bandwidth, which is measured in the same run over memory as large as the weights (at most 1 GiB), and what `effllm plan`
+would have predicted.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from statistics import fmean, median, stdev
 
 import numpy as np
 
-from .. import UsageError
+from .. import UsageError, __version__
 from ..kernels.cpu.roof import read_bandwidth
 from ..kernels.layout import PAGE
-from ..offload import hardware
+from ..offload import hardware, predict
+from ..offload.gpu import gpus
 from ..offload.memory import anonymous
 from ..quant.spec import QuantSpec
+from . import forecast, roofs
 from .engine import Engine
 from .events import Progress
 from .model import parameters
@@ -54,20 +58,45 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class BenchRow:
-    """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second; what was read from the
-    disk, and waited for it, in one repetition."""
+class Measured:
+    """The runs of one test: seconds each, when the first began, the most memory that the process had held by its end, and what was read
+    from the disk, and waited for it, in one repetition."""
 
+    prompt: int
+    gen: int
+    samples: list[float]
+    began: str
+    peak: int
+    disk_nbytes: int
+    disk_wait_s: float
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second, `test_time` the UTC time at
+    which it began. `n_batch` is the most tokens per pass, what is told of the disk one repetition's; `predicted_ts` None where this machine
+    was not measured."""
+
+    build_commit: str
+    build_number: int
+    cpu_info: str
+    gpu_info: str
+    backends: str
+    model_filename: str
     model_type: str
     model_size: int
     model_n_params: int
-    backend: str
+    n_batch: int
+    n_ubatch: int
     n_threads: int
     type_k: str
     type_v: str
+    n_gpu_layers: int
+    use_mmap: bool
     n_prompt: int
     n_gen: int
     n_depth: int
+    test_time: str
     avg_ns: int
     stddev_ns: int
     avg_ts: float
@@ -83,6 +112,7 @@ class BenchRow:
     peak_rss_bytes: int
     disk_bytes_read: int
     disk_wait_s: float
+    predicted_ts: float | None
 
     @property
     def test(self) -> str:
@@ -107,22 +137,22 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}", f"-c {options.ctx}")
     rng = np.random.default_rng(0)
     ids = rng.integers(0, engine.config.vocab_size, options.ctx).tolist()
-    measured: list[tuple[int, int, list[float], int, tuple[int, float]]] = []
+    measured: list[Measured] = []
     pager = engine.model.pager
     for prompt, gen in ((options.prompt, 0), (0, options.gen)):
         if not prompt and not gen:
             continue
-        samples = []
+        samples, began = [], datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         _once(engine, ids, options.depth, min(prompt, PAGE), min(gen, 2), options.columns)
         before = pager.disk_nbytes, pager.wait_s
         for done in range(options.repetitions):
             yield Progress(f"measuring {'pp' if prompt else 'tg'}", done, options.repetitions, "runs")
             samples.append(_once(engine, ids, options.depth, prompt, gen, options.columns))
         disk = (pager.disk_nbytes - before[0]) // options.repetitions, (pager.wait_s - before[1]) / options.repetitions
-        measured.append((prompt, gen, samples, hardware.peak_rss(), disk))
+        measured.append(Measured(prompt, gen, samples, began, hardware.peak_rss(), *disk))
     roof = _roof(engine)  # last: its buffer is no part of what the model takes
-    for prompt, gen, samples, peak, disk in measured:
-        yield _row(engine, options, name, prompt, gen, samples, roof, peak, disk)
+    for each in measured:
+        yield _row(engine, options, name, each, roof)
 
 
 def _once(engine: Engine, ids: list[int], depth: int, prompt: int, gen: int, columns: int) -> float:
@@ -141,21 +171,40 @@ def _once(engine: Engine, ids: list[int], depth: int, prompt: int, gen: int, col
     return time.perf_counter() - started
 
 
-def _row(engine: Engine, options: BenchOptions, name: str, prompt: int, gen: int, samples: list[float], roof: float,
-         peak: int, disk: tuple[int, float]) -> BenchRow:
+def _row(engine: Engine, options: BenchOptions, name: str, test: Measured, roof: float) -> BenchRow:
+    prompt, gen, samples, devices = test.prompt, test.gen, test.samples, engine.placement.devices
     tokens = prompt or gen * options.columns
     rates = [tokens / seconds for seconds in samples]
     nanoseconds = [round(seconds * 1e9) for seconds in samples]
     nbytes = engine.model.bytes_per_pass + engine.cache.read_nbytes
     bandwidth = nbytes * gen / median(samples) if gen else 0.0
+    major, minor, patch = (int(part) for part in __version__.split(".")[:3])
+    folder = engine.prepared.folder
     return BenchRow(
-        model_type=name, model_size=engine.model.nbytes, model_n_params=parameters(engine.model.tensors),
-        backend="+".join(dict.fromkeys(engine.placement.devices)), n_threads=engine.backends["cpu"].pool.workers, type_k=engine.options.kv,
-        type_v=engine.options.kv, n_prompt=prompt, n_gen=gen, n_depth=options.depth, avg_ns=round(fmean(nanoseconds)),
-        stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates), stddev_ts=_spread(rates), samples_ns=tuple(nanoseconds),
+        build_commit=f"effllm-{__version__}", build_number=10_000 * major + 100 * minor + patch, cpu_info=hardware.cpu_name(),
+        gpu_info=", ".join(card.name for card in gpus()) if "cuda" in devices else "", backends="+".join(dict.fromkeys(devices)),
+        model_filename=str(folder) if folder else name, model_type=name, model_size=engine.model.nbytes,
+        model_n_params=parameters(engine.model.tensors), n_batch=engine.prepared.shape.chunk, n_ubatch=engine.prepared.shape.chunk,
+        n_threads=engine.backends["cpu"].pool.workers, type_k=engine.options.kv, type_v=engine.options.kv,
+        n_gpu_layers=devices.count("cuda"), use_mmap=engine.options.load == "mmap", n_prompt=prompt, n_gen=gen, n_depth=options.depth,
+        test_time=test.began, avg_ns=round(fmean(nanoseconds)), stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates),
+        stddev_ts=_spread(rates), samples_ns=tuple(nanoseconds),
         samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=nbytes,
-        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=peak,
-        disk_bytes_read=disk[0], disk_wait_s=disk[1])
+        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=test.peak,
+        disk_bytes_read=test.disk_nbytes, disk_wait_s=test.disk_wait_s, predicted_ts=_predicted(engine, options, prompt, gen))
+
+
+def _predicted(engine: Engine, options: BenchOptions, tokens: int, gen: int) -> float | None:
+    """What a plan would have said of a test, from what is known of this machine; several columns are not predicted."""
+    known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
+    if known is None or "cuda" in engine.placement.devices or options.columns > 1:
+        return None
+    asked = forecast.work(engine.prepared, engine.model.tensors)
+    if gen:
+        made = predict.decode(asked, known, options.depth + gen // 2)
+        return made and made.tokens_per_s
+    whole, before = predict.prompt(asked, known, options.depth + tokens), predict.prompt(asked, known, options.depth)
+    return tokens / (whole.seconds - (before.seconds if options.depth else 0)) if whole and before else None
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.header import is_gguf
@@ -13,6 +14,10 @@ from . import hub, storage
 from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
 from .reference import LOOK, Reference, exists, parse_reference
+
+if TYPE_CHECKING:
+    from ..offload.header import TensorInfo
+    from .container import StoredTensor
 
 __all__ = ["Absent", "CatalogEntry", "LocalModel", "ModelRef", "catalog", "entry_folder", "entry_for", "find_entry", "local_models",
            "model_names", "parse_catalog", "pull_hint", "resolve"]
@@ -271,13 +276,20 @@ def _local(name: str, folder: Path, source: str, licence: str | None, revision: 
     try:
         config, made = read_config(folder), read_container(folder)
         with TensorStore.open(folder) as store:
-            elements = sum(prod(tensor.shape) for tensor in (store if made is None else made).tensors.values())
+            elements = sum(_weights(*each) for each in (store if made is None else made).tensors.items())
             said = made.source if made else {}
             return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
                               made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
                               revision or _text(said.get("revision")), has_template(folder))
     except EffllmError:
         return None
+
+
+def _weights(name: str, tensor: TensorInfo | StoredTensor) -> int:
+    """How many a tensor holds; of MXFP4, two in a byte, and none in what belongs to them."""
+    if getattr(tensor, "dtype", "") == "U8" and name.endswith(("_proj_blocks", "_proj_scales")):
+        return 2 * prod(tensor.shape) if name.endswith("_blocks") else 0
+    return prod(tensor.shape)
 
 
 def _text(value: object) -> str | None:

@@ -59,6 +59,9 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     if (made := read_container(source)) is not None:
         raise UsageError(f"{source} is quantized already ({made.spec_text})", "export the original checkpoint")
     config, bits = read_config(source), KINDS[kind]
+    if config.family == "gpt_oss":
+        raise UsageError("gpt_oss models are not written as compressed-tensors: other tools want their experts joined",
+                         "effllm quantize makes a folder for effllm")
     with open_store(source, wide="f32") as store:
         tensors = {tensor.name: (role, tensor) for roles in check_tensors(config, store).values() for role, tensor in roles.items()}
         low = {name for name, (role, _) in tensors.items() if role in LINEARS}

@@ -80,6 +80,7 @@ class ModelConfig:
 
     `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together. `attn_scale` multiplies scores, None is
     head_dim ** -0.5.
+    `experts_stored`: the low-bit format in which the checkpoint holds its experts, None for that of all else.
     `position_offset`: the row of the learned positions' table that position 0 has, None for no such table.
     """
 
@@ -114,6 +115,7 @@ class ModelConfig:
     logits_scaling: float = 1.0
     position_offset: int | None = None
     mixture: Mixture | None = None
+    experts_stored: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -179,7 +181,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     family = families.get(keys.text("model_type"))
     own = family.KEYS_USED | family.KEYS_HARMLESS
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
-    if isinstance(section := raw.get("quantization_config"), dict):
+    if "quantization_config" not in own and isinstance(section := raw.get("quantization_config"), dict):
         from .imported import check_method
 
         check_method(section)

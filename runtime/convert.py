@@ -121,7 +121,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
     later), EffllmError naming the tensor that holds NaN or infinity.
     """
     out = Path(os.path.abspath(out))
-    plan = plan_conversion(folder, options.recipe)
+    plan = plan_conversion(folder, options.recipe, options.target is None)
     with plan.store:
         check_target(out, options.replace)
         ids = calibration(plan, options)

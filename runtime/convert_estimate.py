@@ -27,7 +27,7 @@ Quantize = Callable[[Job, np.ndarray, Stats | None], Codes]
 
 def estimate(plan: ConversionPlan, todo: Sequence[Job], quantize: Quantize, calibration_tokens: int) -> float:
     """Seconds for `todo`. `calibration_tokens`: of the text that runs before, 0 for a method that needs none."""
-    low = [job for job in todo if not job.spec.is_raw]
+    low = [job for job in todo if job.quantized]
     if not low:
         return 0.0
     weights: dict[QuantSpec, int] = {}

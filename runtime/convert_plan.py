@@ -26,6 +26,7 @@ from .source import open_store
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")  # roles, in the order in which they are written
 OTHER = "other"  # the class of norms and biases
+KEPT_BITS = 4  # of a base from which on published codes of four bits are kept
 ORIGINAL = "quantize the original 16-bit checkpoint"
 
 
@@ -47,6 +48,15 @@ class Job:
     @property
     def nbytes(self) -> int:
         return self.spec.nbytes(self.shape)
+
+    @property
+    def kept(self) -> bool:
+        """Do low-bit codes of the checkpoint go along as they are?"""
+        return not self.spec.is_raw and self.spec == self.source
+
+    @property
+    def quantized(self) -> bool:
+        return not self.spec.is_raw and not self.kept
 
     @property
     def group(self) -> str:
@@ -115,8 +125,11 @@ class ConversionPlan:
     def notices(self) -> Iterable[str]:
         """What a person did not ask for: padding, once per shape and format, and what is left out."""
         said = set()
+        if kept := [job for job in self.jobs if job.kept]:
+            yield (f"{len(kept)} tensors stay in {kept[0].spec}, as they were published: rounding them anew would lose and save nothing "
+                   "(--tensor-type for another format)")
         for job in self.jobs:
-            if job.spec.is_raw or (job.shape, job.spec.group) in said:
+            if not job.quantized or (job.shape, job.spec.group) in said:
                 continue
             said.add((job.shape, job.spec.group))
             stored = padded(job.shape, job.spec.scheme, job.spec.group)
@@ -133,8 +146,9 @@ class ConversionPlan:
         return replace(self, recipe=recipe, jobs=jobs, files=_files(jobs))
 
 
-def plan_conversion(folder: Path, recipe: Recipe) -> ConversionPlan:
-    """Read headers and decide. Raises UsageError for what is quantized already, CheckpointError for what is damaged.
+def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True) -> ConversionPlan:
+    """Read headers and decide. Codes that a checkpoint holds in four bits are not rounded to as many or more, unless a rule says so or
+    `keep` is False. Raises UsageError for what is quantized already, CheckpointError for what is damaged.
 
     The store of the plan stays open.
     """
@@ -142,9 +156,10 @@ def plan_conversion(folder: Path, recipe: Recipe) -> ConversionPlan:
     if (made := read_container(folder)) is not None:
         raise UsageError(f"{folder} is quantized already ({made.spec_text})", ORIGINAL)
     config = read_config(folder)
-    store = open_store(folder, wide="f32")
+    stays = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
+    store = open_store(folder, wide="f32", kept=lambda name: stays and recipe.ruled(name) is None)
     try:
-        jobs = tuple(_jobs(check_tensors(config, store), recipe))
+        jobs = tuple(_jobs(check_tensors(config, store, getattr(store, "container", None)), recipe))
     except BaseException:
         store.close()
         raise
@@ -160,7 +175,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe
     for key, roles in groups:
         for role in sorted(roles, key=_place):
             tensor = roles[role]
-            yield Job(tensor.name, key, role, tensor.info, tensor.spec, _spec(tensor.name, role, tensor.shape, tensor.spec, recipe))
+            info = replace(tensor.info, shape=tensor.shape)  # of codes, the weight's
+            yield Job(tensor.name, key, role, info, tensor.spec, _spec(tensor.name, role, tensor.shape, tensor.spec, recipe))
 
 
 def _place(role: str) -> tuple[int, int, int, str]:
@@ -170,7 +186,7 @@ def _place(role: str) -> tuple[int, int, int, str]:
 
 
 def _spec(name: str, role: str, shape: tuple[int, ...], source: QuantSpec, recipe: Recipe) -> QuantSpec:
-    return recipe.spec_for(name, shape, role) if kind_of(role) in MATRICES and len(shape) == 2 else source
+    return recipe.spec_for(name, shape, role) if kind_of(role) in MATRICES and len(shape) == 2 and source.is_raw else source
 
 
 def _files(jobs: Sequence[Job]) -> tuple[PlannedFile, ...]:

@@ -59,7 +59,7 @@ def blocks(job: Job) -> Iterator[Block]:
     """The blocks of a tensor. One that is no matrix is a block of its own, and one with outliers, which compete over all of it."""
     rows = job.shape[0] if job.shape else 1
     step = rows
-    if len(job.shape) > 1 and not job.spec.outliers:
+    if len(job.shape) > 1 and not job.spec.outliers and not job.kept:
         step = max(ROWS, BLOCK_NBYTES // 4 // max(1, prod(job.shape[1:])) // ROWS * ROWS)
     for begin in range(0, max(1, rows), max(1, step)):
         end = min(rows, begin + step)
@@ -95,6 +95,8 @@ def stream(store: TensorStore, writer: FolderWriter, jobs: Iterable[Job], quanti
 
         def read(block: Block) -> np.ndarray:
             job = block.job
+            if job.kept:
+                return store.read(job.info)
             if job.name in changed:
                 values = np.ascontiguousarray(changed[job.name][block.begin : block.end], np.float32)
                 return from_f32(values, job.spec.scheme).view(np.uint8) if job.spec == job.source else values
@@ -113,7 +115,7 @@ def stream(store: TensorStore, writer: FolderWriter, jobs: Iterable[Job], quanti
                 ahead = reader.submit(read, upcoming) if upcoming else None
                 if block.begin == 0:
                     sink, puts = Sink(block.job, writer), []
-                made = rows if block.job.spec.is_raw else named(block.job, quantize, rows)
+                made = named(block.job, quantize, rows) if block.job.quantized else rows
                 puts.append(packer.submit(sink.put, rows, made))
                 waiting.append(puts[-1])
                 if block.last:
@@ -152,7 +154,7 @@ class Sink:
         self._crc = 0
         self._error = self._squares = 0.0
         self._done = 0  # rows, of a raw tensor bytes
-        if not job.spec.is_raw:
+        if job.quantized:
             self._at = job.spec.sections(job.shape)
             self._part_crcs: dict[str, int] = {}
             self._tables: tuple[bytes, bytes] | None = None
@@ -168,17 +170,23 @@ class Sink:
 
     def entry(self) -> Mapping[str, object]:
         """Checksum and sums of squares, all of it exact in JSON."""
-        if self.job.spec.is_raw:
+        if not self.job.quantized:
             return {"crc32": self._crc}
         self._put_tail()
         return {"crc32": self._joined(), "error": self._error, "squares": self._squares}
 
     def _put_raw(self, data: np.ndarray) -> None:
         job = self.job
+        if job.kept:
+            self._put_bytes(data)
+            return
         values = widened(data, job) if job.spec == job.source else data
         if not np.isfinite(values.sum(dtype=np.float64)) and not np.isfinite(values).all():
             raise EffllmError(f"{job.name}: NaN or infinity", DAMAGED)
-        stored = data if job.spec == job.source else from_f32(data, job.spec.scheme)
+        self._put_bytes(data if job.spec == job.source else from_f32(data, job.spec.scheme))
+
+    def _put_bytes(self, stored: np.ndarray) -> None:
+        job = self.job
         piece = memoryview(stored).cast("B") if stored.size else b""
         self._writer.write(job.name, self._done, piece)
         self._crc = zlib.crc32(piece, self._crc)

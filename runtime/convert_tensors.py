@@ -37,7 +37,7 @@ class Converter:
 
     def announce(self, formats: str) -> Iterator[Notice]:
         """How long it will take; `formats` is what the person asked for."""
-        weights = sum(prod(job.shape) for job in self.todo if not job.spec.is_raw)
+        weights = sum(prod(job.shape) for job in self.todo if job.quantized)
         if weights:
             seconds = estimate(self.plan, self.todo, self._quantize, len(self.ids))
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
@@ -45,7 +45,7 @@ class Converter:
 
     def run(self) -> Iterator[Progress | Notice]:
         """Convert what is left to do."""
-        if self.ids and any(not job.spec.is_raw for job in self.todo):
+        if self.ids and any(job.quantized for job in self.todo):
             for item in calibrate(self.plan.folder, self.ids, self._pool.workers):
                 if isinstance(item, LayerStats):
                     yield from self._layer(item)
@@ -63,7 +63,7 @@ class Converter:
         changed: dict[str, np.ndarray] = {}
         if todo and self.method == EQUALISING and found.key != "outer":
             changed = self._equalised(found)
-        ready = [job for job in todo if job.name in changed or (job.role in found.roles and not job.spec.is_raw)]
+        ready = [job for job in todo if job.name in changed or (job.role in found.roles and job.quantized)]
         yield from self._stream(ready, found.roles, changed)
 
     def _equalised(self, found: LayerStats) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ stored type and width without weights.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,7 +21,10 @@ from ..kernels.layout import STORED_TYPES
 from ..kernels.registry import Call
 from ..offload.hardware import Machine, cpu_threads, describe
 from ..quant.spec import DEFAULTS, QuantSpec
+from . import roofs
+from .catalog import local_models
 from .events import Progress
+from .forecast import kind_of_weight
 
 # (op, columns) that tell the candidates apart: one token, and a chunk of a prompt.
 CALLS = {"matrix": (1, 512), LOW_BIT: (1, 512), "rotate": (1,), "attend": (1,)}
@@ -64,17 +67,32 @@ class Diagnosis:
     kernels: tuple[KernelChoice, ...]
     measured: tuple[Measurement, ...]
     torch: bool
+    roofs: roofs.Roofs
 
     def to_json(self) -> dict[str, object]:
-        return {**asdict(self), "cache_folder": str(self.cache_folder) if self.cache_folder else None}
+        disk = self.roofs.disk
+        told = asdict(self.roofs)
+        if disk is not None:
+            told["disk"] |= {"stream_bytes_per_s": disk.disk.stream_rate}
+        return {**asdict(self), "cache_folder": str(self.cache_folder) if self.cache_folder else None, "roofs": told}
 
 
-def diagnose() -> Diagnosis:
+def diagnose(known: roofs.Roofs) -> Diagnosis:
+    """`known` is what was measured of the machine's speed (`roofs_wanted`, `roofs.probe`)."""
     return Diagnosis(
         version=__version__, python=platform.python_version(), libraries={name: version(name) for name in ("numpy", "numba", "tokenizers")},
         machine=describe(), compiled_for=tuple(sorted(compile.cpu_features())), cache_folder=compile.cache_folder(),
         cold=warm.is_cold((warm.RAW,)),
-        kernels=kernel_choices(), measured=measurements(), torch=find_spec("torch") is not None)
+        kernels=kernel_choices(), measured=measurements(), torch=find_spec("torch") is not None,
+        roofs=known)
+
+
+def roofs_wanted(env: Mapping[str, str]) -> roofs.Wanted:
+    """The speed of this machine in every common format, and of the disk that the largest model here lies on."""
+    kinds = ("bf16", *(kind_of_weight(QuantSpec.parse(f"{bits}bit")) for bits in (8, 6, 5, 4, 3, 2)))
+    files = [file for model in local_models(env)
+             for file in ((model.folder,) if model.folder.is_file() else model.folder.glob("*.safetensors"))]
+    return roofs.Wanted(cpu_threads(), kinds, ("16bit", "8bit", "4bit"), roofs.largest_file(files))
 
 
 def kernel_choices() -> tuple[KernelChoice, ...]:

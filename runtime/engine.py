@@ -101,7 +101,7 @@ class Engine:
         self.truncated = False
         self.reused = 0  # tokens of the last prompt that the cache already held
         self.load_s = 0.0
-        self.prefill_s = self.decode_s = 0.0
+        self.prefill_s = self.decode_s = self.sampling_s = 0.0  # sampling is part of decode
         self._logits: np.ndarray | None = None
 
     def new_cache(self) -> KVCache:
@@ -187,6 +187,7 @@ class Engine:
         while max_tokens is None or made < max_tokens:
             started = time.perf_counter()
             token = self._sample(sampler)
+            self.sampling_s += time.perf_counter() - started
             made += 1
             finish = "stop" if token in stop_ids and not ignore_eos else "length" if made == max_tokens else None
             if finish is None and len(self.tokens) + 1 >= self.n_ctx:

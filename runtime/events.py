@@ -64,7 +64,7 @@ class Stats:
     packed_tokens: int
     disk_bytes_read: int
     disk_wait_s: float
-    placement: Mapping[str, int]
+    placement: Mapping[str, object]
     context_used: int
     context_max: int
     truncated: bool

@@ -17,6 +17,7 @@ import numpy as np
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import TensorInfo, damaged, shown
 from ..offload.size import format_size
+from ..quant.codes import Codes
 from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
 from ..quant.pack import pack
 from ..quant.spec import QuantSpec
@@ -191,7 +192,7 @@ class ImportedStore(TensorStore):
         """The weight as kernels read it. One thread at a time: the arrays in between are several times as large."""
         spec, shape = self._specs[info.name], self._shapes[info.name]
         with self._lock:
-            return pack(groups.packable(self._checked(info, shape, self._integers), spec), spec)
+            return pack(self._checked(info, shape, lambda *parts: groups.packable(self._integers(*parts), spec)), spec)
 
     def _values(self, info: TensorInfo) -> np.ndarray:
         """float32 [N, K]; the last one is kept, because rows of one weight are asked for block by block. One thread at a time."""
@@ -200,14 +201,14 @@ class ImportedStore(TensorStore):
                 self._last = info.name, self._checked(info, info.shape, self._decoded)
             return self._last[1]
 
-    def _checked(self, info: TensorInfo, shape: tuple[int, ...], decode: Callable) -> object:
-        """What `decode` makes of a weight's parts. Raises CheckpointError where they do not fit one another or the shape."""
+    def _checked(self, info: TensorInfo, shape: tuple[int, ...], decode: Callable) -> np.ndarray | Codes:
+        """What `decode` makes of a weight's parts and its shape. Raises CheckpointError where they do not fit one another or the shape."""
         try:
             found = decode(self._parts[info.name], shape)
         except ValueError as error:
             raise CheckpointError(f"{info.file} holds parts of {shown(info.name)} that do not fit: {error}",
                                   "download the model again") from error
-        own = found.codes.shape if isinstance(found, groups.Groups) else found.shape
+        own = found.shape if isinstance(found, np.ndarray) else found.codes.shape
         if own != shape:
             damaged(info.file, f"holds {shown(info.name)} of shape {list(own)}, expected {list(shape)}")
         return found

@@ -20,16 +20,19 @@ from ..offload import hardware
 from .engine import Engine
 from .events import Done, Event, Notice, Stats, TextDelta
 from .sampler import Sampler, SamplerSettings
-from .stream_filters import StopStrings, ThinkFilter
+from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
 from .template import TemplateRefused
 from .text import Tokenizer
 from .whole_file import write_whole
 
 SESSION_FORMAT, SESSION_VERSION = "effllm-session", 1
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
+ANSWER_CHANNEL = "<|channel|>final<|message|>"
+EFFORTS = {"on": "high", "off": "low"}  # what templates of the harmony format know instead of a switch
 NO_TEMPLATE = "this is a base model without a chat template: it continues the text as it stands"
 NO_SYSTEM_ROLE = "this model's chat template has no system role: the system prompt goes in front of the first message"
 Message = dict[str, str]
+Reasoning = ThinkFilter | ChannelFilter
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Answered:
     system: str | None
     ids: list[int]
     prompt: int
-    think: ThinkFilter | None
+    think: Reasoning | None
 
 
 class Session:
@@ -128,7 +131,7 @@ class Session:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         self._cancelled = False
         ids = self.tokenizer.encode(text)
-        yield from self._answer(ids, "", self._reasoning(ids))
+        yield from self._answer(ids, "", self.tokenizer.reasoning(ids))
 
     def regenerate(self) -> Iterator[Event]:
         """Answer the last user message again; the random state goes on, so the answer may differ."""
@@ -193,7 +196,7 @@ class Session:
         self._cancelled = False
         prompt = self._prompt()
         if said and not resumed:  # an answer goes on behind its reasoning, also where the template opens one
-            closing = "</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
+            closing = "</think>\n\n" if prompt.rstrip().endswith("<think>") else ANSWER_CHANNEL if self.tokenizer.channels else ""
             prompt += closing + said
         if self.raw and not self._said_raw:
             self._said_raw = True
@@ -203,7 +206,7 @@ class Session:
             yield Notice(NO_SYSTEM_ROLE)
         ids = resumed.ids if resumed else self._encode(prompt)
         first = resumed.prompt if resumed else len(ids)
-        think, self._answered = copy.copy(resumed.think) if resumed else self._reasoning(ids), None
+        think, self._answered = copy.copy(resumed.think) if resumed else self.tokenizer.reasoning(ids), None
         text, exact, think = yield from self._answer(ids, said, think, self.messages, resumed is not None)
         made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
         answer = text if resumed else text[len(said) :]
@@ -211,9 +214,6 @@ class Session:
         if self.messages[-1]["role"] == "assistant":
             self._counted = list(self.messages), self.system, len(self.engine.tokens)
             self._answered = Answered(list(self.messages), self.system, ids[:first] + made, first, think) if exact else None
-
-    def _reasoning(self, ids: list[int]) -> ThinkFilter | None:
-        return ThinkFilter(started=self.tokenizer.opens_thinking(ids)) if self.tokenizer.thinks else None
 
     def _encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its
@@ -231,6 +231,8 @@ class Session:
         if self.raw:
             return "".join([self.system or "", *(message["content"] for message in self.messages)])
         thinking = {} if self.think == "auto" else {"enable_thinking": self.think == "on"}
+        if thinking and self.tokenizer.channels:
+            thinking = {"reasoning_effort": EFFORTS[self.think]}
         render = partial(self.tokenizer.render_chat, add_generation_prompt=reply, **thinking)
         if not self.system:
             return render(self.messages)
@@ -248,13 +250,13 @@ class Session:
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 
-    def _answer(self, ids: list[int], said: str, think: ThinkFilter | None, history: list[Message] | None = None,
-                inside: bool = False) -> Generator[Event, None, tuple[str, bool, ThinkFilter | None]]:
+    def _answer(self, ids: list[int], said: str, think: Reasoning | None, history: list[Message] | None = None,
+                inside: bool = False) -> Generator[Event, None, tuple[str, bool, Reasoning | None]]:
         """Run the prompt and stream the answer; `inside`: the prompt ends in the midst of it. However it ends, what was said goes into
         `history`. Returns its text, whether its tokens say just that, and `think` as it stood at the last of them."""
         engine = self.engine
         started, first_at = time.monotonic(), None
-        prefill_before, decode_before = engine.prefill_s, engine.decode_s
+        before = engine.prefill_s, engine.decode_s, engine.sampling_s
         tokens: list[int] = []
         shown: list[str] = [said]
         thought: list[str] = []
@@ -306,8 +308,9 @@ class Session:
                 history.append({"role": "assistant", "content": "".join(shown)})
         origin = _process_start() if self.from_process_start else started
         self.from_process_start = False
+        took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.sampling_s), before)]
         self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids), engine.reused,
-                                (first_at or time.monotonic()) - origin, engine.prefill_s - prefill_before, engine.decode_s - decode_before)
+                                (first_at or time.monotonic()) - origin, *took)
         if finish == "context":
             yield Notice(f"the context of {engine.n_ctx} tokens is full: "
                          "the answer ends here (-c for a larger one, --overflow shift to go on)")
@@ -315,16 +318,18 @@ class Session:
         return "".join(shown), not stops.hit, stood
 
     def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, cached: int, ttft: float,
-              prefill: float, decode: float) -> Stats:
+              prefill: float, decode: float, sampling: float) -> Stats:
+        from .outcome import outcome, placed  # not on the way to the first token
+
         engine, cache = self.engine, self.engine.cache
-        devices = engine.placement.devices
+        found = outcome(engine, prompt_tokens, cached, len(tokens), prefill, decode, sampling)
         return Stats(
             text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens,
             cached_tokens=cached, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
             weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
             packed_bits=cache.packed_bits, exact_tokens=cache.exact_tokens, packed_tokens=len(engine.tokens) - cache.exact_tokens,
             disk_bytes_read=engine.model.pager.disk_nbytes, disk_wait_s=engine.model.pager.wait_s,
-            placement={device: devices.count(device) for device in dict.fromkeys(devices)},
+            placement=placed(engine, found),
             context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated)
 
     # -- files -----------------------------------------------------------------------------------------------------------------

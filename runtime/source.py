@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .. import EffllmError, UsageError
@@ -13,28 +13,36 @@ from .config_reader import read_json
 from .container import FILE, Container, read_container
 
 
-def open_store(path: Path, wide: str = "f16") -> TensorStore:
-    """The weights of a model as raw values; blocks of a GGUF file become `wide`, f16 or f32. Raises CheckpointError, ModelNotFound."""
+def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None) -> TensorStore:
+    """The weights of a model as raw values; blocks of a GGUF file become `wide`, f16 or f32. With `low_bit` what kernels multiply stays
+    codes, and the store has a `container` that lists it; of a folder, where `kept` is given, what it says of the tensor's name.
+
+    Raises CheckpointError, ModelNotFound.
+    """
     if is_gguf(path):
         from .gguf.store import open_gguf_store
 
-        return open_gguf_store(path, wide)
-    return _open_folder(path, wide, False)
-
-
-def _open_folder(path: Path, wide: str, low_bit: bool) -> TensorStore:
-    """The weights of a folder, those that another tool quantized as `wide` or, with `low_bit`, as codes where kernels multiply them."""
+        return open_gguf_store(path, wide, low_bit)
     store = TensorStore.open(path)
-    section = None if os.path.exists(path / FILE) else quantization_of(path)
-    if section is None:
-        return store
-    from .imported import ImportedStore
-
     try:
-        return ImportedStore(store, section, wide, low_bit, _parted(path) if low_bit else ())
+        return store if os.path.exists(path / FILE) else _rearranged(store, wide, low_bit, kept)
     except BaseException:
         store.close()
         raise
+
+
+def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None) -> TensorStore:
+    """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
+    raw = read_json(store.folder / "config.json")
+    if raw.get("model_type") == "gpt_oss":
+        from .expert_store import ExpertStore
+
+        return ExpertStore(store, kept or (lambda name: low_bit))
+    if isinstance(section := raw.get("quantization_config"), dict):
+        from .imported import ImportedStore
+
+        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else ())
+    return store
 
 
 def _parted(path: Path) -> frozenset[str]:
@@ -60,14 +68,8 @@ def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Contain
 
     Raises CheckpointError, ModelNotFound.
     """
-    if not is_gguf(path):
-        container = read_container(path)
-        store = _open_folder(path, "f16", low_bit)
-        return store, getattr(store, "container", None) if container is None else container
-    from .gguf.store import open_gguf_store
-
-    store = open_gguf_store(path, low_bit=low_bit)
-    return store, store.container
+    store, container = open_store(path, low_bit=low_bit), None if is_gguf(path) else read_container(path)
+    return store, container or getattr(store, "container", None)
 
 
 def is_low_bit(path: Path, low_bit: bool = True) -> bool:
@@ -90,7 +92,11 @@ def _imports_codes(path: Path) -> bool:
         section = quantization_of(path)
     except EffllmError:
         return False
-    return section is not None and may_run_from_codes(section)
+    return section is not None and (section.get("quant_method") == "mxfp4" or may_run_from_codes(section))
+
+
+def _is_rearranged(path: Path) -> bool:
+    return quantization_of(path) is not None or read_json(path / "config.json").get("model_type") == "gpt_oss"
 
 
 def settings_of(path: Path) -> dict[str, object] | None:
@@ -113,5 +119,5 @@ def folder_files(path: Path) -> dict[str, str]:
 
 def check_mapping(path: Path | None) -> None:
     """Raises UsageError for weights that cannot be mapped from their file."""
-    if path is not None and (is_gguf(path) or (not os.path.exists(path / FILE) and quantization_of(path) is not None)):
+    if path is not None and (is_gguf(path) or not os.path.exists(path / FILE) and _is_rearranged(path)):
         raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave --load away")

@@ -1,4 +1,5 @@
-"""Filters on the text of an answer as it streams: stop strings, reasoning between <think> tags, and what a terminal must not receive.
+"""Filters on the text of an answer as it streams: stop strings, reasoning between <think> tags or in channels, and what a terminal must
+not receive.
 
 Each takes pieces of any size through `push` and gives the same result however the text was cut; `flush` ends it. A filter holds back only
 what could still become a tag, a stop string or an escape sequence, so text appears as early as is safe. A stop string counts
@@ -120,6 +121,108 @@ def strip_thinking(text: str, started: bool = False) -> str:
     """The answer without the reasoning before it, as it goes into the history of a chat."""
     block = ThinkFilter(started=started)
     return "".join(part for kind, part in block.push(text) + block.flush() if kind == "answer")
+
+
+class ChannelFilter:
+    """Tells reasoning from the answer where a turn is several messages, each on a channel: the harmony format of gpt-oss.
+
+        <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
+
+    What is on `final`, or on no channel, is the answer; all else is shown as reasoning, with an empty line between two messages. `prompt`:
+    how the prompt ends, which may be in the midst of a header or of a message.
+    """
+
+    START, CHANNEL, MESSAGE, END = MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+    HEADER_LIMIT = 256  # a longer header is none: what was held is shown
+
+    def __init__(self, prompt: str = "") -> None:
+        self._kind, self._held, self._said = "answer", "", ""  # kind of the message, None in a header; what of this kind came before
+        self._fresh = False  # has this message said nothing yet?
+        begin = prompt.rfind(self.START)
+        if begin >= 0:
+            self._header(prompt[begin:])
+
+    def _header(self, text: str) -> None:
+        """Turn to a message whose header is `text`, or wait for the rest of it."""
+        head, message, rest = text.partition(self.MESSAGE)
+        if not message:
+            self._kind, self._held = None, text
+        elif self.END in rest:
+            self._kind, self._held = None, ""
+        else:
+            name = head.rpartition(self.CHANNEL)[2].split() if self.CHANNEL in head else ()
+            self._kind, self._held = "answer" if not name or name[0] == "final" else "thinking", ""
+            self._fresh = not rest
+
+    def push(self, text: str) -> list[Part]:
+        """Parts that are certain now, in order, none empty."""
+        parts: list[Part] = []
+        while text:
+            if self._kind is None:
+                text = self._in_header(text, parts)
+            else:
+                text = self._in_message(text, parts)
+        return parts
+
+    def _in_header(self, text: str, parts: list[Part]) -> str:
+        """What is no longer header."""
+        held = self._held + text
+        head, message, rest = held.partition(self.MESSAGE)
+        broken = self._broken(held)
+        if len(head) - held_suffix(head, (self.MESSAGE,)) > self.HEADER_LIMIT:
+            broken = broken or self.HEADER_LIMIT + 1
+        if broken:  # a model that knows no channels
+            self._kind, self._held, self._fresh = "answer", "", True
+            self._emit(self._behind_role(held[:broken]), parts)
+            return held[broken:]
+        if message:
+            self._header(head + message)
+            return rest
+        self._held = held
+        return ""
+
+    def _broken(self, held: str) -> int:
+        """After how many characters something cannot become a header, 0 while it can."""
+        own = self._behind_role(held)
+        if own.startswith((self.START, self.CHANNEL, self.MESSAGE, "to=")):
+            return 0
+        marks = (self.START, self.CHANNEL, self.MESSAGE, "to=", "assistant")
+        length = next((n for n in range(1, len(own) + 1) if not any(mark.startswith(own[:n]) for mark in marks)), 0)
+        return length and len(held) - len(own) + length
+
+    def _behind_role(self, header: str) -> str:
+        return header.removeprefix(self.START).removeprefix("assistant").lstrip()
+
+    def _in_message(self, text: str, parts: list[Part]) -> str:
+        held = self._held + text
+        marks = (self.END, self.START, self.CHANNEL)
+        at = min((place for mark in marks if (place := held.find(mark)) >= 0), default=-1)
+        certain = held[:at] if at >= 0 else held[: len(held) - held_suffix(held, marks)]
+        self._emit(certain, parts)
+        self._held = "" if at >= 0 else held[len(certain) :]
+        if at < 0:
+            return ""
+        self._kind, self._held = None, ""
+        return held[at:].removeprefix(self.END)
+
+    def _emit(self, text: str, parts: list[Part]) -> None:
+        if text:
+            if self._fresh and self._said == self._kind:
+                text = "\n\n" + text
+            self._fresh, self._said = False, self._kind
+            parts.append((self._kind, text))
+
+    def flush(self) -> list[Part]:
+        """The text ended: what is held of a message is no mark; an unfinished header says nothing."""
+        parts: list[Part] = []
+        if self._kind is None:
+            own, whole_role = self._behind_role(self._held), self._held.removeprefix(self.START).startswith("assistant")
+            if own and not own.startswith(("<|", "to=")) and (whole_role or not "assistant".startswith(own)):
+                self._kind, self._held = "answer", own
+        if self._kind is not None:
+            self._emit(self._held, parts)
+        self._held = ""
+        return parts
 
 
 _CONTROL = re.compile(

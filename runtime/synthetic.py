@@ -98,8 +98,9 @@ class SyntheticStore:
             tail[at.tables - at.row_scales :][: tables.size] = tables
         _overlay(tail, at.row_scales, start, out)
         middle = at.row_scales - (at.zeros if at.zeros >= 0 else at.scales)
-        if spec.scheme != "codebook":  # scales of one size: random ones would span 2**16
-            _overlay(np.full(middle, 64 if at.zeros < 0 else 1 << (spec.bits - 1), np.uint8), at.row_scales - middle, start, out)
+        if spec.scheme != "codebook":  # scales of one size: random ones would span 2**16, exponents all of float32
+            usual = 128 if spec.scheme == "mxfp" else 64
+            _overlay(np.full(middle, usual if at.zeros < 0 else 1 << (spec.bits - 1), np.uint8), at.row_scales - middle, start, out)
             if at.zeros >= 0:
                 _overlay(np.full(at.zeros - at.scales, 64, np.uint8), at.scales, start, out)
 

@@ -16,6 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
+from .stream_filters import ChannelFilter, ThinkFilter
 from .template import ChatTemplate, TemplateError, load_template
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ END_OF_TURN = (
     "</s>",
     "<EOT>",
 )
-HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a channel and the turn goes on
+HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a message and the turn goes on
 THINK_TAGS = ("<think>", "</think>")
 
 
@@ -136,18 +137,28 @@ class Tokenizer:
         return frozenset(named.union(self._eos_ids, () if eos is None else (eos,)))
 
     def _ends_turn(self, name: str) -> bool:
-        return name != "<|end|>" or not all(n in self._added for n in HARMONY)
+        return name != "<|end|>" or not self.channels
+
+    @cached_property
+    def channels(self) -> bool:
+        """Whether a turn is several messages, reasoning on a channel of its own: the harmony format."""
+        return all(name in self._added for name in HARMONY)
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether the model may reason between <think> tags before it answers."""
+        """Whether the model may reason before it answers, on a channel or between <think> tags."""
+        return self.channels or self._tags
+
+    @cached_property
+    def _tags(self) -> bool:
         return self._backend.token_to_id("<think>") is not None or (self.template is not None and self.template.thinks)
 
     @cached_property
     def _visible(self) -> dict[int, str]:
-        """Think tags that this vocabulary marks as special: decoding would drop them, and with them the border of the answer."""
-        added = self._backend.get_added_tokens_decoder()
-        return {number: token.content for number, token in added.items() if token.special and token.content in THINK_TAGS}
+        """Think tags and marks of channels that this vocabulary marks as special: decoding would drop them, and with them the border of the
+        answer."""
+        added, marks = self._backend.get_added_tokens_decoder(), ChannelFilter.MARKS if self.channels else THINK_TAGS
+        return {number: token.content for number, token in added.items() if token.special and token.content in marks}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text count as such. A beginning-of-text token is added once, where the
@@ -190,9 +201,15 @@ class Tokenizer:
         """Token ids of a chat: the template writes all special tokens itself, so none is added."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
+    def reasoning(self, prompt: Sequence[int]) -> ThinkFilter | ChannelFilter | None:
+        """What tells reasoning from the answer behind a prompt, None where the model does not reason."""
+        if self.channels:
+            return ChannelFilter(self.decode(prompt[-64:], skip_special_tokens=False))
+        return ThinkFilter(started=self.opens_thinking(prompt)) if self.thinks else None
+
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with an open <think> tag, so that the answer begins inside the reasoning."""
-        return self.thinks and self.decode(prompt[-16:], skip_special_tokens=False).rstrip().endswith(THINK_TAGS[0])
+        return self._tags and self.decode(prompt[-16:], skip_special_tokens=False).rstrip().endswith(THINK_TAGS[0])
 
 
 def _open_backend(path: Path) -> tokenizers.Tokenizer:

@@ -36,6 +36,8 @@ TWO_ROPES = {"sliding_window": 40, "query_pre_attn_scalar": 20, "layer_types": [
              "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
                                  "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}
 
+# Weights wide enough that gate and up are clamped now and then.
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32, "initializer_range": 0.3, "eos_token_id": None}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 CASES = {
@@ -84,6 +86,10 @@ CASES = {
     "qwen3_moe, some layers dense": Case("qwen3_moe", {**FEW_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers":
                                                        [3], "attention_bias": True, "use_sliding_window": True, "sliding_window": 70}),
     "qwen3_moe, bfloat16": Case("qwen3_moe", {**FEW_EXPERTS, "norm_topk_prob": True}, dtype="bfloat16"),
+    "gpt_oss": Case("gpt_oss", {**GPT_OSS, "sliding_window": 40}),
+    "gpt_oss, bfloat16": Case("gpt_oss", {**GPT_OSS, "sliding_window": 150, "tie_word_embeddings": True, "num_experts_per_tok": 4,
+                                          "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "truncate": True,
+                                                              "original_max_position_embeddings": 64}}, dtype="bfloat16"),
     "olmoe": Case("olmoe", {"num_experts": 9, "num_experts_per_tok": 4, "vocab_size": 301, "eos_token_id": None}),
     "olmoe, one expert, float16": Case("olmoe", {"num_experts": 3, "num_experts_per_tok": 1, "attention_bias": True, "norm_topk_prob": True,
                                                  "num_key_value_heads": 4, "eos_token_id": None}, dtype="float16"),
@@ -103,8 +109,8 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     torch.manual_seed(1)
     model = (AutoModelForImageTextToText if case.images else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms, which start at 1, and biases, which start at 0
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("bias"):  # norms, which start at 1, and biases, which start at 0
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     if case.older:

@@ -31,6 +31,8 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     if spec.scheme in ("block", "offset"):  # either sign, over the sizes that weights have, subnormal ones and zero with `every_scale`
         powers = rng.integers(-24 if every_scale else -4, 4, scales.shape)
         scales = (np.ldexp(rng.standard_normal(scales.shape, np.float32), powers)).astype(np.float16).view(np.uint16)
+    if spec.scheme == "mxfp":
+        scales = rng.integers(0 if every_scale else 120, 200 if every_scale else 128, scales.shape, np.uint8)
     with_zeros = spec.scheme in ("affine", "offset")
     zeros = rng.integers(0, 256 if every_scale else 1 << spec.bits, (rows, groups)).astype(np.uint8) if with_zeros else None
     supers = minima = None
@@ -44,7 +46,7 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
     sparse = Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32), bf16(rng.standard_normal(count, np.float32)))
     return Codes(codes=rng.integers(0, 3 if spec.scheme == "ternary" else 1 << spec.bits, shape).astype(np.uint8),
                  scales=scales, zeros=zeros, rows=bf16(rng.standard_normal(rows, np.float32) / 256),
-                 levels=np.sort(rng.integers(-64, 64, 1 << spec.bits)).astype(np.int8) if book else None,
+                 levels=np.sort(rng.integers(-64, 64, 1 << spec.bits)).astype(np.int8) if book or spec.scheme == "mxfp" else None,
                  steps=np.sort(rng.integers(1, 128, 16)).astype(np.uint8) if book else None, sparse=sparse if spec.outliers else None,
                  supers=supers, minima=minima)
 
@@ -75,7 +77,7 @@ def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = 
 def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
     """The definition for more columns."""
     parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
-    if spec.bits > 4 or spec.scheme == "super":
+    if spec.bits > 4 or spec.scheme in ("mxfp", "super"):
         return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias, minima=minimum_values(codes))
     most, shift = _range(codes, spec)
     return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias)

@@ -137,3 +137,9 @@ def test_precisions_of_the_cache_are_those_that_exist() -> None:
     assert {*CODECS, "8bit", "2bit", "k8v4"} == set(named)
     for name in (*named, "6bit", "5bit", "4bit", "3bit"):
         codec(name)
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(all_pages(), encoding="utf-8")
+    REFERENCE.write_text(reference(GOLDEN.read_text(encoding="utf-8")), encoding="utf-8")

@@ -272,7 +272,7 @@ def test_eval_of_bits_is_held_against_the_stored_model(private: Path) -> None:
     (("run", "fable", "hi", "--keep"), "--keep"),
     (("run", "fable:4bit", "hi", "--bits", "3"), "disagree"),
     (("run", "fable", "hi", "--bits", "7"), "7bit"),
-    (("plan", "fable:4bit"), "this command does not do"),
+    (("plan", "fable:4bit", "--bits", "3"), "disagree"),
     (("quantize", "fable:4bit", "-o", "x", "--bits", "4"), "this command does not do"),
     (("run", "fable:4bit:3bit", "hi"), "two formats"),
 ])

@@ -258,7 +258,8 @@ def test_bench_speaks_markdown_json_and_csv() -> None:
     table = Ran("bench", *flags).out.splitlines()
     assert len(table) == 4 and len({len(line) for line in table}) == 1 and "tg4" in table[3]
     header, *lines = Ran("bench", *flags, "-o", "csv").out.splitlines()
-    assert len(lines) == 2 and header.split(",")[:3] == ["model_type", "model_size", "model_n_params"]
+    assert len(lines) == 2 and header.split(",")[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends",
+                                                         "model_filename", "model_type", "model_size", "model_n_params"]
 
 
 def test_eval_measures_a_text(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -36,11 +37,11 @@ from config_samples import LLAMA, SMALL, refused
 
 WRITERS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "granite": GraniteConfig, "llama": LlamaConfig,
            "mistral": MistralConfig, "olmo2": Olmo2Config, "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
-           "smollm3": SmolLM3Config, "mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig, "olmoe": OlmoeConfig}
+           "smollm3": SmolLM3Config, "mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig, "olmoe": OlmoeConfig, "gpt_oss": GptOssConfig}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
-GEMMA_ACT = {"gelu_pytorch_tanh": "gelu_tanh"}
+OTHER_ACTS = {"gelu_pytorch_tanh": "gelu_tanh"}
 
 
 # ---- against transformers
@@ -59,7 +60,9 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
                  "max_position_embeddings", "tie_word_embeddings", "hidden_act", "bos_token_id"):
         theirs = getattr(written, names.get(name, name))
-        assert getattr(config, name) == (None if name in outside and written.vocab_size == 300 else GEMMA_ACT.get(theirs, theirs)), name
+        if (family, name) == ("gpt_oss", "hidden_act"):  # which does not say that its experts clamp it
+            theirs = "clamped_swish"
+        assert getattr(config, name) == (None if name in outside and written.vocab_size == 300 else OTHER_ACTS.get(theirs, theirs)), name
     assert config.norm_eps == getattr(written, "rms_norm_eps", 1e-5)
     head_dim = None if family == "opt" else getattr(written, "head_dim", None)
     assert config.head_dim == (head_dim or written.hidden_size // written.num_attention_heads)
@@ -71,9 +74,9 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
     else:
         kind = "full_attention" if None in config.windows else "sliding_attention"
         theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
-        assert config.rope.theta == theta and config.rope.kind == "default"
+        assert config.rope.theta == theta and config.rope.kind == written.rope_parameters.get("rope_type", "default")
     assert config.qk_norm == (family in ("gemma3_text", "olmo2", "olmoe", "qwen3", "qwen3_moe"))
-    assert config.qkv_bias == (family in ("opt", "qwen2"))
+    assert config.qkv_bias == (family in ("gpt_oss", "opt", "qwen2"))
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -184,7 +187,8 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
 
     both, one = {"attention_bias": True, "mlp_bias": True}, {"attention_bias": True}
     features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "gemma2": one, "gemma3_text": one,
-                "opt": {"enable_bias": False}, "olmoe": {**one, "num_experts": 9}, "mixtral": {"num_local_experts": 3},
+                "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 3},
+                "olmoe": {**one, "num_experts": 9}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
                               "mlp_only_layers": [3]}}
     for family, writer in WRITERS.items():
@@ -215,6 +219,10 @@ def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str,
     if ".experts." not in name:
         return [(name, shape)]
     place, stacked = name.rsplit(".", 1)
+    if family == "gpt_oss":  # inputs before outputs, and biases
+        kind, shape = ("bias", shape) if stacked.endswith("_bias") else ("weight", (shape[0], shape[2], shape[1]))
+        parts = ("gate_proj", "up_proj") if stacked.startswith("gate_up") else ("down_proj",)
+        return [(f"{place}.{expert}.{part}.{kind}", (shape[1] // len(parts), *shape[2:])) for expert in range(shape[0]) for part in parts]
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[stacked]
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {part: part for part in parts}
     return [(f"{place}.{expert}.{names[part]}.weight", (shape[1] // len(parts), shape[2])) for expert in range(shape[0]) for part in parts]

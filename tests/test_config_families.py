@@ -197,3 +197,34 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     """Strict: an unknown key would be an error."""
     config = parse_config({**LLAMA, "model_type": family, **PUBLISHED[family]}, strict=True)
     assert config.family == family and config.warnings == ()
+
+
+def test_gpt_oss_as_published() -> None:
+    """The keys of the 20B model's file, in the older dialect."""
+    kinds = ["sliding_attention", "full_attention"] * 12
+    published = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": kinds, "max_position_embeddings": 131072,
+        "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+        "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+                                                "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088}
+    config = parse_config(published, strict=True)
+    assert config.warnings == () and config.windows == (128, None) * 12 and config.context_length == 131_072
+    assert config.qkv_bias and config.o_bias and config.hidden_act == "clamped_swish" and config.experts_stored == "mxfp4:32"
+    own = config.mixture
+    assert (own.experts, own.per_token, own.width, own.renormalise, len(own.layers)) == (32, 4, 2880, True, 24)
+    assert config.rope.params["truncate"] is False and config.rope.theta == 150_000
+    # without any of it, what transformers takes
+    bare = {key: value for key, value in published.items() if key not in ("rope_scaling", "rope_theta", "layer_types", "sliding_window",
+                                                                          "quantization_config", "attention_bias", "head_dim")}
+    plain = parse_config(bare)
+    assert (plain.ropes, plain.windows, plain.qkv_bias, plain.head_dim, plain.experts_stored) == (config.ropes, config.windows, True, 64,
+                                                                                                  None)
+    for wrong in ({"swiglu_limit": 5.0}, {"swiglu_alpha": 1.0}, {"hidden_act": "relu"}, {"num_experts_per_tok": 33},
+                  {"quantization_config": {"quant_method": "gptq", "bits": 4}}):
+        refused({**published, **wrong}, next(iter(wrong)))

@@ -30,6 +30,7 @@ from effllm.runtime.families import FAMILIES
 from effllm.runtime.model import check_tensors, dims
 from effllm.runtime.prepare import LOGIT_ROWS, EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.source import open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, CONTEXT, Case, oracle, text, written
@@ -119,6 +120,8 @@ PECULIAR = {
     "mixtral": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 1}}, {"hidden_act": "silu"}],
     "qwen3_moe": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 4}}],
     "olmoe": [{"mixture": {"renormalise": True}}, {"mixture": {"per_token": 3}}],
+    "gpt_oss": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"hidden_act": "silu"}, {"mixture": {"renormalise": False}},
+                {"mixture": {"per_token": 1}}],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
 }
 
@@ -135,14 +138,14 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
         if "mixture" in taken:
             taken = {"mixture": replace(config.mixture, **taken["mixture"])}
         asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
-        *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), TensorStore.open(tmp_path), asked), ("raw",))
+        *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), open_store(tmp_path), asked), ("raw",))
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
         engine.close()
         assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
 
 
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "opt",
-                                  "mixtral", "qwen3_moe, bfloat16", "olmoe"])
+                                  "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

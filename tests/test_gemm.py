@@ -28,6 +28,7 @@ from low_bit_samples import _outliers, _range, factors_of, low_bit, random_codes
 
 WAYS = (gemm.SCALED, gemm.GROUPED)
 # Every width, every kind of scale, outliers.
+EXPONENTS = "mxfp4:32"
 FORMATS = ("block4:32", "block8:32", "codebook4:16", "codebook3:16", "codebook2:16+0.02", "ternary:64", "symmetric8:16",
            "symmetric6:32", "symmetric5:128", "symmetric4:16", "affine8:32", "affine4:128+0.01", "affine3:32", "affine2:64")
 GUARD = 0x5A
@@ -121,6 +122,14 @@ def test_both_ways_of_every_width(pools, text, way):
         each, x = Operand(text, (rows, depth), bias=index % 2 == 1), sample(tokens, depth)
         got, = product(pools[1 + index % 3], x, [each], way)
         assert np.array_equal(got, each.definition(x, way)), f"{tokens} x {depth} x {rows}"
+
+
+def test_powers_of_two_for_scales_are_multiplied_as_they_are(pools):
+    for index, (tokens, depth, rows) in enumerate(((17, 33, 1), (1, 300, 50), (40, 2 * gemm.SPAN + 200, 3 * gemm.BLOCK_ROWS + 5))):
+        each, x = Operand(EXPONENTS, (rows, depth), bias=index == 1), sample(tokens, depth)
+        got, = product(pools[1 + index], x, [each], gemm.GROUPED)
+        assert np.array_equal(got, each.definition(x, gemm.GROUPED))
+    assert gemm.way_of(4, "mxfp") == gemm.GROUPED and gemm.way_of(4, "codebook") == gemm.SCALED
 
 
 @pytest.mark.parametrize("way", WAYS, ids=("scaled", "grouped"))
@@ -222,7 +231,7 @@ def test_panels_hold_the_quantized_activations(pools, way):
     assert np.array_equal(by_token["half"][sound], codes.reshape(numbers.shape)[:, :, : size // 2].sum(-1)[sound])
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", (*FORMATS, EXPONENTS))
 def test_the_exact_product_is_that_of_what_the_weights_mean(pools, text):
     """With an identity for x it gives the weights themselves, bit for bit."""
     for pool, (rows, depth) in zip(pools.values(), ((50, 100), (97, 256), (20, linear.DEPTH_BLOCK + 70))):

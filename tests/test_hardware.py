@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from effllm.offload import hardware
+from effllm.offload.gpu import Gpu, parse
 
 GIB = 1 << 30
 UNLIMITED_V1 = str(2**63 - 4096)
@@ -201,7 +202,7 @@ def test_names(tmp_path: Path) -> None:
     assert found.cpu == "Some CPU @ 3 GHz"
     assert found.simd == ("sse4_2", "fma", "avx2", "avx512f", "avx512_vnni")
     assert found.huge_pages == "madvise"
-    assert found.gpus == ("NVIDIA H200", "NVIDIA GPU")
+    assert found.gpus == (Gpu("NVIDIA H200"), Gpu("NVIDIA GPU")), "no tool is asked about the files of another machine"
 
 
 def test_arm_features(tmp_path: Path) -> None:
@@ -256,3 +257,10 @@ def test_resident_memory_follows_what_is_touched() -> None:
     assert abs(grown - (64 << 20)) < 4 << 20
     assert after < before + (8 << 20)
     assert before + (60 << 20) <= peak < len(ballast)
+
+
+def test_memory_of_cards_as_the_tool_tells_it() -> None:
+    told = "NVIDIA H200, 143771, 143161\nNVIDIA GB10, [N/A], [N/A]\nTesla, Special, 16384, 9\n"
+    assert parse(told) == (Gpu("NVIDIA H200", 143771 << 20, 143161 << 20), Gpu("NVIDIA GB10"),
+                           Gpu("Tesla, Special", 16384 << 20, 9 << 20))
+    assert parse("") == () and parse("No devices were found\n") == (Gpu("No devices were found"),)

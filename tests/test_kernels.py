@@ -54,7 +54,7 @@ def run_all(ops: CpuOps, parts: dict[str, Linear], norm: Norm, x: np.ndarray, ac
 
 
 @pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
-@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu"))
+@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu", "clamped_swish"))
 def test_matrix_ops_match_the_reference(pool, stored, act):
     rng = np.random.default_rng(1)
     parts = linears(rng, stored)
@@ -65,6 +65,22 @@ def test_matrix_ops_match_the_reference(pool, stored, act):
         x = rng.standard_normal((tokens, HIDDEN), np.float32)
         for fast, slow in zip(run_all(ops, parts, norm, x, act), run_all(exact, parts, norm, x, act), strict=True):
             assert np.abs(fast - slow).max() <= 3e-6 * np.abs(slow).max()
+
+
+def test_the_clamped_swish_by_hand(pool):
+    """min(g, 7) * sigmoid(1.702 min(g, 7)) * (up within 7 + 1), wherever the two lie; NaN of either stays."""
+    gate, up = (each.reshape(1, -1).astype(np.float32) for each in np.meshgrid(np.linspace(-90, 20, 56), np.linspace(-20, 20, 41)))
+    g, u = np.minimum(gate, 7).astype(np.float64), np.clip(up, -7, 7).astype(np.float64)
+    by_hand = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    assert np.abs(reference.gated(gate.astype(np.float64), up, "clamped_swish") - by_hand).max() < 1e-12
+    dims = Dims(gate.size, 1, 1, 2, gate.size, 8, chunk=128, ctx=128, rows=1)
+    for registry in (None, default_registry("reference")):
+        out = gate.copy()
+        CpuOps(pool, dims, registry).gate(out, up, "clamped_swish")
+        assert np.abs(out - by_hand).max() < 3e-6 * np.abs(by_hand).max()
+        odd = np.array([[np.nan, 1.0, 1.0]], np.float32)
+        CpuOps(pool, dims, registry).gate(odd, np.array([[1.0, np.nan, 1.0]], np.float32), "clamped_swish")
+        assert np.isnan(odd).tolist() == [[True, True, False]]
 
 
 @pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))

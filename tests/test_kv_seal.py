@@ -130,7 +130,6 @@ def test_a_profile_with_matrices_widths_and_a_mean(pool, bits):
     k = k + turned(mean, *turn)
     got, want = sealed(pool, k, v, bits, bits, basis, turn=turn), encode(k, v, bits, bits, basis, rotary=turn)
     close(got, want, k, v, basis, turn)
-    print((got != want).mean())
     assert (got != want).mean() < 0.02
 
 

@@ -8,10 +8,10 @@ from effllm.quant import levels, methods
 from effllm.quant.codes import dequantize
 from effllm.quant.methods import hqq, rtn
 from effllm.quant.pack import pack, unpack
-from effllm.quant.spec import BITS, GROUPS, QuantSpec
+from effllm.quant.spec import BITS, FOREIGN, GROUPS, QuantSpec
 
 FORMATS = tuple(str(QuantSpec(bits, group, scheme)) for scheme in BITS for bits in BITS[scheme]
-                for group in GROUPS[scheme] if scheme != "block")
+                for group in GROUPS[scheme] if scheme not in FOREIGN)
 # How far below Gaussian weights the error has to stay, in dB.
 FLOORS = {"codebook4:16": 22.7, "codebook3:16": 16.5, "codebook2:16": 10.0, "symmetric8:32": 45.9, "symmetric6:32": 33.6,
           "symmetric5:32": 27.4, "symmetric4:32": 21.1, "affine4:32": 22.0, "affine4:64": 21.0, "affine3:32": 15.7, "affine2:32": 9.4,

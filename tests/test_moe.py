@@ -60,7 +60,7 @@ class Layer:
                  bias: bool = False, seed: int = 1, router: str = "f32") -> None:
         rng = np.random.default_rng(seed)
         kinds = [stored[e % len(stored)] for e in range(experts)]
-        self.experts = tuple(Expert(linear(rng, width, depth, kind, bias), linear(rng, width, depth, kind),
+        self.experts = tuple(Expert(linear(rng, width, depth, kind, bias), linear(rng, width, depth, kind, bias),
                                     linear(rng, depth, width, kind, bias)) for kind in kinds)
         self.router = linear(rng, experts, depth, router, bias)
         self.norm = Norm("rms", rng.standard_normal(depth, np.float32))
@@ -112,7 +112,7 @@ def test_a_mixture_of_equal_experts_is_one_mlp() -> None:
 
 
 @pytest.mark.parametrize("stored", [("f32",), ("f16",), ("bf16",), ("bf16", "f32")], ids="+".join)
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "clamped_swish"])
 def test_raw_weights_match_the_definition(pool, stored, act) -> None:
     layer, ops = Layer(stored, bias=True, router=stored[0]), CpuOps(pool, dims())
     for tokens in TOKENS:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from effllm.kernels.tiles import PLANES
 from effllm.quant.codes import Codes, Sparse, bf16, dequantize, scale_values
+from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack, pack_tiles, unpack, unpack_tiles
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight
@@ -23,7 +24,7 @@ from low_bit_samples import FORMATS, WITH_OUTLIERS, random_codes
 
 # sha256 of the blob of `counted(spec)`, its first 16 digits. A change here is a new version of the layout: old files become unreadable.
 GOLDEN = {
-    "block8:32": "a619cf2716b31158", "block5:32": "baef7c374407aaac", "block4:32": "01617376a925e7e6",
+    "mxfp4:32": "8a1a0c3e4ffc9f20", "block8:32": "a619cf2716b31158", "block5:32": "baef7c374407aaac", "block4:32": "01617376a925e7e6",
     "offset8:32": "7d5916b05f9fa306", "offset8:64": "c0c45a18932cc7e4", "offset8:128": "e96336a6728d11c0",
     "offset4:32": "b90edc4ba52bcc96", "offset4:64": "9ad2ddcc7769216e", "offset4:128": "2ad6d151792ff7df",
     "super5:32": "36d70d87969abce4", "super4:32": "5ddbc440372d5d01", "signed6:16": "fcff9bfbcb45a0fe",
@@ -76,7 +77,7 @@ def counted(spec: QuantSpec, rows: int = 17, depth: int = 70) -> Codes:
                          else ((5 * n + 11 * g) % (16 if book else 256)).astype(np.uint8)),
                  zeros=((13 * n + 7 * g) % 256).astype(np.uint8) if spec.scheme in ("affine", "offset") else None,
                  rows=bf16(((n[:, 0] - 8) / 16).astype(np.float32)),
-                 levels=(entry[: 1 << bits] * (120 >> bits) - 60).astype(np.int8) if book else None,
+                 levels=(entry[: 1 << bits] * (120 >> bits) - 60).astype(np.int8) if book or spec.scheme == "mxfp" else None,
                  steps=(7 * entry + 9).astype(np.uint8) if book else None,
                  sparse=Sparse((places // depth).astype(np.uint32), (places % depth).astype(np.uint32),
                                bf16((places % 9 - 4).astype(np.float32) / 8)) if spec.outliers else None, supers=supers, minima=minima)
@@ -122,6 +123,8 @@ def test_dequantize_is_the_formula_weight_by_weight(text):
             code, scale = int(codes.codes[n, k]), int(codes.scales[n, k // spec.group])
             if spec.scheme == "codebook":
                 product = int(codes.steps[scale]) * int(codes.levels[code])
+            elif spec.scheme == "mxfp":
+                product = np.float32(2.0 ** (scale - 127) if scale else 0) * int(codes.levels[code])
             else:
                 zero = {"ternary": 1, "super": 0}.get(spec.scheme, 2 ** (spec.bits - 1))
                 if spec.scheme in ("affine", "offset"):
@@ -178,6 +181,18 @@ def test_an_affine_weight_with_outliers_written_out_by_hand():
     assert pack(codes, spec).tobytes() == laid_out(by_hand, 448)
     w = dequantize(codes, spec)
     assert w[0, 18] == 2.0 * (16 * (2 - 3)) and w[0, 19] == 2.0 * (16 * (3 - 3)) + 1.0 and w[1, 2] == 3.0 * (33 * (7 - 200)) - 2.0
+
+
+def test_an_mxfp4_weight_written_out_by_hand():
+    """As `codebook`, but a scale is an exponent in a byte of its own, rows are a half, and there are no steps."""
+    codes = Codes(codes=np.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], np.uint8), scales=np.array([[126], [130]], np.uint8), zeros=None,
+                  rows=np.array([0.5, 0.5], np.float32), levels=MXFP)
+    by_hand = {0: bytes([0x51, 0x02, 0x03, 0x04, 0xA6, 0x07, 0x08, 0x09]),
+               256: bytes([126, 130]),
+               320: bytes([0x00, 0x3F, 0x00, 0x3F]),
+               384: bytes([0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244])}
+    assert pack(codes, QuantSpec.parse("mxfp4:32")).tobytes() == laid_out(by_hand, 448)
+    assert dequantize(codes, QuantSpec.parse("mxfp4:32")).tolist() == [[0.25, 0.5, 0.75, 1.0, 1.5], [32.0, 48.0, 0.0, -4.0, -8.0]]
 
 
 def test_super_blocks_written_out_by_hand():

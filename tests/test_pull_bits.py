@@ -166,3 +166,21 @@ def test_a_single_file_of_weights(hub: Hub, person: Person, from_folder: bytes) 
     (folder,) = (person.home / "data" / "effllm" / "models" / "org--one").glob("*/4bit")
     assert (folder / "model.safetensors").read_bytes() == from_folder
     assert json.loads((folder / "effllm.json").read_text())["spec"] == "4bit"
+
+
+def test_the_plan_predicts_from_what_is_known_and_measures_nothing(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    from effllm.offload.predict import KindRate
+    from effllm.runtime import roofs
+
+    asked = []
+    monkeypatch.setattr(roofs, "known", lambda wanted: asked.append(wanted) or roofs.Roofs(None, None))
+    plan = person.types("pull", REPO, "--bits", "4", "--dry-run", "--json").json
+    assert plan["tokens_per_s_estimate"] is None and "doctor was not run" in plan["speed_unknown"]
+    assert "doctor was not run" in person.types("pull", REPO, "--dry-run").err
+    kinds = {kind: KindRate(10e9, 10e9) for kind in ("bf16", "codebook4:16", "symmetric6:32")}
+    machine = roofs.MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 20e9, 1e-4, 1e-5, kinds, {"16bit": KindRate(10e9, 10e9)})
+    monkeypatch.setattr(roofs, "known", lambda wanted: roofs.Roofs(machine, None))
+    plan = person.types("pull", REPO, "--dry-run", "--json").json
+    assert plan["tokens_per_s_estimate"] == pytest.approx(1 / (11_540_992 / 10e9 + 1e-4 + 6e-5)) and plan["tokens_per_s_error"] == 0.15
+    assert plan["speed_unknown"] is None and "tokens/s (± 15%)" in person.types("pull", REPO, "--dry-run").err
+    assert asked[0].kinds == ("symmetric6:32", "codebook4:16") and asked[0].file.is_dir()

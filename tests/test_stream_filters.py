@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import UsageError
-from effllm.runtime.stream_filters import StopStrings, TerminalFilter, ThinkFilter, held_suffix, sanitize, strip_thinking
+from effllm.runtime.stream_filters import ChannelFilter, StopStrings, TerminalFilter, ThinkFilter, held_suffix, sanitize, strip_thinking
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -146,6 +146,69 @@ def test_an_unfinished_opening_tag_is_the_answer():
 def test_other_tags():
     block = ThinkFilter("[T]", "[/T]")
     assert block.push("[T]x[/T]y") == [("thinking", "x"), ("answer", "y")]
+
+
+# ---- channels -----------------------------------------------------------------------------------------------------------
+
+REPLY = "<|start|>assistant"
+THOUGHT, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+
+
+def channelled(text, prompt=REPLY):
+    """(reasoning, answer) of a whole text."""
+    block = ChannelFilter(prompt)
+    parts = block.push(text) + block.flush()
+    return tuple("".join(part for kind, part in parts if kind == wanted) for wanted in ("thinking", "answer"))
+
+
+def test_channels_tell_reasoning_from_the_answer():
+    assert channelled(f"{THOUGHT}Hm. Yes.<|end|>{REPLY}{FINAL}Yes!") == ("Hm. Yes.", "Yes!")
+    assert channelled(f"{FINAL}Yes!") == ("", "Yes!") and channelled("<|message|>Yes!") == ("", "Yes!")
+    assert channelled(f"{THOUGHT}a<|end|>{REPLY}{THOUGHT}b<|end|>{REPLY}{FINAL}c") == ("a\n\nb", "c")
+    call = "<|channel|>commentary to=functions.sum <|constrain|>json<|message|>"
+    assert channelled(f"{call}{{}}<|end|>{REPLY}{FINAL}3") == ("{}", "3")
+    assert channelled(f" to=functions.sum{THOUGHT}x") == ("x", "")
+    assert channelled(f"{THOUGHT}a{FINAL}b") == ("a", "b"), "a missing end is no part of the text"
+
+
+def test_a_prompt_may_end_anywhere_in_a_message():
+    assert channelled("Yes!", f"{REPLY}{FINAL}") == ("", "Yes!") == channelled("s!", f"x<|end|>{REPLY}{FINAL}Ye")[:1] + ("Yes!",)
+    assert channelled(f"well<|end|>{REPLY}{FINAL}Yes!", f"{REPLY}{THOUGHT}Oh ") == ("well", "Yes!")
+    assert channelled("is<|message|>hm", f"{REPLY}<|channel|>analys") == ("hm", "")
+    assert channelled("Once upon a time", "A tale: ") == ("", "Once upon a time")
+    assert channelled(f"{REPLY}{FINAL}Hi", "<|start|>user<|message|>Hello<|end|>") == ("", "Hi")
+
+
+def test_a_model_that_knows_no_channels_is_heard():
+    for text in ("Yes!", "the end", "t", "assistants are", "Say <|message|> to me", "a < b <| c"):
+        assert channelled(text)[0] == "" and channelled(text)[1] in (text, text.removeprefix("assistant"))
+    long = "<|channel|>" + "x" * 2 * ChannelFilter.HEADER_LIMIT
+    assert channelled(long) == ("", long)
+    assert channelled("<|channel|>analy") == ("", ""), "an unfinished header says nothing"
+
+
+def test_reasoning_streams_piece_by_piece():
+    block = ChannelFilter(REPLY)
+    pieces = ("<|channel|>", "analysis", "<|message|>", "Let me", " see", "<|end|>", "<|start|>", "assistant", "<|channel|>", "final",
+              "<|message|>", "Hel", "lo <|")
+    assert [block.push(piece) for piece in pieces] == [[], [], [], [("thinking", "Let me")], [("thinking", " see")], [], [], [], [], [], [],
+                                                       [("answer", "Hel")], [("answer", "lo ")]]
+    assert block.flush() == [("answer", "<|")]
+
+
+channel_texts = st.lists(st.sampled_from([*ChannelFilter.MARKS, "assistant", "analysis", "final", " to=f", "a", " ", "<|", "|>", "\n",
+                                          THOUGHT, FINAL, "x" * 100]), max_size=16).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cut(channel_texts), st.sampled_from([REPLY, "", f"{REPLY}{FINAL}", f"{REPLY}{THOUGHT}a", f"{REPLY}<|channel|>fin"]))
+def test_channels_do_not_depend_on_the_pieces(text_and_pieces, prompt):
+    text, pieces = text_and_pieces
+    block = ChannelFilter(prompt)
+    parts = [part for piece in pieces for part in block.push(piece)] + block.flush()
+    assert tuple("".join(t for kind, t in parts if kind == wanted) for wanted in ("thinking", "answer")) == channelled(text, prompt)
+    assert all(t for _, t in parts)
+
 
 
 # ---- terminal -----------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def least(model: Path) -> int:
     return int(re.search(r"it takes --ram (\d+)Mi", err).group(1))
 
 
-@pytest.mark.parametrize("more", (8, 90, 200))
+@pytest.mark.parametrize("more", (pytest.param(8, marks=pytest.mark.slow), 90, pytest.param(200, marks=pytest.mark.slow)))
 def test_a_run_keeps_to_its_budget_and_answers_the_same(model: Path, expected: dict, least: int, more: int) -> None:
     budget = least + more
     out, err = finish(start(*answer(model, "--ram", f"{budget}Mi")))
@@ -116,17 +116,20 @@ def test_a_long_prompt_is_read_within_the_budget(model: Path, least: int) -> Non
     assert found["usage"]["prompt_tokens"] > 448 and peak(err) <= (least + 60) * MIB
 
 
+@pytest.mark.slow
 def test_measuring_keeps_to_the_budget(model: Path, least: int) -> None:
     out, err = finish(start("bench", model, "-p", 16, "-n", 2, "-r", 1, "-c", 512, "--device", "cpu", "--ram", f"{least + 60}Mi", "--json"))
     rows = json.loads(out)
     assert all(row["disk_bytes_read"] > 0 for row in rows) and peak(err) <= (least + 60) * MIB
 
 
+@pytest.mark.slow
 def test_two_runs_share_a_model(model: Path, expected: dict, least: int) -> None:
     children = [start(*answer(model, "--ram", f"{least + 40}Mi")) for _ in range(2)]
     assert [json.loads(finish(child)[0])["token_ids"] for child in children] == [expected["token_ids"]] * 2
 
 
+@pytest.mark.slow
 def test_a_model_that_nobody_may_write(model: Path, expected: dict, least: int) -> None:
     before = {path: path.stat().st_mtime_ns for path in model.iterdir()}
     modes = {path: path.stat().st_mode for path in (*before, model)}
@@ -142,6 +145,7 @@ def test_a_model_that_nobody_may_write(model: Path, expected: dict, least: int) 
     assert {path: path.stat().st_mtime_ns for path in model.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_file_system_without_direct_reads(model: Path, expected: dict, least: int) -> None:
     out, err = finish(start(*answer(model, "--ram", f"{least + 40}Mi"), before=BUFFERED))
     assert json.loads(out)["token_ids"] == expected["token_ids"]
@@ -157,6 +161,7 @@ def writing(model: Path, least: int, folder: Path, before: str = "") -> subproce
     return child
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing(model: Path, least: int, tmp_path: Path) -> None:
     before = sorted(path.name for path in model.iterdir())
     child = writing(model, least, tmp_path / "temporary")
@@ -192,7 +197,7 @@ def copied(model: Path, tmp_path: Path) -> Path:
 DAMAGE = {"cut": lambda path: os.truncate(path, 100 * MIB), "rewritten": lambda path: os.utime(path, ns=(0, 0))}
 
 
-@pytest.mark.parametrize("damage, said", zip(DAMAGE.values(), ("became shorter|changed while", "changed while")), ids=DAMAGE)
+@pytest.mark.parametrize("damage, said", list(zip(DAMAGE.values(), ("became shorter|changed while", "changed while"))), ids=DAMAGE)
 def test_weights_that_change_under_a_run_end_it_with_one_line(copied: Path, least: int, tmp_path: Path, damage: Callable[[Path], None],
                                                               said: str) -> None:
     child = writing(copied, least, tmp_path / "temporary")
@@ -202,6 +207,7 @@ def test_weights_that_change_under_a_run_end_it_with_one_line(copied: Path, leas
     assert re.search(said, errors[-1]) and "hint: " in err
 
 
+@pytest.mark.slow
 def test_weights_that_are_deleted_are_read_to_the_end(copied: Path, expected: dict, least: int, tmp_path: Path) -> None:
     """The file that was opened is there until it is closed."""
     child = writing(copied, least, tmp_path / "temporary")

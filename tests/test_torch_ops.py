@@ -125,13 +125,13 @@ def test_linear_add_is_in_place(ops: TorchOps, stored: str) -> None:
     close(ops.to_host(result), residual + weight(x))
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "clamped_swish"])
 @pytest.mark.parametrize("stored", STORED)
 def test_gated_mlp(ops: TorchOps, act: str, stored: str) -> None:
     x, (norm, meaning) = normal(8, 3, 32), norm_pair(ops, "rms", 32)
     gate, up, down = (parameter(ops, 20 + i, n, k, stored) for i, (n, k) in enumerate([(80, 32), (80, 32), (32, 80)]))
     n = reference.normalise(x, *meaning)
-    expected = x + down(reference.activate(gate(n), act) * up(n))
+    expected = x + down(reference.gated(gate(n), up(n), act))
     stream = ops.from_host(x)
     result = ops.gated_mlp(stream, norm, gate.linear, up.linear, down.linear, act)
     assert result is stream

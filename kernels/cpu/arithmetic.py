@@ -12,7 +12,20 @@ import numpy as np
 from numba import float32, int32, uint16, uint32
 
 from ..compile import REASSOCIATE, inlined
-from ..layout import BF16, F16, GELU, GELU_TANH, NORM_LAYER, NORM_NONE, NORM_RMS_PLUS_ONE, RELU, SILU
+from ..layout import (
+    BF16,
+    CLAMPED_SWISH,
+    F16,
+    GELU,
+    GELU_TANH,
+    NORM_LAYER,
+    NORM_NONE,
+    NORM_RMS_PLUS_ONE,
+    RELU,
+    SILU,
+    SWISH_LIMIT,
+    SWISH_SLOPE,
+)
 from .inner_loops import (
     FEW_ROWS,
     FEW_STEP,
@@ -33,6 +46,7 @@ EXP_LOW, EXP_HIGH = np.float32(-87.3), np.float32(88.3)
 HALF_MAX, HALF_SCALE = np.float32(65504.0), np.float32(2.0**112)
 INV_SQRT2, TANH_INNER, GELU_CUBE = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
 MINUS_INF = np.float32(-np.inf)
+SLOPE, LIMIT = np.float32(SWISH_SLOPE), np.float32(SWISH_LIMIT)
 
 
 @inlined({"contract"})
@@ -60,7 +74,34 @@ def activate(x, kind):
         return x * (ONE - ONE / (ONE + exp(inner + inner)))
     if kind == GELU:
         return float32(HALF * x * (ONE + float32(math.erf(x * INV_SQRT2))))
+    if kind == CLAMPED_SWISH:
+        bounded = LIMIT if x > LIMIT else x
+        return bounded / (ONE + exp(-SLOPE * bounded))
     return x
+
+
+@inlined()
+def gated(gate, up, kind):
+    """act(gate) * up, with `up` as the activation wants it. NaN stays NaN."""
+    if kind == CLAMPED_SWISH:
+        low = -LIMIT if up < -LIMIT else up
+        up = ONE + (LIMIT if low > LIMIT else low)
+    return activate(gate, kind) * up
+
+
+@inlined()
+def gate_values(gate, up, out, count, kind):
+    """out = act(gate) * up of `count` values, addresses all. The common kinds are told apart out here so that they are vectorised."""
+    first, second, y = f32_at(gate), f32_at(up), f32_at(out)
+    if kind == SILU:
+        for i in range(count):
+            y[i] = gated(first[i], second[i], SILU)
+    elif kind == CLAMPED_SWISH:
+        for i in range(count):
+            y[i] = gated(first[i], second[i], CLAMPED_SWISH)
+    else:
+        for i in range(count):
+            y[i] = gated(first[i], second[i], kind)
 
 
 if HAS_HALF:

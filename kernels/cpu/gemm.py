@@ -18,10 +18,10 @@ from __future__ import annotations
 from numba import float32, uint32
 
 from ..compile import inlined, kernel
-from ..layout import SILU, align
+from ..layout import align
 from ..tiles import AFFINE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
-from .arithmetic import activate, normalise
+from .arithmetic import gate_values, normalise
 from .gemm_expand import SCALED_SHIFT
 from .gemm_stripes import (
     BIAS,
@@ -92,8 +92,8 @@ def panel_nbytes(tokens: int, depth: int, way: int) -> int:
 
 
 def way_of(bits: int, scheme: str) -> int:
-    """How a format is multiplied: up to 4 bits in the row's int8, above that and with minima exactly."""
-    return SCALED if bits <= 4 and scheme != "super" else GROUPED
+    """How a format is multiplied: up to 4 bits in the row's int8, above that and with minima or powers of two for scales exactly."""
+    return SCALED if bits <= 4 and scheme not in ("mxfp", "super") else GROUPED
 
 
 @kernel()
@@ -191,18 +191,6 @@ def _write(a, matrix, mode, row, sums, scales, bias, tokens):
             y[i] = y[i] + values[i] if mode == ADD else values[i]
 
 
-@inlined()
-def _gate(act, gate, up, count):
-    """gate = act(gate) * up."""
-    first, second = f32_at(gate), f32_at(up)
-    if act == SILU:  # the loop-invariant branch is taken out so that the common case is vectorised
-        for i in range(count):
-            first[i] = activate(first[i], SILU) * second[i]
-    else:
-        for i in range(count):
-            first[i] = activate(first[i], act) * second[i]
-
-
 @kernel()
 def multiply(args, worker, counter):
     """y[t, n] for many t from the panels at X. Blocks are BLOCK_ROWS rows; with GATED half of them the gate's and half the up matrix's."""
@@ -264,7 +252,7 @@ def multiply(args, worker, counter):
                 f32_at(scratch + BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
             for number in range(used):
                 at = sums + number * sums_nbytes
-                _gate(a[ACT], at, at + used * sums_nbytes, tokens * STRIPE)
+                gate_values(at, at + used * sums_nbytes, at, tokens * STRIPE, a[ACT])
                 _write(a, matrix, mode, row + number * STRIPE, at, scratch + ONES_AT, scratch + BIAS_AT, tokens)
 
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..tiles import LEVELS_NBYTES, ROWS
+from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS
 from .gemm_tiles import HALVES, PAIRS, ROUND, STEP, Loop
 from .int8_ir import (
     BYTES,
@@ -39,10 +39,10 @@ from .int8_ir import (
     widen_bytes,
 )
 from .intrinsics import I16, I32, I64
-from .packed_factors import byte_scales, half_scales
+from .packed_factors import byte_scales, exponent_scales, half_scales
 
-LEVEL_SHIFT, SCALED_SHIFT = 64, 128  # what stripes of levels and of scaled weights are above their values, with VNNI
-CODEBOOK, LINEAR, BLOCKS = "codebook", "linear", "blocks"
+SCALED_SHIFT = 128  # what stripes of scaled weights are above their values with VNNI; those of levels LEVEL_SHIFT
+CODEBOOK, LINEAR, BLOCKS, EXPONENTS = "codebook", "linear", "blocks", "exponents"
 QUADS = 8  # of a tile
 
 
@@ -63,8 +63,9 @@ def codes_of(bits: int):
 
 
 def _row_factors(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    """The factors of 16 rows, per piece, from scale codes of eight bits or half-precision scales."""
-    return [half_scales(builder, address, piece) if way == BLOCKS else byte_scales(builder, address, piece) for piece in range(PIECES)]
+    """The factors of 16 rows, per piece, from scale codes of eight bits, half-precision scales or exponents."""
+    made = {BLOCKS: half_scales, EXPONENTS: exponent_scales}.get(way, byte_scales)
+    return [made(builder, address, piece) for piece in range(PIECES)]
 
 
 def _table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
@@ -303,5 +304,5 @@ def levels_of(typingctx, codes, tables):
 
 scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)
 plain_codebook, plain_linear = _plain(CODEBOOK), _plain(LINEAR)
-codebook_factors, linear_factors, block_factors = _factors(CODEBOOK), _factors(LINEAR), _factors(BLOCKS)
+codebook_factors, linear_factors, block_factors, exponent_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS, EXPONENTS))
 largest_step, largest_linear, largest_block = _largest(CODEBOOK), _largest(LINEAR), _largest(BLOCKS)

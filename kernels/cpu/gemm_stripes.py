@@ -12,6 +12,8 @@ from ..tiles import (
     AFFINE,
     BLOCK,
     CODEBOOK,
+    LEVEL_SHIFT,
+    MXFP,
     OFFSET,
     SIGNED,
     SIGNED_HEAD,
@@ -27,10 +29,10 @@ from ..tiles import (
 )
 from ..tiles import ROWS as TILE_ROWS
 from .gemm_expand import (
-    LEVEL_SHIFT,
     block_factors,
     codebook_factors,
     codes_of,
+    exponent_factors,
     largest_block,
     largest_linear,
     largest_step,
@@ -211,7 +213,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
     if not _stores_zeros(scheme):
-        shift = LEVEL_SHIFT if scheme == CODEBOOK else _constant_zero(a, matrix)
+        shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
         _fill(zeros, shift)
         shifts = i32_at(scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4)
         for i in range(STRIPE):
@@ -232,6 +234,9 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                 else:
                     plain_codebook(codes, tables, out)
                     codebook_factors(scales, tables, factors, factors + 4 * STRIPE)
+            elif scheme == MXFP:  # never scaled: powers of two span more than a row's int8 would hold
+                plain_codebook(codes, tables, out)
+                exponent_factors(a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS, 0, factors, 0)
             elif scheme == SUPER:
                 record, own = _record(a, matrix, tiles, block, tile)
                 plain_linear(codes, zeros, out)
@@ -281,13 +286,17 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
     codes, zeros, factors = scratch, scratch + (ZEROS_AT - TILE_AT), scratch + (TILE_FACTORS_AT - TILE_AT)
     minima = factors + 128
     tiles, groups, block = depth // TILE, depth // group, row // TILE_ROWS
-    _fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK else _constant_zero(a, matrix))
+    _fill(zeros, LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix))
     for tile in range(start // TILE, (start + span) // TILE):
         at = block * tiles + tile
         _unpack(a, matrix, tiles, block, tile, codes)
         if scheme == CODEBOOK:
             levels_of(codes, a[matrix + TABLES])
             codebook_factors(a[matrix + SCALES] + at * TILE_ROWS, a[matrix + TABLES], factors, factors + 64)
+        elif scheme == MXFP:
+            levels_of(codes, a[matrix + TABLES])
+            exponent_factors(a[matrix + SCALES] + at * TILE_ROWS, 0, factors, 0)
+            exponent_factors(a[matrix + SCALES] + at * TILE_ROWS, 0, factors + 64, 0)
         elif scheme == SUPER:
             record, own = _record(a, matrix, tiles, block, tile)
             super_factors(record, own, factors, minima)

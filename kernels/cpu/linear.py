@@ -14,7 +14,7 @@ from numba import float32
 
 from ..compile import inlined, kernel
 from ..layout import F32
-from .arithmetic import activate, dot, expand, normalise
+from .arithmetic import dot, expand, gated, normalise
 from .inner_loops import FEW_ROWS, MANY_ROWS, TILE_COLUMNS, TILE_ROWS, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
@@ -98,7 +98,7 @@ def few_columns(args, worker, counter):
                     if at < rows:
                         value = _biased(sums[i], a[row_of + BIAS], at)
                         if mode == GATED:
-                            value = activate(value, a[ACT]) * _biased(sums[own + i], a[other + BIAS], at)
+                            value = gated(value, _biased(sums[own + i], a[other + BIAS], at), a[ACT])
                         out[t * out_stride + at] = value + out[t * out_stride + at] if mode == ADD else value
 
 

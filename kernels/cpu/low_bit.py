@@ -54,6 +54,10 @@ def declines_lookup(call: Call) -> str:
             or ("" if call.looked_up else "the codes lie in the order of dot products"))
 
 
+def _way_of(weight: Weight) -> int:
+    return gemm.way_of(weight.spec.bits, weight.spec.scheme)
+
+
 def one_way(linears: Sequence[Linear]) -> bool:
     """Can a gated pair be one job?"""
     return len({each.weight.spec.scheme if each.weight.spec.is_raw else

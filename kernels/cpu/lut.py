@@ -37,6 +37,7 @@ from .packed import (
     X_AT,
     ZERO_AT,
 )
+from .packed_formats import columns_of
 
 RUN_NBYTES = 131_072  # of a pair of row blocks that is read on end
 
@@ -93,8 +94,8 @@ def _block_sums(a, m, block, tokens, scratch, x_nbytes, sums):
         while t < tokens:
             four = t + 4 <= tokens
             x[0], x[1], x[2] = base0 + t * x_nbytes, base1 + t * x_nbytes, base2 + t * x_nbytes
-            packed._columns(kind, four, scratch + QUADS_AT, a[m + TABLES], scales, zeros, scratch + X_AT, x_nbytes, begin, end,
-                            a[m + SHIFT], zero_shift, sums + 4 * ROWS * t)
+            columns_of(kind, four, scratch + QUADS_AT, a[m + TABLES], scales, zeros, scratch + X_AT, x_nbytes, begin, end, a[m + SHIFT],
+                       zero_shift, sums + 4 * ROWS * t)
             t += 4 if four else 1
     x[0], x[1], x[2] = base0, base1, base2
 

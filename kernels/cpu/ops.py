@@ -375,7 +375,7 @@ class CpuOps(Jobs):
         n = x if norm is None else reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
         results = [reference.linear(n, each.weight.to_f32(), each.bias) for each in linears]
         if mode == linear.GATED:
-            outs[0][:] = reference.activate(results[0], act) * results[1]
+            outs[0][:] = reference.gated(*results, act)
         elif mode == linear.ADD:
             outs[0] += results[0].astype(np.float32)
         else:

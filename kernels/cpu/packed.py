@@ -11,11 +11,12 @@ import numpy as np
 from numba import float32, int64
 
 from ..compile import inlined, kernel
-from ..layout import SILU
 from ..tiles import (
     AFFINE,
     BLOCK,
     CODEBOOK,
+    LEVEL_SHIFT,
+    MXFP,
     OFFSET,
     ROWS,
     SCHEME_MASK,
@@ -28,7 +29,7 @@ from ..tiles import (
     TERNARY,
     TILE,
 )
-from .arithmetic import activate, normalise
+from .arithmetic import gate_values, normalise
 from .int8_ir import seed_of
 from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u16_at, u32_at
 from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
@@ -99,9 +100,11 @@ def _zeros(a, m, block, constant_at):
     scheme = a[m + KIND] & SCHEME_MASK
     if scheme == AFFINE or scheme == OFFSET:
         return a[m + ZEROS] + block * (a[m + TILES] >> a[m + SHIFT]) * ROWS, a[m + SHIFT]
-    zero = u8_at(constant_at)
+    zero, value = u8_at(constant_at), 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
+    if scheme == TERNARY or scheme == MXFP:
+        value = 1 if scheme == TERNARY else LEVEL_SHIFT
     for row in range(ROWS):
-        zero[row] = 1 if scheme == TERNARY else 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
+        zero[row] = value
     return constant_at, int64(62)
 
 
@@ -195,13 +198,7 @@ def _write(a, m, block, token, sums, gates):
 @inlined()
 def gate_block(gates, values, act):
     """values *= act(gates), 16 of each."""
-    gate, value = f32_at(gates), f32_at(values)
-    if act == SILU:  # the loop-invariant branch is taken out here so that the common case is vectorised
-        for row in range(ROWS):
-            value[row] = activate(gate[row], SILU) * value[row]
-    else:
-        for row in range(ROWS):
-            value[row] = activate(gate[row], act) * value[row]
+    gate_values(gates, values, values, ROWS, act)
 
 
 @inlined()

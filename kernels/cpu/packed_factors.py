@@ -26,8 +26,8 @@ from .intrinsics import F16, HAS_HALF, I16, I32, I64
 
 # Ways of scaling: a codebook has two groups in a tile; the others at most one, and a zero that is stored or the same everywhere, but for
 # symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every group; of super-blocks those with minima
-# have one group in a tile, those with signed scales two.
-CODEBOOK, PLAIN, HALVES, BLOCKS, SUPER, SIGNED = "codebook", "plain", "halves", "blocks", "super", "signed"
+# have one group in a tile, those with signed scales two; exponents are a power of two for every tile, of levels.
+CODEBOOK, PLAIN, HALVES, BLOCKS, SUPER, SIGNED, EXPONENTS = "codebook", "plain", "halves", "blocks", "super", "signed", "exponents"
 
 
 def byte_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
@@ -44,6 +44,11 @@ def half_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Valu
     magnitude = builder.bitcast(builder.shl(builder.and_(bits, constant(WORDS, 0x7FFF)), constant(WORDS, 13)), FLOATS)
     scaled = builder.bitcast(builder.fmul(magnitude, constant(FLOATS, 2.0**112)), WORDS)
     return builder.bitcast(builder.or_(scaled, builder.shl(builder.and_(bits, constant(WORDS, 0x8000)), constant(WORDS, 16))), FLOATS)
+
+
+def exponent_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
+    """Powers of two from the exponents of float32 numbers, for the rows of a piece."""
+    return builder.bitcast(builder.shl(widen_bytes(builder, offset(builder, address, LANES * piece)), constant(WORDS, 23)), FLOATS)
 
 
 def six_bits(builder: ir.IRBuilder, address: ir.Value, piece: int) -> tuple[ir.Value, ir.Value]:
@@ -78,6 +83,8 @@ class _Tile:
             return
         if way == BLOCKS:
             self.factors = [half_scales(builder, scales, piece)]
+        elif way == EXPONENTS:
+            self.factors = [exponent_scales(builder, scales, piece)]
         else:
             self.factors = [byte_scales(builder, offset(builder, scales, ROWS * half), piece) for half in range(2 if way == HALVES else 1)]
         self.zeros = widen_bytes(builder, offset(builder, zeros, LANES * piece))
@@ -147,6 +154,6 @@ def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value
         record = builder.add(scales, builder.mul(builder.lshr(tile, I64(3)), I64(nbytes)))
         return record, builder.add(offset(builder, record, head), builder.mul(builder.and_(tile, I64(7)), I64(own)))
     zeros = builder.add(zeros, builder.mul(builder.lshr(tile, zero_shift), I64(ROWS)))
-    if way in (PLAIN, BLOCKS):
+    if way in (PLAIN, BLOCKS, EXPONENTS):
         tile = builder.lshr(tile, shift)
-    return builder.add(scales, builder.mul(tile, I64(ROWS if way in (PLAIN, CODEBOOK) else 2 * ROWS))), zeros
+    return builder.add(scales, builder.mul(tile, I64(ROWS if way in (PLAIN, CODEBOOK, EXPONENTS) else 2 * ROWS))), zeros

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compile import inlined
-from ..tiles import BLOCK, CODEBOOK, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER
+from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER
 from . import packed_factors as ways
 from .packed_loops import columns, expand, single
 
@@ -12,6 +12,7 @@ _plain8, _plain6, _plain5, _plain4, _plain3, _plain2 = (single(bits, ways.PLAIN)
 _block8, _block5, _block4 = (single(bits, ways.BLOCKS) for bits in (8, 5, 4))
 _super5, _super4 = (single(bits, ways.SUPER) for bits in (5, 4))
 _signed6 = single(6, ways.SIGNED)
+_exponent4, _expand_exponent4 = single(4, ways.EXPONENTS), expand(4, ways.EXPONENTS)
 _expand_book4, _expand_book3, _expand_book2 = (expand(bits, ways.CODEBOOK) for bits in (4, 3, 2))
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
 _four_book, _one_book = (columns(ways.CODEBOOK, count, 127) for count in (4, 1))
@@ -20,6 +21,7 @@ _four_blocks, _one_block = (columns(ways.BLOCKS, count, 255) for count in (4, 1)
 _four_halves, _one_halves = (columns(ways.HALVES, count, 255) for count in (4, 1))
 _four_super, _one_super = (columns(ways.SUPER, count, 31) for count in (4, 1))
 _four_signed, _one_signed = (columns(ways.SIGNED, count, 63) for count in (4, 1))
+_four_exponents, _one_exponents = (columns(ways.EXPONENTS, count, 127) for count in (4, 1))
 
 
 @inlined()
@@ -32,6 +34,8 @@ def single_of(kind, table, tables, x, tiles, shift, zero_shift, out):
             _super5(table, tables, x, tiles, shift, zero_shift, out)
     elif scheme == SIGNED:
         _signed6(table, tables, x, tiles, shift, zero_shift, out)
+    elif scheme == MXFP:
+        _exponent4(table, tables, x, tiles, shift, zero_shift, out)
     elif scheme == BLOCK or scheme == OFFSET:
         if bits == 4:
             _block4(table, tables, x, tiles, shift, zero_shift, out)
@@ -70,6 +74,8 @@ def expand_of(kind, codes, tables, tiles, out):
             _expand_book3(codes, tables, tiles, out)
         else:
             _expand_book2(codes, tables, tiles, out)
+    elif kind & SCHEME_MASK == MXFP:
+        _expand_exponent4(codes, tables, tiles, out)
     elif bits == 8:
         _expand8(codes, tables, tiles, out)
     elif bits == 6:
@@ -97,6 +103,11 @@ def columns_of(kind, four, quads, tables, scales, zeros, x, stride, begin, end, 
             _four_signed(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
         else:
             _one_signed(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+    elif scheme == MXFP:
+        if four:
+            _four_exponents(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+        else:
+            _one_exponents(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
     elif scheme == BLOCK or scheme == OFFSET:
         if four:
             _four_blocks(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)

@@ -45,16 +45,18 @@ from .int8_ir import (
     unpack_tile,
 )
 from .intrinsics import F32, I32, I64
-from .packed_factors import BLOCKS, CODEBOOK, PLAIN, SUPER, places_of, tile_of
+from .packed_factors import CODEBOOK, EXPONENTS, HALVES, SIGNED, places_of, tile_of
 
 STREAMS = 4 if WIDTH == 64 else 2  # row blocks that `single` takes side by side: what the registers hold
 # Software prefetch: with 32-byte vectors a row block's arithmetic hides too little of its way from memory (67% of the read roof without
 # it, 85% with 1 KiB ahead); the 64-byte loops run far enough ahead by themselves.
 AHEAD = 0 if WIDTH == 64 else 1024
+WITH_LEVELS = (CODEBOOK, EXPONENTS)
+MOST_LEVEL = 127  # levels are 64 above themselves
 
 
 def _seeds(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    count = 1 if way in (PLAIN, BLOCKS, SUPER) else 2
+    count = 2 if way in (CODEBOOK, HALVES, SIGNED) else 1
     return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
 
 
@@ -98,9 +100,9 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
 
 
 def _tables(builder: ir.IRBuilder, way: str, address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
-    if way != CODEBOOK:
+    if way not in WITH_LEVELS:
         return [], []
-    return load_table(builder, address), steps_table(builder, offset(builder, address, LEVELS_NBYTES))
+    return load_table(builder, address), steps_table(builder, offset(builder, address, LEVELS_NBYTES)) if way == CODEBOOK else []
 
 
 def single(bits: int, way: str, streams: int = STREAMS):
@@ -126,7 +128,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
             seeds = _seeds(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
             x_scale = splat(builder, load(builder, builder.add(x_scales, builder.mul(tile, I64(4))), F32, 4), FLOATS)
             values = _quads_of_x(builder, builder.add(x_codes, builder.mul(tile, I64(32))))
-            most, updated = (1 << bits) - 1, []
+            most, updated = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1, []
             for s in range(streams):
                 places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
                 at = builder.add(codes[s], builder.mul(tile, I64(tile_nbytes(bits))))
@@ -134,7 +136,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
                     _prefetch(builder, at, tile_nbytes(bits))
                 for piece in range(PIECES):
                     quads = unpack_tile(builder, at, bits, piece)
-                    if way == CODEBOOK:
+                    if way in WITH_LEVELS:
                         quads = [look_up(builder, levels, each, bits) for each in quads]
                     part = tile_of(builder, way, steps, *places, piece, most)
                     updated.append(part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece]))
@@ -165,7 +167,7 @@ def expand(bits: int, way: str):
                 _prefetch(builder, at, tile_nbytes(bits))
             for piece in range(PIECES):
                 for j, quad in enumerate(unpack_tile(builder, at, bits, piece)):
-                    value = look_up(builder, levels, quad, bits) if way == CODEBOOK else quad
+                    value = look_up(builder, levels, quad, bits) if way in WITH_LEVELS else quad
                     store(builder, value, offset(builder, to, 64 * j + WIDTH * piece), WIDTH)
             end_loop(builder, blocks, tile, tiles, [], [])
             return context.get_dummy_value()

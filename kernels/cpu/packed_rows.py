@@ -12,6 +12,7 @@ from ..tiles import (
     BLOCK,
     CODEBOOK,
     LEVELS_NBYTES,
+    MXFP,
     OFFSET,
     ROWS,
     SCHEME_MASK,
@@ -94,6 +95,9 @@ def embed_rows(args, worker, counter):
                 nibbles = int64(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
                 step = u8_at(a[m + TABLES] + LEVELS_NBYTES)[(nibbles >> (4 * (column >> 4))) & 15]
                 value = float32(int32(step) * int32(i8_at(a[m + TABLES])[code]))
+            elif scheme == MXFP:
+                exponent = np.uint32(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
+                value = bits_to_f32(exponent << np.uint32(23)) * float32(i8_at(a[m + TABLES])[code])
             elif scheme == SUPER:
                 record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SUPER_NBYTES
                 own = record + SUPER_HEAD + (tile & 7) * SUPER_TILE

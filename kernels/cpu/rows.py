@@ -17,7 +17,7 @@ from .. import reference
 from ..compile import kernel
 from ..layout import ACTIVATIONS, NORMS
 from ..workspace import address
-from .arithmetic import activate, normalise
+from .arithmetic import activate, gate_values, normalise
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 if TYPE_CHECKING:
@@ -69,16 +69,12 @@ def activate_rows(args, worker, counter):
         if row >= a[G_TOKENS]:
             return
         start = 4 * row * width
-        gate, up, out = f32_at(a[G_GATE] + start), f32_at(a[G_UP] + start), f32_at(a[G_OUT] + start)
         if a[G_UP] == 0:
+            gate, out = f32_at(a[G_GATE] + start), f32_at(a[G_OUT] + start)
             for i in range(width):
                 out[i] = activate(gate[i], act)
-        elif act == 0:  # the loop-invariant branch is taken out here so that the common case is vectorised
-            for i in range(width):
-                out[i] = activate(gate[i], 0) * up[i]
         else:
-            for i in range(width):
-                out[i] = activate(gate[i], act) * up[i]
+            gate_values(a[G_GATE] + start, a[G_UP] + start, a[G_OUT] + start, width, act)
 
 
 @kernel({"contract"})
@@ -157,7 +153,8 @@ def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> Non
 
 def gate_reference(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:
     ops.flush()
-    gated[:] = reference.activate(gated.astype(np.float64), act) * (1 if up is None else up)
+    wide = gated.astype(np.float64)
+    gated[:] = reference.activate(wide, act) if up is None else reference.gated(wide, up, act)
 
 
 def add(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, factor: float) -> None:

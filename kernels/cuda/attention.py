@@ -35,7 +35,7 @@ def hidden_keys(first: torch.Tensor, counts: torch.Tensor, positions: torch.Tens
 
 def page_partials(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor, scale: float,
                   softcap: float | None) -> Partial:
-    """q [KVH, R, D], keys and values [P, KVH, 128, D] float32, hidden [P, T, 128] -> a partial per page."""
+    """q [KVH, R, D] (or one a page, [P, KVH, R, D]), keys and values [P, KVH, 128, D] float32, hidden [P, T, 128] -> a partial per page."""
     scores = torch.matmul(q * scale, keys.transpose(-1, -2))
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -55,27 +55,46 @@ def merge(partial: Partial) -> Partial:
     return (o * share).sum(0, keepdim=True), top, (l * share).sum(0, keepdim=True)
 
 
+def rows_of(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """q [T, H, D] -> [KVH, R, D]."""
+    tokens, heads, depth = q.shape
+    return q.unflatten(1, (kv_heads, heads // kv_heads)).permute(1, 0, 2, 3).reshape(kv_heads, -1, depth)
+
+
+def block_partial(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
+                  positions: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> Partial:
+    """The pages of a group in one partial, [1, KVH, R, .]; rows from a page's count on may hold anything, NaN included."""
+    unwritten = torch.arange(PAGE, device=rows.device) >= counts[:, None]
+    clean = values.float().masked_fill(unwritten[:, None, :, None], 0.0)
+    return merge(page_partials(rows, keys.float(), clean, hidden_keys(first, counts, positions, window), scale, softcap))
+
+
+def fold(merged: Partial | None, part: Partial) -> Partial:
+    """What was merged so far and the next group."""
+    return part if merged is None else merge(tuple(torch.cat(pair) for pair in zip(merged, part)))
+
+
+def finish(merged: Partial, tokens: int, kv_heads: int, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The answer [T, H * D]; `sinks` [H]: logits that join the softmax after the last page and have no value."""
+    o, m, l = merged
+    group = o.shape[2] // tokens
+    if sinks is not None:
+        of_row = sinks.view(1, kv_heads, 1, group).expand(1, kv_heads, tokens, group).reshape(1, kv_heads, tokens * group, 1)
+        l = l + torch.exp((of_row - m).clamp(max=MOST_EXPONENT))
+    return (o / l)[0].unflatten(1, (tokens, group)).permute(1, 0, 2, 3).reshape(tokens, -1)
+
+
 def attend_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
                   positions: torch.Tensor, scale: float, window: int | None, softcap: float | None,
                   sinks: torch.Tensor | None = None) -> torch.Tensor:
     """q [T, H, D] at `positions` [T] over pages keys, values [P, KVH, 128, D] that hold `counts` [P] tokens from `first` [P] -> [T, H * D].
 
-    Pages are in position order and may be 16-bit. Rows from a page's count on may hold anything, NaN included. `sinks` [H]: logits that
-    join the softmax after the last page and have no value.
+    Pages are in position order and may be 16-bit. `sinks` as for `finish`.
     """
-    tokens, heads, depth = q.shape
-    kv_heads, group = keys.shape[1], heads // keys.shape[1]
-    rows = q.unflatten(1, (kv_heads, group)).permute(1, 0, 2, 3).reshape(kv_heads, tokens * group, depth)
-    step, merged = pages_at_once(heads, tokens), None
+    tokens, heads, _ = q.shape
+    rows, step, merged = rows_of(q, keys.shape[1]), pages_at_once(heads, tokens), None
     for begin in range(0, len(keys), step):
         page = slice(begin, begin + step)
-        unwritten = torch.arange(PAGE, device=q.device) >= counts[page, None]
-        clean = values[page].float().masked_fill(unwritten[:, None, :, None], 0.0)
-        hidden = hidden_keys(first[page], counts[page], positions, window)
-        part = merge(page_partials(rows, keys[page].float(), clean, hidden, scale, softcap))
-        merged = part if merged is None else merge(tuple(torch.cat(pair) for pair in zip(merged, part)))
-    o, m, l = merged
-    if sinks is not None:
-        of_row = sinks.view(1, kv_heads, 1, group).expand(1, kv_heads, tokens, group).reshape(1, kv_heads, tokens * group, 1)
-        l = l + torch.exp((of_row - m).clamp(max=MOST_EXPONENT))
-    return (o / l)[0].unflatten(1, (tokens, group)).permute(1, 0, 2, 3).reshape(tokens, heads * depth)
+        part = block_partial(rows, keys[page], values[page], first[page], counts[page], positions, scale, window, softcap)
+        merged = fold(merged, part)
+    return finish(merged, tokens, keys.shape[1], sinks)

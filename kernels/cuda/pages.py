@@ -36,6 +36,21 @@ def sides(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch
     return keys, typed.as_strided(shape, (*outer, layout.head_dim, 1), (HEADER_NBYTES + layout.side_nbytes) // item)
 
 
+def visible_span(blocks: np.ndarray, position: int, tokens: int, window: int | None) -> slice:
+    """The blocks that any of `tokens` queries from `position` on can see."""
+    seen = blocks[:, FIRST] < position + tokens
+    if window:
+        seen &= blocks[:, FIRST] + blocks[:, COUNT] - 1 > position - window
+    visible = np.flatnonzero(seen)
+    return slice(visible[0], visible[-1] + 1)
+
+
+def runs(is_sealed: np.ndarray) -> list[slice]:
+    """Blocks cut where sealed and exact ones meet."""
+    cuts = [0, *(np.flatnonzero(np.diff(is_sealed)) + 1), len(is_sealed)]
+    return [slice(begin, end) for begin, end in zip(cuts, cuts[1:])]
+
+
 class TorchLayerPages:
     """`exact` and `sealed` are uint8 tensors on the device; scale, window (None: all) and softcap are the layer's attention.
 
@@ -66,12 +81,7 @@ class TorchLayerPages:
 
     def attend(self, q: torch.Tensor, position: int, blocks: np.ndarray, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """q `[T, H * D]` at positions `position`... over the blocks, in position order -> `[T, H * D]`. `sinks`: logits `[H]`."""
-        tokens = len(q)
-        seen = blocks[:, FIRST] < position + tokens
-        if self.window:
-            seen &= blocks[:, FIRST] + blocks[:, COUNT] - 1 > position - self.window
-        visible = np.flatnonzero(seen)
-        span = slice(visible[0], visible[-1] + 1)
+        tokens, span = len(q), visible_span(blocks, position, len(q), self.window)
         table = self.upload(blocks)[span]
         keys, values = self._gather(blocks[span, SEALED], table[:, INDEX])
         return attend_blocks(q.unflatten(1, (-1, self.layout.head_dim)), keys, values, table[:, FIRST], table[:, COUNT],
@@ -79,6 +89,5 @@ class TorchLayerPages:
 
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V, of the blocks in their order: one copy per run of sealed or of exact blocks."""
-        cuts = [0, *(np.flatnonzero(np.diff(is_sealed)) + 1), len(is_sealed)]
         for exact, sealed in zip(self._exact_sides, self._sealed_sides):
-            yield torch.cat([(sealed if is_sealed[begin] else exact)[index[begin:end]] for begin, end in zip(cuts, cuts[1:])])
+            yield torch.cat([(sealed if is_sealed[run.start] else exact)[index[run]] for run in runs(is_sealed)])

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ... import UsageError
-from ..layout import STORED_TYPES, PageLayout
+from ..layout import STORED_TYPES, SWISH_LIMIT, SWISH_SLOPE, PageLayout
 from ..reference_moe import Routed, visits
 from ..registry import Call, Candidate, Registry
+from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
@@ -28,7 +28,7 @@ TILE = 1 << 24  # weights widened at once: 64 MiB of float32
 UPLOADS = 4  # index arrays of one step, and one to spare
 NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ACTIVATE = {"silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu, "none": lambda x: x,
-            "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
+            "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "clamped_swish": lambda x: _clamped_swish(x)}
 
 
 def cuda_available() -> bool:
@@ -55,6 +55,16 @@ def _activated(x: torch.Tensor, act: str) -> torch.Tensor:
     if act not in ACTIVATE:
         raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
     return ACTIVATE[act](x)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) * up, as in `reference.gated`."""
+    return _activated(gate, act).mul_(up.clamp(-SWISH_LIMIT, SWISH_LIMIT) + 1 if act == "clamped_swish" else up)
+
+
+def _clamped_swish(x: torch.Tensor) -> torch.Tensor:
+    x = x.clamp(max=SWISH_LIMIT)
+    return x * torch.sigmoid(SWISH_SLOPE * x)
 
 
 def default_registry() -> Registry:
@@ -104,7 +114,7 @@ class TorchOps:
         """x + down(act(gate(n)) * up(n)) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what goes
         into `down`. Raises ValueError for an unknown activation."""
         n = normalise(x, norm)
-        return self._down(_activated(self._linear(n, gate), act).mul_(self._linear(n, up)), down, x, see, after, factor)
+        return self._down(_gated(self._linear(n, gate), self._linear(n, up), act), down, x, see, after, factor)
 
     def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[torch.Tensor], None] | None = None,
             after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
@@ -126,7 +136,7 @@ class TorchOps:
         for e in np.flatnonzero(np.diff(offsets)):
             expert, mine = experts[e], slice(offsets[e], offsets[e + 1])
             inputs = n[rows[mine]]
-            hidden[mine] = _activated(self._linear(inputs, expert.gate), act).mul_(self._linear(inputs, expert.up))
+            hidden[mine] = _gated(self._linear(inputs, expert.gate), self._linear(inputs, expert.up), act)
             results[mine] = self._linear(hidden[mine], expert.down)
         if see is not None:
             see(Routed(offsets, tokens, hidden))
@@ -169,9 +179,9 @@ class TorchOps:
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None) -> TorchLayerPages:
         """One layer's pages on this device, as large as the host memory that stands for them."""
-        if codec is not None and codec.is_packed:
-            raise UsageError("packed caches run on the CPU in this version", "--kv 16bit, or --device cpu")
         memory = (torch.zeros(host.nbytes, dtype=torch.uint8, device=self.device) for host in (exact, sealed))
+        if codec is not None and codec.is_packed:
+            return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec)
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..codes import Codes
+from ..levels import MXFP
 from ..spec import QuantSpec
 
 U8 = np.uint8
@@ -150,11 +151,17 @@ def _q6_k(b: np.ndarray) -> Blocks:
     return Blocks(_centred(codes, 32), _half(b[:, 208:210]) * scales)
 
 
+def _mxfp4(b: np.ndarray) -> Blocks:
+    return Blocks(MXFP[_nibbles(b[:, 1:])], np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128))
+
+
 def kept(raw: np.ndarray, kind: str) -> Codes:
     """Rows [n, row bytes] as the codes and scales that they are. Raises KeyError for a type that is not in KEPT."""
     spec, rows = KEPT[kind], len(raw)
     blocks = raw.reshape(-1, DECODERS[kind][0])
     halves = lambda part: np.ascontiguousarray(part).view("<u2").astype(np.uint16, copy=False)  # noqa: E731
+    if spec.scheme == "mxfp":
+        return Codes(_nibbles(blocks[:, 1:]).reshape(rows, -1), blocks[:, 0].reshape(rows, -1), None, np.full(rows, 0.5, np.float32), MXFP)
     decoded = decode(raw, kind).codes.reshape(rows, -1)
     ones = np.ones(rows, np.float32)
     if spec.scheme == "super":
@@ -170,11 +177,13 @@ def kept(raw: np.ndarray, kind: str) -> Codes:
 
 # The types whose codes kernels multiply, and what they are there.
 KEPT = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block"),
-        "Q4_K": QuantSpec(4, 32, "super"), "Q5_K": QuantSpec(5, 32, "super"), "Q6_K": QuantSpec(6, 16, "signed")}
+        "Q4_K": QuantSpec(4, 32, "super"), "Q5_K": QuantSpec(5, 32, "super"), "Q6_K": QuantSpec(6, 16, "signed"),
+        "MXFP4": QuantSpec(4, 32, "mxfp")}
 # Type -> bytes of a block and its decoder.
 DECODERS: dict[str, tuple[int, Callable[[np.ndarray], Blocks]]] = {
     "Q8_0": (34, _q8_0), "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "IQ4_NL": (18, _iq4_nl),
     "Q2_K": (84, _q2_k), "Q3_K": (110, _q3_k), "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
+    "MXFP4": (17, _mxfp4),
 }
 
 

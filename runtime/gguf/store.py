@@ -22,8 +22,9 @@ from ...offload.checkpoint import OpenFile, TensorStore, open_regular
 from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...offload.size import format_size
+from ...quant.imports import mxfp4
 from ...quant.imports.gguf import DECODERS, KEPT, dequantize, kept
-from ...quant.pack import put_rows
+from ...quant.pack import put_rows, put_tables
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
@@ -176,10 +177,13 @@ class GgufStore(TensorStore):
         tensor = source.tensor
         codes = kept(self._rows(source, begin, end, tensor.row_nbytes), tensor.type)
         halves = codes.scales if codes.supers is None else codes.supers
-        if not np.isfinite(halves.view(np.float16)).all():
+        finite = np.isfinite(halves.view(np.float16)) if codes.levels is None else codes.scales < mxfp4.NOT_A_NUMBER
+        if not finite.all():
             raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with a scale of NaN or infinity",
                                   "the file is damaged: download it again")
         put_rows(blob, KEPT[tensor.type], source.shape, begin, codes)
+        if codes.levels is not None:
+            put_tables(blob, KEPT[tensor.type], source.shape, codes)
 
     def _fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         source = self._sources[info.name]

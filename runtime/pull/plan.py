@@ -9,19 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 from ... import DoesNotFit, ModelNotFound, UsageError
-from ...offload.checkpoint import TensorInfo
-from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
-from .. import families, hub, storage
+from .. import hub, storage
 from ..aliases import CatalogEntry, catalog
 from ..catalog import find_entry
 from ..config import ModelConfig, parse_config
-from ..container import DTYPES, Container, StoredTensor
-from ..convert_plan import MATRICES
+from ..expected import ExpectedStore
 from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
 from .disk import check_space, free_nbytes, taken
@@ -29,9 +25,6 @@ from .download import CacheFolder
 from .repository import Repository, companions, describe, named_file, weights
 
 CONFIG_LIMIT = 128 << 10
-RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-ROOF_NBYTES = 256 << 20
-SHARE = 0.8  # of the memory's rate that a decode step reaches
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,8 @@ class Memory:
 @dataclass(frozen=True)
 class PullPlan:
     """`folder` is what will hold the model. Bytes: `total_bytes` of all files, `held_bytes` of them here already, `kept_bytes` on the disk
-    at the end, `disk_bytes` more than now at the worst moment. `tokens_per_s` is an estimate, None where the memory was not measured."""
+    at the end, `disk_bytes` more than now at the worst moment. `tokens_per_s` is predicted from what `effllm doctor` measured, within the
+    share `tokens_per_s_error`; None where `speed_unknown` says why."""
 
     wish: Wish
     repository: Repository
@@ -75,6 +69,8 @@ class PullPlan:
     memory: Memory | None
     tokens_per_s: float | None
     nbytes_read: int
+    tokens_per_s_error: float | None = None
+    speed_unknown: str = ""
 
     @property
     def to_load(self) -> int:
@@ -94,7 +90,8 @@ class PullPlan:
                 "alternative": self.wish.entry.alternative or None if self.wish.entry else None,
                 "memory": memory and {"fits": memory.fits, "total_bytes": memory.total_bytes, "budget_bytes": memory.budget_bytes,
                                       "context": memory.context, "reason": memory.reason or None},
-                "tokens_per_s_estimate": self.tokens_per_s, "bytes_read_for_plan": self.nbytes_read}
+                "tokens_per_s_estimate": self.tokens_per_s, "tokens_per_s_error": self.tokens_per_s_error,
+                "speed_unknown": self.speed_unknown or None, "bytes_read_for_plan": self.nbytes_read}
 
 
 def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = None, keep: bool = False) -> Wish:
@@ -132,6 +129,8 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str]) -> PullPlan:
         files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
         config, count = _config(wish, repository, files, licence, client)
         nbytes_read += count
+        if wish.bits is not None and config.experts_stored:  # codes and their scales may lie in two files: all of them are needed at once
+            wish = replace(wish, keep=True)
     distinct = {file.etag: file for file in files}.values()
     total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
@@ -184,70 +183,27 @@ def _with_bits(plan: PullPlan, config: ModelConfig, env: Mapping[str, str]) -> P
                    disk_free=free_nbytes(folder))
 
 
-class ExpectedStore:
-    """The tensors that a config asks for, as the planner wants to see them: names, shapes and types, no bytes. `bytes_per_pass` are those
-    that one token reads: all but a table of embeddings that is not the head too, and the experts that it does not visit."""
-
-    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
-        family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
-        groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
-        recipe = None if spec is None else Recipe(spec)
-        stored: dict[str, StoredTensor] = {}
-        experts = self.nbytes = 0
-        self.tensors: dict[str, TensorInfo] = {}
-        for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
-            low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
-            own = recipe.spec_for(rule.name, rule.shape, role) if low else raw
-            shape, nbytes = tuple(rule.shape), own.nbytes(rule.shape)
-            stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
-            dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
-            self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), self.nbytes, nbytes)
-            self.nbytes += nbytes
-            experts += nbytes if families.expert_of(role) is not None else 0
-        self.notices = ()
-        embed, mixture = groups[0]["embed"].name, config.mixture
-        unread = self.tensors[embed].nbytes if "head" in groups[0] else 0
-        unvisited = experts * (mixture.experts - mixture.per_token) // mixture.experts if mixture else 0
-        self.bytes_per_pass = self.nbytes - unread - unvisited
-        bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
-        self.container = None if spec is None else Container(str(spec), bits, stored, {}, {}, {}, {})
-
-    def place(self, info: TensorInfo) -> int | None:
-        """As if all lay in one file."""
-        return info.offset
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 def _with_memory(plan: PullPlan, config: ModelConfig) -> PullPlan:
-    """What the planner says of the finished model on this machine, as it is now."""
-    from ...kernels import warm
+    """What the planner says of the finished model on this machine, as it is now; the speed from what was measured before."""
+    from .. import roofs
+    from ..forecast import NO_ROOFS, forecast, wanted
     from ..prepare import EngineOptions, prepare_with
 
     store = ExpectedStore(config, None if plan.wish.bits is None else QuantSpec.parse(plan.wish.bits))
-    options = EngineOptions()
     try:
-        placement = prepare_with(None, config, store, options, store.container).placement
+        prepared = prepare_with(None, config, store, EngineOptions(), store.container)
     except DoesNotFit as error:
-        return replace(plan, memory=Memory(False, 0, 0, 0, error.message))
+        return replace(plan, memory=Memory(False, 0, 0, 0, error.message), speed_unknown="it does not fit")
+    placement = prepared.placement
     memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx)
-    if warm.is_cold((warm.RAW,)) or "cuda" in placement.devices or placement.streamed_bytes:
-        return replace(plan, memory=memory)
-    return replace(plan, memory=memory, tokens_per_s=SHARE * memory_rate(options) / store.bytes_per_pass)
+    known = roofs.known(replace(wanted(prepared), file=_nearest(plan.folder)))
+    found = forecast(prepared, known)
+    if found.start is None:
+        unknown = "doctor was not run: effllm doctor measures this machine" if found.reason == NO_ROOFS else found.reason
+        return replace(plan, memory=memory, speed_unknown=unknown)
+    return replace(plan, memory=memory, tokens_per_s=found.start.tokens_per_s, tokens_per_s_error=found.start.error)
 
 
-def memory_rate(options: object) -> float:
-    """Bytes a second that this machine's memory gives right now."""
-    from ...kernels.cpu.roof import read_bandwidth
-    from ...kernels.threads import ThreadPool
-    from ...offload.memory import anonymous
-    from ..prepare import worker_count
-
-    pool = ThreadPool(worker_count(options))
-    try:
-        memory = anonymous(ROOF_NBYTES)
-        memory.fill(1)
-        return read_bandwidth(pool, memory, passes=3)
-    finally:
-        pool.close()
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there: what will be in it lies on the same disk."""
+    return next(place for place in (folder, *folder.parents) if place.is_dir())

@@ -1,0 +1,176 @@
+"""One layer's KV pages on a torch device where sealed pages are packed: the records of the CPU, byte for byte, opened where they lie.
+
+Queries are turned into the basis of the records and outputs out of it; keys and values of packed pages are only ever codes times scales,
+of a few pages at a time. Partials merge in page order, whether a page is packed or exact.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..kv_layout import (
+    CHANNELS,
+    GROUP_K,
+    MANTISSA_BITS,
+    PLANES,
+    QUAD,
+    ROTATED_K,
+    TAIL,
+    TAIL_OFFSET,
+    PackedLayout,
+    RecordLayout,
+    unpack_widths,
+)
+from ..layout import PAGE, PageLayout
+from .attention import Partial, block_partial, finish, fold, pages_at_once, rows_of
+from .pages import COUNT, FIRST, INDEX, SEALED, TorchLayerPages, runs, visible_span
+
+MOST_OPEN = 64  # pages opened at once: as float32 they take eight times their packed size, and more
+
+Widths = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Basis(Protocol):
+    """What turns queries and outputs (`quant/kv_basis.py`): [H, D, D] each, and K's channel scales [H, D]."""
+
+    k_inverse: np.ndarray
+    v_inverse: np.ndarray
+    k_scale: np.ndarray
+
+
+class Codec(Protocol):
+    """What packs a page of this layer (`quant/kv.py`), on the host."""
+
+    basis: Basis
+
+    def layout(self, kv_heads: int, head_dim: int) -> PackedLayout: ...
+    def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None: ...
+
+
+class TorchPackedPages(TorchLayerPages):
+    """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out, both uint8 tensors on the device."""
+
+    def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
+                 scale: float, window: int | None, softcap: float | None, codec: Codec) -> None:
+        super().__init__(upload, layout, exact, exact[:0], scale, window, softcap)
+        self.codec, self.packed = codec, codec.layout(layout.kv_heads, layout.head_dim)
+        self.records = sealed.view(-1, self.packed.layer_page_nbytes)
+        self._k_inverse, self._v_inverse, self._k_scale = (
+            torch.from_numpy(np.array(each, np.float32)).to(exact.device)
+            for each in (codec.basis.k_inverse, codec.basis.v_inverse.swapaxes(1, 2), codec.basis.k_scale))
+        # of each page and head, as its header has them: is K turned, bits of the groups
+        self._tails: dict[int, list[tuple[bool, Widths]]] = {}
+
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
+        """Pack exact slot `slot` as sealed page `page`; the bytes pass through the host."""
+        size = self.layout.layer_page_nbytes
+        record = np.zeros(self.packed.layer_page_nbytes, np.uint8)
+        self.codec.seal(self.exact[slot * size : (slot + 1) * size].cpu().numpy(), self.layout, layer, first_token, record)
+        self.records[page] = torch.from_numpy(record).to(self.records.device)
+        tails = [TAIL.unpack_from(record, at + TAIL_OFFSET) for at in self.packed.head_offsets[:-1]]
+        groups = self.layout.head_dim // CHANNELS
+        self._tails[page] = [(flags & ROTATED_K > 0, unpack_widths(widths, groups)) for _, flags, widths in tails]
+
+    def attend(self, q: torch.Tensor, position: int, blocks: np.ndarray, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """As for raw pages. The pages of a run, packed or exact, are computed some at a time: how many depends on the shape alone."""
+        span = visible_span(blocks, position, len(q), self.window)
+        table, positions = self.upload(blocks)[span], torch.arange(position, position + len(q), device=q.device)
+        blocks, depth, kv_heads = blocks[span], self.layout.head_dim, self.layout.kv_heads
+        rows = rows_of(q.unflatten(1, (-1, depth)), kv_heads)
+        turned, scaled = rows @ self._k_inverse, rows * self._k_scale[:, None]
+        step, merged = pages_at_once(q.shape[1] // depth, len(q)), None
+        for run in runs(blocks[:, SEALED]):
+            is_sealed = bool(blocks[run.start, SEALED])
+            most = min(step, MOST_OPEN) if is_sealed else step
+            for begin in range(run.start, run.stop, most):
+                part = slice(begin, min(begin + most, run.stop))
+                where = table[part, FIRST], table[part, COUNT], positions, self.scale, self.window, self.softcap
+                if is_sealed:
+                    merged = fold(merged, self._packed_partial(blocks[part, INDEX].tolist(), turned, scaled, where))
+                else:
+                    sides = (side[table[part, INDEX]] for side in self._exact_sides)
+                    merged = fold(merged, block_partial(rows, *sides, *where))
+        return finish(merged, len(q), kv_heads, sinks)
+
+    def _packed_partial(self, pages: list[int], turned: torch.Tensor, scaled: torch.Tensor, where: tuple) -> Partial:
+        """Of queries in the basis and of scaled ones, for K that was not turned: [KVH, R, D] each."""
+        is_turned = torch.tensor([[flag for flag, _ in self._tails[page]] for page in pages])
+        rows = turned
+        if not is_turned.all():
+            rows = torch.where(is_turned[..., None, None].to(turned.device), turned, scaled)
+        o, m, l = block_partial(rows, *self._open(pages), *where)
+        return o @ self._v_inverse, m, l
+
+    def _open(self, pages: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of packed pages as their codes say, float32 [n, KVH, PAGE, D]. Heads whose records are alike are opened together."""
+        alike: dict[tuple[RecordLayout, Widths, tuple[int, ...]], list[int]] = defaultdict(list)
+        for head, record in enumerate(self.packed.records):
+            places = defaultdict(list)
+            for place, page in enumerate(pages):
+                places[self._tails[page][head][1]].append(place)
+            for widths, own in places.items():
+                alike[record, widths, tuple(own)].append(head)
+        shape = (len(pages), self.layout.kv_heads, PAGE, self.layout.head_dim)
+        k, v = (torch.empty(shape, device=self.records.device) for _ in range(2))
+        for (record, widths, places), heads in alike.items():
+            rows = self.records[[pages[place] for place in places]]
+            begins = [self.packed.head_offsets[head] for head in heads]
+            found = torch.stack([rows[:, begin : begin + record.record_nbytes] for begin in begins], 1).flatten(0, 1)
+            which = torch.tensor(places)[:, None], torch.tensor(heads)
+            for side, opened in zip((k, v), open_records(found, record, widths)):
+                side[which] = opened.unflatten(0, (len(places), len(heads)))
+        return k, v
+
+
+def open_records(records: torch.Tensor, layout: RecordLayout, widths: Widths) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [n, record_nbytes] with groups of these bits -> K and V [n, PAGE, D] as they were quantized, float32: the numbers of
+    `quant/kv_grid.py` bit for bit."""
+    at_k, at_v = layout.offsets[0], layout.offsets[3]
+    part = lambda place: records[:, layout.offsets[place] : layout.offsets[place] + layout.sizes[place]]  # noqa: E731
+    k = torch.empty((len(records), PAGE // GROUP_K, GROUP_K, layout.groups, CHANNELS), device=records.device)
+    exponents, zeros = (part(place).view(torch.int8).unflatten(1, (-1, 1, layout.groups, CHANNELS)) for place in (1, 2))
+    for bits, groups in _by_width(widths[0]):
+        codes = _codes(records, at_k, widths[0], groups, bits).permute(0, 3, 1, 2, 4)
+        codes = codes.reshape(len(records), -1, GROUP_K, len(groups), CHANNELS)
+        k[:, :, :, groups] = _values(codes, exponents[:, :, :, groups].int(), zeros[:, :, :, groups], bits, 64)
+
+    v = torch.empty((len(records), PAGE, layout.groups, CHANNELS), device=records.device)
+    top = records[:, TAIL_OFFSET].int() | records[:, TAIL_OFFSET + 1].view(torch.int8).int() << 8
+    scales = part(4).unflatten(1, (layout.groups, PAGE)).swapaxes(1, 2)[..., None]
+    eighths, zeros = (top[:, None, None, None] - (scales & 15).int()) * 2, (scales >> 4).int() - 8
+    for bits, groups in _by_width(widths[1]):
+        codes = _codes(records, at_v, widths[1], groups, bits, of_keys=False).swapaxes(1, 2)
+        v[:, :, groups] = _values(codes, eighths[:, :, groups], zeros[:, :, groups], bits, 32)
+    return k.view(len(records), PAGE, -1), v.view(len(records), PAGE, -1)
+
+
+def _codes(records: torch.Tensor, at: int, widths: Sequence[int], groups: list[int], bits: int, of_keys: bool = True) -> torch.Tensor:
+    """The codes of some groups of `bits`: of K uint8 [n, groups, 4 quads, PAGE, 4], of V [n, groups, PAGE, 16]."""
+    starts = np.cumsum((0, *widths)) * (PAGE * CHANNELS // 8) + at
+    packed = torch.stack([records[:, starts[group] : starts[group + 1]] for group in groups], 1)
+    codes, begin = None, 0
+    for width in PLANES[bits]:
+        end = begin + PAGE * CHANNELS // 8 * width
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=records.device)
+        plane = packed[..., begin:end].unflatten(2, (QUAD, 1, -1, QUAD) if of_keys else (-1, 1, CHANNELS, QUAD))
+        plane = plane >> shifts[:, None, None] & ((1 << width) - 1)  # fields before tokens of K, after units of V
+        plane = plane.flatten(3, 4) if of_keys else plane.transpose(-1, -2).flatten(2, 4)
+        codes, begin = plane if codes is None else codes << width | plane, end
+    return codes
+
+
+def _values(codes: torch.Tensor, eighths: torch.Tensor, zeros: torch.Tensor, bits: int, units: int) -> torch.Tensor:
+    """2^(eighths / 8) · (code - half + zero · width / units), each step rounded as in `quant/kv_grid.py`."""
+    mantissas = torch.tensor(MANTISSA_BITS, dtype=torch.int32, device=codes.device)
+    scale = (mantissas[eighths & 7] + ((eighths >> 3) << 23)).view(torch.float32)
+    return scale * (codes.float() + (zeros.float() * ((1 << bits) / units) - ((1 << bits) - 1) / 2))
+
+
+def _by_width(widths: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Every number of bits in use with the groups that have it."""
+    return [(bits, [group for group, own in enumerate(widths) if own == bits]) for bits in sorted(set(widths))]

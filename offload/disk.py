@@ -1,0 +1,122 @@
+"""How fast the disk under a file answers: a probe of about two seconds on the file itself, for the plan of what streams.
+
+Reads go past the page cache (O_DIRECT, into page-aligned memory), at random places, in three sizes and three numbers of reads under way
+at once: what a disk gives depends on both, and the label on it says neither. Where a file system refuses direct reads, ordinary ones
+follow a request to forget the file's pages, which is said with the result: memory that the system did not give up can answer them.
+"""
+
+import errno
+import mmap
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+KIB, MIB = 1 << 10, 1 << 20
+STREAMED = 2 * MIB  # what streaming weights issues
+SIZES, DEPTHS = (128 * KIB, 512 * KIB, STREAMED), (1, 4, 8)
+SECONDS = 2.0
+ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class DiskRead:
+    """`depth` reads of `nbytes` each at once; bytes a second over all of them."""
+
+    nbytes: int
+    depth: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What a probe found. `direct`: past the page cache; `device` and `file_system` as the system names them."""
+
+    device: str
+    file_system: str
+    direct: bool
+    reads: tuple[DiskRead, ...]
+
+    @property
+    def stream_rate(self) -> float:
+        """Bytes a second at the size of reads that streaming issues, or at the largest that the probed file allowed."""
+        largest = max((read.nbytes for read in self.reads), default=0)
+        return max((read.rate for read in self.reads if read.nbytes == largest), default=0.0)
+
+
+def probe(file: Path, seconds: float = SECONDS, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS) -> Disk:
+    """Measure on `file`, with equal time for each pair of size and depth; sizes larger than the file are left out, and a file that is
+    smaller than all of them is read whole. Raises OSError where it cannot be read."""
+    nbytes = os.stat(file).st_size
+    fitting = [size for size in sizes if size <= nbytes] or [max(mmap.PAGESIZE, nbytes // mmap.PAGESIZE * mmap.PAGESIZE)]
+    device, file_system = mounted(file)
+    descriptor, direct = _opened(file)
+    try:
+        each = seconds / (len(fitting) * len(depths))
+        reads = [DiskRead(size, depth, _rate(descriptor, nbytes, size, depth, each, direct)) for size in fitting for depth in depths]
+    finally:
+        os.close(descriptor)
+    return Disk(device, file_system, direct, tuple(reads))
+
+
+def mounted(file: Path, root: Path = ROOT) -> tuple[str, str]:
+    """(device, file system) under a file, as "8:1 /dev/sda1" and "ext4"; where the system does not list its mounts, the device's number
+    and "unknown"."""
+    number = os.stat(file).st_dev
+    numbers = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        lines = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return numbers, "unknown"
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == numbers:
+            kind, source = after.split()[:2]
+            return f"{numbers} {source}", kind
+    return numbers, "unknown"
+
+
+def _opened(file: Path) -> tuple[int, bool]:
+    """A descriptor and whether its reads go past the page cache: the first one is tried, some file systems refuse no sooner."""
+    if flag := getattr(os, "O_DIRECT", 0):
+        try:
+            descriptor = os.open(file, os.O_RDONLY | flag)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        else:
+            try:
+                with mmap.mmap(-1, mmap.PAGESIZE) as page:
+                    os.preadv(descriptor, [page], 0)
+                return descriptor, True
+            except OSError:
+                os.close(descriptor)
+    return os.open(file, os.O_RDONLY), False
+
+
+def _rate(descriptor: int, nbytes: int, size: int, depth: int, seconds: float, direct: bool) -> float:
+    """Bytes per second of `depth` threads for about `seconds`, each read counted when it has ended."""
+    blocks = list(range(0, nbytes - size + 1, size)) or [0]
+    random.Random(size + depth).shuffle(blocks)
+    if not direct and sys.platform == "linux":
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    started = time.perf_counter()
+    deadline = started + seconds
+
+    def worker(first: int) -> int:
+        done, turn = 0, first
+        with mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE) as buffer:
+            while True:
+                done += os.preadv(descriptor, [buffer], blocks[turn % len(blocks)])
+                turn += depth
+                # Read from the page cache a second time, a file would show the memory's speed.
+                if time.perf_counter() > deadline or (not direct and turn >= len(blocks)):
+                    return done
+
+    with ThreadPoolExecutor(depth, "effllm-probe") as pool:
+        done = sum(pool.map(worker, range(depth)))
+    return done / (time.perf_counter() - started)

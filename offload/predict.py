@@ -1,0 +1,163 @@
+"""How fast a plan will be, from byte and operation counts and the measured rates of a machine: pure arithmetic.
+
+A pass reads what streams while it computes, so T = max(disk bytes / disk rate, seconds of the processor), and those are the sum of: bytes
+of each kind of weight over the rate at which our kernels go through them, products of attention over theirs, and what a pass and a layer
+cost whatever they hold. A rate is measured where a model will feel it (bytes from memory, not from a cache), so a kind whose arithmetic is
+slower than memory simply has a lower one. A prompt is read in chunks, each a pass over the disk.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Shares by which predictions have missed on machines that were left alone (`docs/speed.md`); what else is known to be uncertain is added.
+ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR = 0.15, 0.1, 0.15, 0.3
+# Of the memory's rate, for a kind of weights that was not measured here.
+USUAL_SHARE = 0.7
+LIMITS = ("disk", "memory", "processor")
+
+
+@dataclass(frozen=True)
+class KindRate:
+    """Weights of one kind: bytes a second for one token, products a second for a prompt."""
+
+    decode: float
+    prefill: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A machine. `memory` and `disk` in bytes a second (`disk` None: not probed), `attention` by precision of the cache in products a
+    second, the overheads in seconds. `unrest`: how much slower the usual pass over memory was than the best one, a share."""
+
+    memory: float
+    token_s: float
+    layer_s: float
+    kinds: Mapping[str, KindRate] = field(default_factory=dict)
+    attention: Mapping[str, KindRate] = field(default_factory=dict)
+    disk: float | None = None
+    unrest: float = 0.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights of one kind that a token goes through: bytes read and products made. `last_only`: for a prompt, once (the head)."""
+
+    kind: str
+    nbytes: int
+    products: int
+    last_only: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one token asks of a machine.
+
+    `attention_width`: products per layer and token attended to; `windows`: the most tokens that each layer attends to, None for all;
+    `kv_bytes`: read per token of depth, all layers; `streamed`: bytes from the disk per pass; `load`: bytes read once.
+    """
+
+    parts: tuple[Part, ...]
+    attention_width: int
+    windows: tuple[int | None, ...]
+    kv: str
+    kv_bytes: int
+    streamed: int = 0
+    load: int = 0
+    chunk: int = 512
+    mixture: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that one token reads, wherever they lie."""
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds by tier, and what limits: disk, memory or processor. `error` is a share: between seconds / (1 + error) and * (1 + error)."""
+
+    seconds: float
+    disk_s: float
+    memory_s: float
+    processor_s: float
+    limit: str
+    error: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1 / self.seconds
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Tokens a second that would be no surprise."""
+        return self.tokens_per_s / (1 + self.error), self.tokens_per_s * (1 + self.error)
+
+
+def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
+    """One token after `depth` others. None where weights stream and the disk is unknown."""
+    if work.streamed and not rates.disk:
+        return None
+    weights = sum(part.nbytes / _kind(rates, part.kind).decode for part in work.parts)
+    attended = _attended(work.windows, depth)
+    attention = attended * work.attention_width / _attention(rates, work.kv).decode
+    attention = max(attention, work.kv_bytes * attended / max(1, len(work.windows)) / rates.memory)
+    fixed = rates.token_s + len(work.windows) * rates.layer_s
+    memory = (work.bytes_per_token + work.kv_bytes * attended / max(1, len(work.windows))) / rates.memory
+    return _made(work, rates, weights + attention + fixed, memory, passes=1)
+
+
+def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
+    """From the start of reading a prompt to its first answer token. None as for `decode`, and where no kind was measured."""
+    if (work.streamed and not rates.disk) or not rates.kinds:
+        return None
+    slowest = min(rate.prefill for rate in rates.kinds.values())
+    seconds = 0.0
+    for part in work.parts:
+        rate = rates.kinds.get(part.kind)
+        if part.last_only or tokens == 1:
+            seconds += part.nbytes / _kind(rates, part.kind).decode
+        else:
+            # A few tokens go through the kernels of one: reading the weights is then what a pass costs at least.
+            rate = rate or KindRate(USUAL_SHARE * rates.memory, slowest)
+            seconds += max(tokens * part.products / rate.prefill, part.nbytes / rate.decode)
+    pairs = sum(_pairs(tokens, window) for window in work.windows)
+    passes = -(-tokens // work.chunk)
+    seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill
+    seconds += passes * (rates.token_s + len(work.windows) * rates.layer_s)
+    return _made(work, rates, seconds, passes * work.bytes_per_token / rates.memory, passes)
+
+
+def load_seconds(work: Work, rates: Rates) -> float | None:
+    """Reading the weights from the disk once; None where it is unknown. A file that was read lately comes from memory, faster."""
+    return work.load / rates.disk if rates.disk else None
+
+
+def _made(work: Work, rates: Rates, processor: float, memory: float, passes: int) -> Prediction:
+    disk = passes * work.streamed / rates.disk if work.streamed else 0.0
+    error = ERROR + rates.unrest + (STREAMED_ERROR if work.streamed else 0) + (MIXTURE_ERROR if work.mixture else 0)
+    known = all(part.kind in rates.kinds for part in work.parts) and work.kv in rates.attention
+    limit = "disk" if disk > processor else "memory" if memory > 0.5 * processor else "processor"
+    return Prediction(max(disk, processor), disk, memory, processor, limit, round(error + (0 if known else UNKNOWN_ERROR), 2))
+
+
+def _kind(rates: Rates, kind: str) -> KindRate:
+    usual = USUAL_SHARE * rates.memory
+    return rates.kinds.get(kind) or KindRate(usual, usual)
+
+
+def _attention(rates: Rates, kv: str) -> KindRate:
+    """The measured one, the slowest other, or one product a byte of memory."""
+    others = rates.attention.values()
+    slowest = KindRate(*(min((getattr(rate, side) for rate in others), default=rates.memory) for side in ("decode", "prefill")))
+    return rates.attention.get(kv, slowest)
+
+
+def _attended(windows: tuple[int | None, ...], depth: int) -> int:
+    """Tokens attended to by one token, summed over layers."""
+    return sum(min(depth, depth if window is None else window) for window in windows)
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """(query, key) pairs of one layer for a prompt."""
+    reach = min(tokens, tokens if window is None else window)
+    return reach * (reach + 1) // 2 + (tokens - reach) * reach

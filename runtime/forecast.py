@@ -1,0 +1,177 @@
+"""How fast a model will be here, before it is loaded: what a plan asks of the machine, held against the roofs that were measured.
+
+`work` counts bytes and products from headers; `offload/predict.py` does the arithmetic; `suggest` makes the same prediction for a run
+with one flag changed and names the one that helps most. `outcome.py` holds a prediction against what came.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from .. import EffllmError
+from ..offload import hardware
+from ..offload.predict import Part, Prediction, Work, decode, load_seconds, prompt
+from ..quant.spec import QuantSpec
+from .config import read_config
+from .expected import ExpectedStore
+from .families import expert_of
+from .model import ModelTensor, check_tensors
+from .prepare import EngineOptions, Prepared, prepare_with, worker_count
+from .roofs import Roofs, Wanted, largest_file
+
+Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
+PROMPT = 512
+RAW_KIND = "bf16"  # raw types are read alike: their bytes decide
+WORTH = 1.05  # a flag that gains less is not named
+NO_ROOFS = "this machine was not measured: effllm doctor"
+ON_GPU = "the speed of layers on the GPU is not predicted in this version"
+SLOW_DISK = "the disk was not measured: effllm doctor"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predictions for a plan: a token at the start, with a full context, and the wait for a prompt of `prompt_tokens`. All None where
+    `reason` says why."""
+
+    work: Work
+    prompt_tokens: int
+    start: Prediction | None = None
+    full: Prediction | None = None
+    prompt: Prediction | None = None
+    load_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One flag, and the tokens a second that it would bring; `gain` is the factor. `full`: with a full context, else at the start."""
+
+    flag: str
+    tokens_per_s: float
+    gain: float
+    full: bool = False
+
+
+def kind_of_weight(spec: QuantSpec, exact: bool = False) -> str:
+    """The name under which weights of a format are measured; outliers cost too little to be a kind of their own."""
+    return RAW_KIND if spec.is_raw else str(replace(spec, outliers=0.0)) + (" exact" if exact else "")
+
+
+def work(prepared: Prepared, tensors: Tensors) -> Work:
+    """What one token asks of this machine."""
+    config, options, placement = prepared.config, prepared.options, prepared.placement
+    own, outer = config.mixture, tensors["outer"]
+    nbytes: dict[tuple[str, bool], float] = defaultdict(float)
+    products: dict[tuple[str, bool], float] = defaultdict(float)
+    head = "head" if "head" in outer else "embed"
+    for key, roles in tensors.items():
+        for role, tensor in roles.items():
+            if key == "outer" and role in ("embed", "positions") and role != head:
+                continue  # a token's row
+            kind = kind_of_weight(tensor.spec, options.exact), key == "outer"
+            share = own.per_token / own.experts if own and expert_of(role) is not None else 1.0
+            nbytes[kind] += share * tensor.nbytes
+            products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
+    return Work(
+        parts=tuple(Part(kind, round(nbytes[kind, last]), round(products[kind, last]), last) for kind, last in nbytes),
+        attention_width=2 * config.num_attention_heads * config.head_dim, windows=tuple(config.windows), kv=options.kv,
+        kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes,
+        load=placement.weights_bytes - placement.streamed_bytes, chunk=prepared.shape.chunk, mixture=own is not None)
+
+
+def wanted(prepared: Prepared, tensors: Tensors | None = None) -> Wanted:
+    """What a forecast for this plan, and for the same with low-bit weights, needs to know of the machine."""
+    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
+    every = [tensor for roles in tensors.values() for tensor in roles.values()]
+    kinds = {kind_of_weight(tensor.spec, prepared.options.exact): None for tensor in every if len(tensor.shape) == 2}
+    if _is_wide(prepared):
+        kinds |= {kind_of_weight(QuantSpec.parse(spec)): None for spec in ("4bit", "6bit")}
+    file = largest_file([*dict.fromkeys(tensor.info.file for tensor in every), *_weights_in(prepared.folder)])
+    return Wanted(worker_count(prepared.options), tuple(kinds), (prepared.options.kv,), file)
+
+
+def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
+    """The plan for a model as it would be after quantizing to `spec`, from its config."""
+    config = read_config(folder, strict=options.strict)
+    store = ExpectedStore(config, QuantSpec.parse(spec))
+    return prepare_with(folder, config, store, options, store.container)
+
+
+def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int = PROMPT) -> Forecast:
+    """Predictions for a plan from what is known of the machine."""
+    placement = prepared.placement
+    asked = work(prepared, check_tensors(prepared.config, prepared.store, prepared.container))
+    made, rates = Forecast(asked, prompt_tokens), roofs.rates
+    if "cuda" in placement.devices:
+        return replace(made, reason=ON_GPU)
+    if rates is None:
+        return replace(made, reason=NO_ROOFS)
+    start = decode(asked, rates)
+    if start is None:
+        return replace(made, reason=SLOW_DISK)
+    return replace(made, start=start, full=decode(asked, rates, placement.ctx - 1), prompt=prompt(asked, rates, prompt_tokens),
+                   load_s=load_seconds(asked, rates))
+
+
+def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:
+    """The one flag that would make an answer fastest, None where none gains anything worth saying."""
+    rates, now = roofs.rates, forecast(prepared, roofs)
+    if rates is None or now.start is None or now.full is None:
+        return None
+    found = []
+    for flag, other in _alternatives(prepared):
+        then = forecast(other, roofs)
+        # A guess is no advice.
+        known = all(part.kind in rates.kinds for part in then.work.parts) and then.work.kv in rates.attention
+        if known and then.start is not None and then.full is not None:
+            found.append(Suggestion(flag, then.start.tokens_per_s, now.start.seconds / then.start.seconds))
+            if flag.startswith("--kv"):  # costs nothing at the start
+                found[-1] = Suggestion(flag, then.full.tokens_per_s, now.full.seconds / then.full.seconds, True)
+    best = max(found, key=lambda each: each.gain, default=None)
+    return best if best is not None and best.gain >= WORTH else None
+
+
+def _weights_in(folder: Path | None) -> list[Path]:
+    """Files to probe a disk with, for a model that is planned and not opened."""
+    return [] if folder is None else [folder] if folder.is_file() else [*folder.glob("*.safetensors")]
+
+
+def _is_wide(prepared: Prepared) -> bool:
+    """Whether --bits could make these weights smaller: unquantized ones on the CPU."""
+    return prepared.container is None and "cuda" not in prepared.placement.devices
+
+
+def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
+    """Plans with one flag changed."""
+    config, store, options, placement = prepared.config, prepared.store, prepared.options, prepared.placement
+    if _is_wide(prepared):
+        for bits in (8, 4):
+            smaller = ExpectedStore(config, QuantSpec.parse(f"{bits}bit"))
+            yield from _tried(f"--bits {bits}", prepared, options, smaller, smaller.container)
+    for kv in ("8bit", "4bit"):
+        if options.kv != kv:
+            for flag, other in _tried(f"--kv {kv}", prepared, replace(options, kv=kv, ctx=placement.ctx), store, prepared.container):
+                if other.options.kv == kv:  # a precision that this version does not pack stays what it was
+                    yield flag, other
+    if placement.residency is None:
+        return
+    for ctx in sorted({placement.ctx // 4, placement.ctx // 2}):
+        if ctx >= 256:
+            yield from _tried(f"-c {ctx}", prepared, replace(options, ctx=ctx), store, prepared.container)
+    whole = placement.total_bytes + placement.streamed_bytes - placement.residency.ring_nbytes
+    most = min(hardware.memory_total() * 9 // 10, whole * 105 // 100)
+    if most > placement.budget.ram:
+        text = f"{most // 2**20}Mi"
+        yield from _tried(f"--ram {text}", prepared, replace(options, ram=text, ctx=placement.ctx), store, prepared.container)
+
+
+def _tried(flag: str, prepared: Prepared, options: EngineOptions, store: object, container: object) -> Iterator[tuple[str, Prepared]]:
+    """The plan, where there is one."""
+    try:
+        yield flag, prepare_with(prepared.folder, prepared.config, store, options, container)
+    except EffllmError:
+        return

@@ -1,0 +1,190 @@
+"""How fast this machine runs our own kernels: what a prediction is made of, measured in a few seconds in a child process.
+
+The child has the memory for it, and what it takes is not there when a plan is made. It reports one line of JSON a figure, as each is known:
+
+    memory      bytes a second of a load-only kernel, every pass of several: the roof
+    overhead    seconds of a pass of one token that no weight explains, for the token and for each layer
+    attention   products a second of attention, per precision of the cache: for one token at a depth, and for a prompt
+    kind        of weights in one format: bytes a second for one token, products a second for a prompt
+
+The last three are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them.
+Run as `python -m effllm.runtime.probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+MEMORY_NBYTES, MEMORY_PASSES = 256 << 20, 7
+KIND_NBYTES = 64 << 20  # larger than most caches
+PROMPT = 512  # a chunk of a prompt, as a run reads it
+TOKENS = 24
+DEPTH = 1024
+FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 6
+_SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+          "torch_dtype": "bfloat16", "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+SMALL = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+ATTENTIVE = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+WIDE = {**_SHAPE, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64}
+RAW = "bf16"
+Figure = dict[str, object]
+
+
+def measure(threads: int, kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> Iterator[Figure]:
+    """The figures of the module's list, measured in a child as they are asked for. What fails there is left out."""
+    asked = json.dumps({"threads": threads, "kinds": list(kinds), "kv": list(kv), "base": base})
+    with subprocess.Popen([sys.executable, "-P", "-m", __spec__.name, asked], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                          text=True) as child:
+        for line in child.stdout:
+            yield json.loads(line)
+
+
+def count(kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> int:
+    """Lines that `measure` yields when nothing fails."""
+    return 2 * base + len(kinds) + len(kv)
+
+
+def memory_passes(threads: int, nbytes: int = MEMORY_NBYTES, passes: int = MEMORY_PASSES) -> list[float]:
+    """Bytes a second of each pass of the load-only kernel over `nbytes`, in this process."""
+    from ..kernels.cpu.roof import read_bandwidth
+    from ..kernels.threads import ThreadPool
+    from ..offload.memory import anonymous
+
+    pool = ThreadPool(threads)
+    try:
+        memory = anonymous(nbytes)
+        memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
+        return [read_bandwidth(pool, memory, passes=1) for _ in range(passes)]
+    finally:
+        pool.close()
+
+
+def _engine(shape: Mapping[str, object], layers: int, threads: int, ctx: int, spec: str | None = None, kv: str = "16bit",
+            exact: bool = False) -> object:
+    """An engine over random weights."""
+    from ..quant.spec import QuantSpec
+    from .config import parse_config
+    from .engine import Engine, open_prepared
+    from .prepare import EngineOptions, kernel_kinds, prepare_with
+    from .synthetic import SyntheticStore
+
+    config = parse_config({**shape, "num_hidden_layers": layers})
+    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=kv, exact=exact)
+    store = SyntheticStore(config, None if spec is None else QuantSpec.parse(spec))
+    prepared = prepare_with(None, config, store, options, store.container)
+    *_, engine = open_prepared(lambda: prepared, kernel_kinds(spec is not None, options))
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def _ids(tokens: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, _SHAPE["vocab_size"], tokens).tolist()
+
+
+def _prompt_s(engine: object, tokens: int, repeats: int = 3) -> float:
+    """Seconds for a prompt, the best of some: what disturbs one makes it longer."""
+    ids, best = _ids(tokens), float("inf")
+    for _ in range(repeats):
+        engine.reset()
+        started = time.perf_counter()
+        for _ in engine.prefill(ids):
+            continue
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _token_s(engine: object, tokens: int = TOKENS) -> float:
+    """Seconds for one token after what is held: a quarter of the passes were faster. Other programs only ever make a pass longer."""
+    times = []
+    for token in _ids(tokens):
+        started = time.perf_counter()
+        engine.forward_logits([token])
+        times.append(time.perf_counter() - started)
+    return sorted(times[2:])[(len(times) - 2) // 4]
+
+
+def _overhead(threads: int) -> Figure:
+    seconds = {}
+    for layers in (FEW_LAYERS, MANY_LAYERS):
+        engine = _engine(SMALL, layers, threads, 256)
+        engine.forward_logits(_ids(4))
+        seconds[layers] = _token_s(engine, 3 * TOKENS)
+        engine.close()
+    layer = max(0.0, (seconds[MANY_LAYERS] - seconds[FEW_LAYERS]) / (MANY_LAYERS - FEW_LAYERS))
+    return {"figure": "overhead", "token_s": max(0.0, seconds[FEW_LAYERS] - FEW_LAYERS * layer), "layer_s": layer}
+
+
+def _attention(threads: int, kv: str) -> Figure:
+    """Both rates from one engine: a token at depth 1024 against one at the start, and the second half of a prompt against the first."""
+    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, DEPTH + 4 * TOKENS, kv=kv)
+    width = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"] * ATTENTION_LAYERS
+    try:
+        engine.forward_logits(_ids(4))
+        shallow = _token_s(engine)
+        half, whole = _prompt_s(engine, DEPTH // 2), _prompt_s(engine, DEPTH)
+        deep = _token_s(engine)
+        # The halves differ by what the second one sees of the first: depth/2 queries times depth/2 keys.
+        seen = width * (DEPTH // 2) ** 2
+        return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(deep - shallow, 1e-6),
+                "prefill": seen / max(whole - 2 * half, 0.02 * whole)}
+    finally:
+        engine.close()
+
+
+def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
+    from ..kernels.cpu.roof import read_bandwidth  # noqa: F401 (loaded before anything is timed)
+    from ..quant.spec import QuantSpec
+
+    name, _, exact = kind.partition(" ")
+    hidden, ffn, heads = WIDE["hidden_size"], WIDE["intermediate_size"], WIDE["num_attention_heads"]
+    key_value = WIDE["num_key_value_heads"] * WIDE["head_dim"]
+    shapes = ((hidden, hidden), (hidden, hidden), (key_value, hidden), (key_value, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn))
+    spec = QuantSpec.parse(name)
+    layer = sum(spec.nbytes(shape) for shape in shapes)
+    layers = max(1, round(KIND_NBYTES / layer))
+    assert heads * WIDE["head_dim"] == hidden
+    engine = _engine(WIDE, layers, threads, PROMPT + 4 * TOKENS, None if spec.is_raw else name, exact=bool(exact))
+    try:
+        engine.forward_logits(_ids(4))
+        fixed = overhead["token_s"] + layers * overhead["layer_s"]
+        token = max(_token_s(engine) - fixed, 1e-6)
+        prompt = _prompt_s(engine, PROMPT)
+        products = layers * sum(rows * depth for rows, depth in shapes)
+        return {"figure": "kind", "kind": kind, "decode": layers * layer / token, "prefill": PROMPT * products / prompt}
+    finally:
+        engine.close()
+
+
+def main(asked: str) -> None:
+    from .. import EffllmError
+
+    wish = json.loads(asked)
+    threads = wish["threads"]
+
+    def tell(figure: Figure) -> None:
+        sys.stdout.write(f"{json.dumps(figure)}\n")
+        sys.stdout.flush()
+
+    if wish["base"]:
+        passes = memory_passes(threads)
+        tell({"figure": "memory", "best": max(passes), "median": median(passes)})
+    overhead = _overhead(threads)
+    if wish["base"]:
+        tell(overhead)
+    for name, each in (("kv", lambda kv: _attention(threads, kv)), ("kinds", lambda kind: _kind(threads, kind, overhead))):
+        for item in wish[name]:
+            try:
+                tell(each(item))
+            except (EffllmError, MemoryError):  # unknown here, the rest is not
+                continue
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,98 @@
+"""The probe of a disk: real reads of real files, what is found of the disk under them, and files that are too small."""
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from effllm.offload import disk
+from effllm.offload.disk import Disk, DiskRead, mounted, probe
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("disk") / "weights"
+    path.write_bytes(os.urandom(3 * MIB + 123))
+    return path
+
+
+def test_every_size_and_depth_is_read(file: Path) -> None:
+    found = probe(file, seconds=0.09)
+    assert [(read.nbytes, read.depth) for read in found.reads] == [(size, depth) for size in disk.SIZES for depth in disk.DEPTHS]
+    assert all(read.rate > 0 for read in found.reads)
+    assert found.stream_rate == max(read.rate for read in found.reads if read.nbytes == disk.STREAMED)
+
+
+@pytest.mark.parametrize("nbytes", (1, 4096, 5000, 300 * KIB))
+def test_a_file_smaller_than_the_reads(tmp_path: Path, nbytes: int) -> None:
+    (tmp_path / "small").write_bytes(b"x" * nbytes)
+    found = probe(tmp_path / "small", seconds=0.02, depths=(1, 2))
+    assert all(read.rate > 0 for read in found.reads)
+    assert {read.nbytes for read in found.reads} == ({128 * KIB} if nbytes > 128 * KIB else {4096})
+
+
+def test_where_direct_reads_are_refused_it_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some file systems refuse them: when opening, or no sooner than at the first read."""
+    real = os.open
+
+    def refuses(path: object, flags: int, *more: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuses)
+        found = probe(file, seconds=0.02)
+    assert not found.direct and found.stream_rate > 0
+    reads = os.preadv
+
+    def refuses_to_read(descriptor: int, buffers: list[object], offset: int) -> int:
+        import fcntl
+
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return reads(descriptor, buffers, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", refuses_to_read)
+        assert not probe(file, seconds=0.02).direct
+
+
+def test_buffered_reads_go_through_the_file_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time they would be answered from memory, and show its speed."""
+    monkeypatch.delattr(os, "O_DIRECT")
+    seen: list[int] = []
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: seen.append(offset) or real(descriptor, buffers, offset))
+    found = probe(file, seconds=5.0, sizes=(512 * KIB,), depths=(1,))
+    assert not found.direct and sorted(seen) == [512 * KIB * i for i in range(6)]
+
+
+def test_an_absent_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        probe(tmp_path / "absent")
+
+
+def test_the_disk_under_a_file_is_the_one_that_the_system_names(file: Path) -> None:
+    device, kind = mounted(file)
+    told = subprocess.run(["stat", "-f", "-c", "%T", file], capture_output=True, text=True, check=True).stdout
+    assert device.split()[0] == f"{os.major(file.stat().st_dev)}:{os.minor(file.stat().st_dev)}"
+    assert kind[:3] in told or kind in ("overlay", "overlayfs", "unknown", "btrfs", "zfs", "9p", "virtiofs")
+
+
+def test_a_system_without_a_list_of_mounts(file: Path, tmp_path: Path) -> None:
+    assert mounted(file, tmp_path)[1] == "unknown"
+    numbers = f"{os.major(file.stat().st_dev)}:{os.minor(file.stat().st_dev)}"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(f"1 1 0:999 / / rw - proc proc rw\n22 27 {numbers} / /data rw,relatime shared:1 - xfs "
+                                                  "/dev/sdb1 rw\n")
+    assert mounted(file, tmp_path) == (f"{numbers} /dev/sdb1", "xfs")
+
+
+def test_an_empty_probe_has_no_rate() -> None:
+    assert Disk("8:1", "ext4", True, ()).stream_rate == 0.0
+    assert Disk("8:1", "ext4", True, (DiskRead(4096, 1, 5.0), DiskRead(MIB, 4, 2.0), DiskRead(MIB, 1, 3.0))).stream_rate == 3.0

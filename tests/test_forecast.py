@@ -1,0 +1,225 @@
+"""From a model's headers to a prediction: what is counted and advised, what `plan`, `run` and `bench` say of it, and why one missed."""
+
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.cli.plan import bar
+from effllm.kernels import warm
+from effllm.offload.disk import Disk, DiskRead
+from effllm.offload.placement import Residency
+from effllm.offload.predict import KindRate
+from effllm.quant.spec import QuantSpec
+from effllm.runtime import outcome, roofs
+from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.engine import open_engine
+from effllm.runtime.forecast import forecast, kind_of_weight, prepare_at, suggest, wanted, work
+from effllm.runtime.model import check_tensors
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
+
+FABLE = Path(__file__).resolve().parent.parent / "models/fable"
+CPU = EngineOptions(device="cpu", threads=2)
+KINDS = {"bf16": KindRate(16e9, 40e9), "codebook4:16": KindRate(8e9, 60e9), "symmetric6:32": KindRate(8e9, 60e9)}
+MACHINE = MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 20e9, 1e-4, 1e-5, KINDS, {"16bit": KindRate(10e9, 30e9)})
+DISK = DiskRoofs(Disk("8:1 /dev/sda1", "ext4", True, (DiskRead(2 << 20, 4, 1e9),)), "2026-01-01 12:00", 11 << 20)
+KNOWN, NOTHING = Roofs(MACHINE, DISK), Roofs(None, None)
+
+
+def fable(options: EngineOptions = CPU, spec: str | None = None) -> object:
+    return prepare(FABLE, options) if spec is None else prepare_at(FABLE, spec, options)
+
+
+def ran(*argv: str) -> tuple[int, str, str]:
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+    return main(argv, environment), environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of which nothing is known."""
+    monkeypatch.setattr(roofs, "cache_root", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of which everything is known that is asked."""
+    monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
+
+
+def test_every_weight_that_a_token_reads_is_counted() -> None:
+    prepared = fable()
+    counted = forecast(prepared, KNOWN).work
+    assert counted.bytes_per_token == 11_540_992, "tied: the embedding is the head"
+    matrices = sum(part.products for part in counted.parts)
+    assert 5_760_000 < matrices <= 5_770_496 and [part.kind for part in counted.parts] == ["bf16", "bf16"]
+    assert 6 * 2 * 2 * 64 * 2 <= counted.kv_bytes < 1.1 * 6 * 2 * 2 * 64 * 2, "keys and values of six layers, and headers of pages"
+    assert counted.attention_width == 2 * 4 * 64 and counted.load == prepared.placement.weights_bytes
+
+
+def test_a_mixture_counts_the_experts_that_a_token_visits() -> None:
+    prepared = prepare_synthetic("olmoe-1b-7b", replace(CPU, ctx=256, ram="64G"))
+    tensors = check_tensors(prepared.config, prepared.store)
+    experts = sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if role.startswith("experts."))
+    every = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
+    counted = work(prepared, tensors)
+    assert counted.mixture
+    assert counted.bytes_per_token == pytest.approx(every - tensors["outer"]["embed"].nbytes - experts * 56 / 64, abs=8)
+
+
+def test_the_prediction_is_the_arithmetic_of_the_rates() -> None:
+    found = forecast(fable(), KNOWN, prompt_tokens=100)
+    assert found.start.seconds == pytest.approx(11_540_992 / 16e9 + 1e-4 + 6e-5)
+    assert found.full.seconds == pytest.approx(found.start.seconds + 2047 * 6 * 512 / 10e9)
+    assert found.prompt.seconds > found.start.seconds and found.load_s == pytest.approx(0.011540992) and not found.reason
+
+
+def test_what_is_not_known_is_said() -> None:
+    assert forecast(fable(), NOTHING).start is None and "effllm doctor" in forecast(fable(), NOTHING).reason
+    assert suggest(fable(), NOTHING) is None
+    on_gpu = replace(fable(), placement=replace(fable().placement, devices=("cpu", "cuda", "cuda", "cuda", "cuda", "cuda")))
+    assert "GPU" in forecast(on_gpu, KNOWN).reason
+    streams = replace(fable(), placement=replace(fable().placement, residency=Residency((), (0,), 0, 9_000_000, 1000)))
+    assert "disk" in forecast(streams, Roofs(MACHINE, None)).reason
+    assert forecast(streams, KNOWN).start.limit == "disk" and forecast(streams, KNOWN).start.seconds == pytest.approx(0.009)
+
+
+def test_fewer_bits_are_advised_where_they_help() -> None:
+    found = suggest(fable(), KNOWN)
+    assert found.flag == "--bits 4" and not found.full
+    after = forecast(fable(spec="4bit"), KNOWN)
+    assert found.tokens_per_s == pytest.approx(after.start.tokens_per_s)
+    assert found.gain == pytest.approx(forecast(fable(), KNOWN).start.seconds / after.start.seconds) and found.gain > 1.5
+    slow = replace(MACHINE, kinds={**KINDS, "codebook4:16": KindRate(1e9, 1e9), "symmetric6:32": KindRate(1e9, 1e9)})
+    assert suggest(fable(), Roofs(slow, DISK)) is None, "bits that make it slower"
+    raw = replace(MACHINE, kinds={"bf16": KINDS["bf16"]})
+    assert suggest(fable(), Roofs(raw, DISK)) is None, "a guess is no advice"
+    assert suggest(fable(spec="4bit"), KNOWN) is None
+
+
+def test_a_smaller_cache_is_advised_where_depth_costs() -> None:
+    deep = replace(MACHINE, kinds={"bf16": KINDS["bf16"]}, attention={"16bit": KindRate(1e9, 1e9), "4bit": KindRate(4e9, 4e9)})
+    found = suggest(fable(), Roofs(deep, DISK))
+    assert (found.flag, found.full) == ("--kv 4bit", True) and found.gain > 2
+
+
+def test_kinds_are_named_by_how_they_are_multiplied() -> None:
+    assert {kind_of_weight(QuantSpec.raw(raw)) for raw in ("f32", "f16", "bf16")} == {"bf16"}
+    assert kind_of_weight(QuantSpec.parse("4bit+1%")) == "codebook4:16" and kind_of_weight(QuantSpec.parse("8bit"), True).endswith(" exact")
+    asked = wanted(fable())
+    assert asked.kinds == ("bf16", "codebook4:16", "symmetric6:32") and asked.file == FABLE / "model.safetensors"
+    assert wanted(fable(spec="4bit")).kinds == ("symmetric6:32", "codebook4:16") and wanted(fable(spec="4bit")).file is not None
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_bar_shows_every_part_and_no_more_than_its_width() -> None:
+    assert bar((("a", 50), ("b", 25)), 100, 8) == "aaaabb··"
+    assert bar((("a", 1), ("b", 0), ("c", 1)), 10**9, 8) == "ac······"
+    assert bar((("a", 100), ("b", 100)), 100, 8) == "aaaaaaaa" and bar((("a", 1),), 0, 4) == "····"
+
+
+def test_plan_predicts_and_advises(known: None) -> None:
+    code, out, _ = ran("plan", "fable", "--device", "cpu", "-t", "2", "-p", "100", "--json")
+    plan = json.loads(out)
+    assert code == 0
+    start = plan["prediction"]["start"]
+    assert start["tokens_per_s"] == pytest.approx(forecast(fable(), KNOWN).start.tokens_per_s) and start["limit"] == "memory"
+    assert plan["prediction"]["prompt_tokens"] == 100 and plan["prediction"]["prompt"]["tokens_per_s"] > start["tokens_per_s"]
+    assert plan["suggestion"]["flag"] == "--bits 4" and plan["tiers"]["memory"]["weights_bytes"] == plan["weights_bytes"]
+    assert plan["per_token"]["disk_bytes"] == 0 and plan["machine"]["date"] == "2026-01-01 12:00" and plan["disk"]["bytes_per_s"] == 1e9
+    text = ran("plan", "fable", "--device", "cpu", "-t", "2")[1]
+    for said in ("█", "tokens/s (± 15%)", "the memory limits it", "--bits 4: ", "for a prompt of 512 tokens", "memory 20.0 GB/s"):
+        assert said in text, said
+
+
+def test_plan_at_other_bits(known: None) -> None:
+    whole, small, named = (json.loads(ran("plan", *words, "--device", "cpu", "--json")[1]) for words in (
+        ("fable",), ("fable", "--bits", "4"), ("fable:4bit",)))
+    assert small["weights_bytes"] < whole["weights_bytes"] / 3 and small["weights_bytes"] == named["weights_bytes"]
+    code, _, said = ran("plan", "fable", "--bits", "7")
+    assert code == 2 and "7bit" in said
+    assert ran("plan", "fable", "-p", "0")[0] == 2
+
+
+def test_without_a_probe_nothing_is_measured_and_that_is_said(nobody: Path) -> None:
+    code, out, _ = ran("plan", "fable", "--device", "cpu", "--no-probe", "--json")
+    plan = json.loads(out)
+    assert code == 0 and plan["prediction"]["start"] is None and "not measured" in plan["prediction"]["unknown"]
+    assert plan["suggestion"] is None and plan["machine"] is None and not list(nobody.iterdir())
+    assert "effllm doctor" in ran("plan", "fable", "--device", "cpu", "--no-probe")[1]
+
+
+def test_run_and_bench_only_look(nobody: Path) -> None:
+    code, out, said = ran("run", "fable", "--raw", "Once", "-n", "3", "--device", "cpu", "--json", "--stats")
+    placement = json.loads(out)["placement"]
+    assert code == 0 and placement["layers"] == {"cpu": 6} and placement["pinned_bytes"] == 11_540_992
+    assert placement["predicted_tps"] is None and placement["measured_tps"] > 0 and "effllm doctor" in placement["reason"]
+    assert "no prediction: " in said
+    rows = json.loads(ran("bench", "fable", "-p", "8", "-n", "2", "-r", "1", "--device", "cpu", "-o", "json")[1])
+    assert [row["predicted_ts"] for row in rows] == [None, None] and not list(nobody.iterdir())
+
+
+def test_run_holds_the_prediction_against_what_came(known: None) -> None:
+    code, out, said = ran("run", "fable", "--raw", "Once", "-n", "40", "--ignore-eos", "--device", "cpu", "-t", "2", "--json", "--stats")
+    placement = json.loads(out)["placement"]
+    assert code == 0 and placement["predicted_tps"] == pytest.approx(forecast(fable(), KNOWN).start.tokens_per_s, rel=0.02)
+    off = abs(placement["measured_tps"] / placement["predicted_tps"] - 1) > outcome.MISS
+    assert (placement["miss"] is not None) == off and f"predicted {placement['predicted_tps']:.3g} tokens/s" in said
+    rows = json.loads(ran("bench", "fable", "-p", "8", "-n", "2", "-r", "1", "--device", "cpu", "-o", "json")[1])
+    assert all(row["predicted_ts"] > 0 for row in rows)
+    assert list(rows[0])[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type",
+                                 "model_size", "model_n_params"]
+    assert rows[0]["test_time"].endswith("Z") and rows[0]["n_batch"] >= 8 and rows[0]["n_gpu_layers"] == 0
+
+
+# -- why it came otherwise ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine() -> object:
+    for _ in warm.warm((warm.RAW,)) if warm.is_cold((warm.RAW,)) else ():
+        continue
+    *_, engine = open_engine(FABLE, CPU)
+    yield engine
+    engine.close()
+
+
+def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    assert "too few" in outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 0.0)
+    assert "no cause was found" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
+    assert "choosing tokens took 60%" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.6)
+    monkeypatch.setattr(outcome, "memory_now", lambda engine: 5e9)
+    assert "5.0 GB/s now and at 20.0" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
+    assert "no cause" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 0.0)
+    monkeypatch.setattr(outcome, "memory_now", lambda engine: 40e9)
+    assert "others used it then" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 0.0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
+    assert "9 programs want the 2 cores" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
+
+
+def test_the_memory_is_read_through_the_weights(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome.memory_now(engine) is None, "11 MB may lie in a cache"
+    monkeypatch.setattr(outcome, "LEAST_NBYTES", 1 << 20)
+    assert outcome.memory_now(engine) > 1e8
+
+
+def test_the_outcome_of_an_answer(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
+    monkeypatch.setattr(outcome, "explain", lambda *given: "reasons")
+    predicted = forecast(engine.prepared, KNOWN).start.tokens_per_s
+    near = outcome.outcome(engine, 1, 0, 101, 0.01, 100 / predicted, 0.0)
+    assert near.miss == "" and near.measured_tps == pytest.approx(predicted) and near.predicted_prompt_s > 0
+    far = outcome.outcome(engine, 1, 0, 101, 0.01, 200 / predicted, 0.0)
+    assert far.miss == "reasons" and far.to_json()["miss"] == "reasons"
+    held = outcome.outcome(engine, 50, 49, 1, 0.01, 0.0, 0.0)
+    assert held.measured_tps is None and held.measured_prompt_s is None and held.predicted_prompt_s is None

@@ -1,0 +1,76 @@
+"""The arithmetic of predictions: sums, the tier that limits, and what is said of what is not known."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effllm.offload.predict import KindRate, Part, Rates, Work, decode, load_seconds, prompt
+
+GB = 10**9
+RATES = Rates(20 * GB, 1e-4, 1e-5, {"bf16": KindRate(16 * GB, 50 * GB), "low": KindRate(8 * GB, 200 * GB)},
+              {"16bit": KindRate(10 * GB, 30 * GB)}, disk=GB)
+WORK = Work((Part("bf16", 2 * GB, GB), Part("low", GB // 2, GB)), attention_width=4096, windows=(None,) * 20, kv="16bit", kv_bytes=20_000,
+            load=3 * GB)
+
+
+def test_a_token_is_the_sum_of_its_parts() -> None:
+    made = decode(WORK, RATES)
+    assert made.seconds == pytest.approx(2 / 16 + 0.5 / 8 + 1e-4 + 20 * 1e-5)
+    assert (made.limit, made.disk_s, made.error) == ("memory", 0.0, 0.15)
+    assert made.memory_s == pytest.approx(2.5 / 20) and made.range == pytest.approx((made.tokens_per_s / 1.15, made.tokens_per_s * 1.15))
+
+
+def test_depth_costs_attention() -> None:
+    deep = decode(WORK, RATES, 10_000).seconds - decode(WORK, RATES).seconds
+    assert deep == pytest.approx(10_000 * 20 * 4096 / (10 * GB))
+    windowed = replace(WORK, windows=(None,) * 10 + (1000,) * 10)
+    assert decode(windowed, RATES, 10_000).seconds - decode(WORK, RATES).seconds == pytest.approx(deep * 0.55)
+
+
+def test_attention_is_never_faster_than_memory() -> None:
+    wide = replace(WORK, kv_bytes=20_000_000)
+    assert decode(wide, RATES, 1000).seconds - decode(wide, RATES).seconds == pytest.approx(1.0)
+
+
+def test_what_streams_is_hidden_behind_the_processor_or_is_all_there_is() -> None:
+    little, much = (replace(WORK, streamed=nbytes) for nbytes in (GB // 100, 2 * GB))
+    assert decode(little, RATES).seconds == decode(WORK, RATES).seconds
+    assert decode(much, RATES).seconds == 2.0 and decode(much, RATES).limit == "disk" and decode(much, RATES).error == 0.25
+    assert decode(much, replace(RATES, disk=None)) is None and prompt(much, replace(RATES, disk=None), 9) is None
+    assert load_seconds(WORK, RATES) == 3.0 and load_seconds(WORK, replace(RATES, disk=None)) is None
+
+
+def test_a_prompt_is_read_in_passes() -> None:
+    made = prompt(WORK, RATES, 1024)
+    pairs = 20 * 1024 * 1025 // 2
+    assert made.seconds == pytest.approx(1024 * (1 / 50 + 1 / 200) + pairs * 4096 / (30 * GB) + 2 * (1e-4 + 20 * 1e-5))
+    assert made.limit == "processor"
+    assert prompt(replace(WORK, streamed=20 * GB), RATES, 1024).seconds == 40.0, "once per chunk of 512"
+    assert prompt(replace(WORK, streamed=20 * GB, chunk=2048), RATES, 1024).seconds == pytest.approx(made.seconds, rel=0.01)
+
+
+def test_the_head_is_made_once_for_a_prompt() -> None:
+    headed = replace(WORK, parts=(*WORK.parts, Part("low", 8 * GB, 8 * GB, last_only=True)))
+    assert prompt(headed, RATES, 512).seconds - prompt(WORK, RATES, 512).seconds == pytest.approx(1.0)
+
+
+def test_a_short_prompt_costs_at_least_its_weights() -> None:
+    assert prompt(WORK, RATES, 2).seconds > decode(WORK, RATES).seconds * 0.99
+
+
+def test_what_was_not_measured_widens_the_range() -> None:
+    other = replace(WORK, parts=(Part("unknown", 2 * GB, GB),))
+    assert decode(other, RATES).error == pytest.approx(0.45) and decode(other, RATES).seconds > 2 / 20
+    assert decode(replace(WORK, kv="4bit"), RATES, 100).error == pytest.approx(0.45)
+    assert decode(replace(WORK, mixture=True), replace(RATES, unrest=0.1)).error == pytest.approx(0.4)
+    assert prompt(WORK, replace(RATES, kinds={}), 512) is None
+
+
+@given(st.integers(0, 100_000), st.integers(0, 100_000), st.integers(1, 4000) | st.none())
+def test_deeper_is_never_faster(one: int, other: int, window: int | None) -> None:
+    work = replace(WORK, windows=(window,) * 20)
+    shallow, deep = sorted((one, other))
+    assert decode(work, RATES, shallow).seconds <= decode(work, RATES, deep).seconds
+    assert prompt(work, RATES, shallow + 1).seconds <= prompt(work, RATES, deep + 1).seconds * 1.0001

@@ -1,0 +1,107 @@
+"""What is measured of the machine: one real probe, kept and found again, and files that cannot be believed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from effllm.kernels import warm
+from effllm.offload.predict import KindRate
+from effllm.runtime import probe as child
+from effllm.runtime import roofs
+from effllm.runtime.events import Progress
+from effllm.runtime.roofs import Roofs, Wanted
+
+FABLE = Path(__file__).resolve().parent.parent / "models/fable"
+MACHINE = {"cpu": "A CPU", "threads": 2, "date": "2026-01-01 12:00", "memory": 20e9, "memory_usual": 18e9, "token_s": 1e-4, "layer_s": 1e-5,
+           "kinds": {"bf16": {"decode": 15e9, "prefill": 40e9}}, "attention": {"16bit": {"decode": 10e9, "prefill": 20e9}}}
+DISK = {"device": "8:1 /dev/sda1", "file_system": "ext4", "direct": True, "reads": [{"nbytes": 2 << 20, "depth": 4, "rate": 1e9}],
+        "date": "2026-01-01 12:00", "file_bytes": 99}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(roofs, "cache_root", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / roofs.FILE
+
+
+def write(kept: Path, wanted: Wanted, machine: object = MACHINE, disk: object = DISK, **more: object) -> None:
+    kept.parent.mkdir(exist_ok=True)
+    content = {"format": roofs.FORMAT, "version": roofs.VERSION, "machines": {roofs._machine_key(wanted.threads): machine},
+               "disks": {roofs._disk_key(wanted.file): disk} if wanted.file else {}} | more
+    kept.write_text(json.dumps(content))
+
+
+WANTED = Wanted(2, ("bf16",), ("16bit",), FABLE / "model.safetensors")
+
+
+def test_what_was_kept_is_found(kept: Path) -> None:
+    write(kept, WANTED)
+    known = roofs.known(WANTED)
+    assert known.machine.kinds == {"bf16": KindRate(15e9, 40e9)} and known.disk.disk.stream_rate == 1e9
+    assert known.rates.disk == 1e9 and known.rates.unrest == pytest.approx(0.1) and known.rates.memory == 20e9
+    assert roofs.missing(WANTED, known) is None
+    assert roofs.known(replace(WANTED, threads=3)).machine is None, "another number of threads is another machine"
+
+
+def test_only_what_is_missing_is_asked_for(kept: Path) -> None:
+    write(kept, WANTED)
+    wider = replace(WANTED, kinds=("bf16", "codebook4:16"), kv=("16bit", "32bit"))
+    assert roofs.missing(wider, roofs.known(wider)) == Wanted(2, ("codebook4:16",), ("32bit",), None)
+    nothing = Roofs(None, None)
+    assert roofs.missing(WANTED, nothing) == WANTED and roofs.missing(Wanted(2), nothing) == Wanted(2)
+    assert nothing.rates is None
+
+
+@pytest.mark.parametrize("broken", (None, [], {}, {**MACHINE, "memory": 0.0}, {**MACHINE, "kinds": {"bf16": {"decode": 1}}},
+                                    {**MACHINE, "memory": "fast"}, {**MACHINE, "unknown": 1}, {**MACHINE, "token_s": -1.0}))
+def test_an_entry_that_is_not_whole_is_not_believed(kept: Path, broken: object) -> None:
+    write(kept, WANTED, machine=broken, disk=broken)
+    assert roofs.known(WANTED) == Roofs(None, None)
+
+
+@pytest.mark.parametrize("text", ("", "[1]", "{", "null", '{"format": "other"}', "[" * 100_000,
+                                  json.dumps({"format": roofs.FORMAT, "version": 99, "machines": {}, "disks": {}}),
+                                  json.dumps({"format": roofs.FORMAT, "version": roofs.VERSION, "machines": [], "disks": 3})))
+def test_a_damaged_file_knows_nothing(kept: Path, text: str) -> None:
+    kept.parent.mkdir()
+    kept.write_text(text)
+    assert roofs.known(WANTED) == Roofs(None, None)
+
+
+def test_a_real_probe_is_kept(kept: Path) -> None:
+    """Everything once, on one thread: figures are those of a machine, and the next look finds them."""
+    for _ in warm.warm((warm.RAW,)) if warm.is_cold((warm.RAW,)) else ():
+        continue
+    wanted = Wanted(1, ("bf16",), ("16bit",), FABLE / "model.safetensors")
+    *progress, found = roofs.probe(wanted, roofs.known(wanted))
+    assert all(isinstance(item, Progress) and item.total == 5 for item in progress) and progress[-1].done == 5
+    assert roofs.known(wanted) == found and roofs.missing(wanted, found) is None
+    here = found.machine
+    assert here.kinds["bf16"].decode > 0 and here.kinds["bf16"].prefill > 0 and 0 < here.memory_usual <= here.memory
+    assert min(here.token_s, here.layer_s) >= 0 and here.threads == 1 and here.cpu
+    assert here.attention["16bit"].decode > 0 and here.attention["16bit"].prefill > 0
+    assert found.disk.file_bytes == (FABLE / "model.safetensors").stat().st_size and found.rates.disk > 0
+    assert {file.name for file in kept.parent.iterdir()} == {roofs.FILE}, "nothing unfinished is left"
+
+
+def test_a_probe_whose_child_fails_keeps_what_was_known(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(kept, WANTED)
+    monkeypatch.setattr(child, "measure", lambda *given: iter(()))
+    *_, found = roofs.probe(Wanted(2, ("codebook4:16",)), roofs.known(WANTED))
+    assert list(found.machine.kinds) == ["bf16"] and found.disk is not None
+    assert json.loads(kept.read_text())["machines"][roofs._machine_key(2)] == MACHINE
+
+
+def test_a_format_that_nobody_knows_is_left_out(kept: Path) -> None:
+    assert [figure["kind"] for figure in child.measure(1, ("nonsense", "f99"), (), base=False)] == []
+
+
+def test_a_folder_that_cannot_be_written_costs_the_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(roofs, "cache_root", lambda: tmp_path / "file" / "cache")
+    monkeypatch.setattr(child, "measure", lambda *given: iter((
+        {"figure": "memory", "best": 2e9, "median": 1e9}, {"figure": "overhead", "token_s": 1e-4, "layer_s": 0.0})))
+    *_, found = roofs.probe(Wanted(2), Roofs(None, None))
+    assert found.machine.unrest == 0.5 and roofs.known(Wanted(2)).machine is None
