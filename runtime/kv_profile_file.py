@@ -90,7 +90,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     theirs = tuple(raw.get(key) for key in ("layers", "kv_heads", "head_dim"))
     if theirs != shape:
         raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(shape)}", again)
-    own = identity(store) if store is not None else _identity_of(path)
+    own = identity_of(path) if store is None or is_gguf(path) else identity(store)  # blocks of a GGUF file may have been widened
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     costs, tokens, checks, auto = _costs(raw.get("costs"), shape), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
@@ -105,7 +105,8 @@ def _described(shape: Sequence[object]) -> str:
     return "{} layers of {} KV heads of {}".format(*shape)
 
 
-def _identity_of(path: Path) -> str:
+def identity_of(path: Path) -> str:
+    """`identity` of the weights of a model."""
     store, _ = open_weights(path)
     with store:
         return identity(store)

@@ -13,7 +13,7 @@ from .evaluate import windows
 from .events import Notice, Progress
 from .kv_check import checked, cut_off
 from .kv_profile import Profile
-from .kv_profile_file import identity, profile_paths, save_profile
+from .kv_profile_file import identity_of, profile_paths, save_profile
 from .kv_recording import SECONDS, WINDOW, record
 from .prepare import EngineOptions, Prepared, folder_kinds, prepare_with
 from .source import open_weights
@@ -28,7 +28,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record` does."""
     config = read_config(path)
     ctx = min(WINDOW, config.context_length)
-    tokenizer, engine = Tokenizer.load(path, config), None
+    tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
     options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv="8bit", chunk=-(-ctx // PAGE) * PAGE)
     for item in open_prepared(lambda: _without_profile(path, options), folder_kinds(path, options)):
         if isinstance(item, Engine):
@@ -39,7 +39,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
         cut, until = windows(tokenizer, text, ctx, source), time.monotonic() + seconds
         held = len(cut) > 1 and len(cut[-1]) > cut_off(engine)
         share = FOR_RECORDING if held else 1.0
-        for item in record(engine, tokenizer, text, identity(engine.model.store), share * seconds, source, held_back=int(held)):
+        for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=int(held)):
             if not isinstance(item, Profile):
                 yield item
         for found in checked(engine, item, cut[-1], until) if held else (item,):
