@@ -295,7 +295,7 @@ def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_d
         return [kv] * layers
     if profile is None:
         return kv.layers(layers, kv_heads, head_dim)
-    bits = profile.bits(kv.bits_k) if kv.bits_k == kv.bits_v else profile.bits(kv.bits_k, kv.bits_v)
+    bits = profile.bits_for(kv.bits_k, kv.bits_v)
     return kv.layers(layers, kv_heads, head_dim, profile.bases(bits), bits)
 
 
