@@ -22,7 +22,8 @@ from torch import Tensor
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_price import Moments, Reading, trials
 from effllm.runtime.config import read_config
-from effllm.runtime.kv_profile import ROWS, Profile
+from effllm.runtime.kv_profile import Profile
+from effllm.runtime.kv_recording import ROWS, echoed
 from effllm.runtime.text import Tokenizer
 from kv_codecs import PAGE
 
@@ -221,7 +222,8 @@ def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
     moments, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], Reading(model.head_dim**-0.5)
     kept: list[list[tuple[np.ndarray, ...]]] = [[] for _ in moments]
     with torch.inference_mode():
-        for number, window in enumerate(torch.from_numpy(ids)):
+        for number, plain in enumerate(ids):
+            window = torch.tensor(echoed(plain) if number % 2 == 0 else plain)
             x = model.weights["embed_tokens.weight"][window[None]]
             for layer in range(model.layers):
                 q, k, v = model.project(layer, x)

@@ -12,6 +12,8 @@ import numpy as np
 FLASH = {"auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
          "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
 
+CACHE = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0, "q4_0": llama_cpp.GGML_TYPE_Q4_0}
+
 
 @llama_cpp.llama_log_callback
 def _errors_only(level: int, text: bytes, user_data: int) -> None:
@@ -25,9 +27,10 @@ def quiet() -> None:
 
 
 class Peer:
-    """One file and one sequence. `flash`: auto (llama.cpp's default), on or off; the cache is 16-bit."""
+    """One file and one sequence. `flash`: auto (llama.cpp's default), on or off; `keys` and `values`: types of the cache."""
 
-    def __init__(self, path: Path, ctx: int, threads: int, batch: int = 512, flash: str = "auto") -> None:
+    def __init__(self, path: Path, ctx: int, threads: int, batch: int = 512, flash: str = "auto", keys: str = "f16",
+                 values: str = "f16") -> None:
         quiet()
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
@@ -39,6 +42,7 @@ class Peer:
         params.n_ctx, params.n_batch, params.n_ubatch = ctx, batch, batch
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = FLASH[flash]
+        params.type_k, params.type_v = CACHE[keys], CACHE[values]
         params.no_perf = True
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:

@@ -136,13 +136,14 @@ def quantize_own(folder: Path, target: Path, bits: str, extra: Sequence[str] = (
 
 
 class PeerSide:
-    """llama.cpp on a GGUF file."""
+    """llama.cpp on a GGUF file. `cache`: "flash,keys,values" as `llamacpp_run.Peer` takes them."""
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, path: str, threads: int, ctx: int = CTX, cache: str = "auto,f16,f16") -> None:
         from llamacpp_run import Peer
 
-        self.peer = Peer(Path(path), CTX, threads)
-        self.ids = np.random.default_rng(0).integers(0, self.peer.vocab_size, CTX).tolist()
+        flash, keys, values = cache.split(",")
+        self.peer = Peer(Path(path), ctx, threads, flash=flash, keys=keys, values=values)
+        self.ids = np.random.default_rng(0).integers(0, self.peer.vocab_size, ctx).tolist()
         self.clear = self.peer.clear
 
     def forward(self, count: int, logits: str = "all") -> None:
@@ -162,20 +163,20 @@ class PeerSide:
 
 
 class OwnSide:
-    """effllm on a model folder, or on random weights held in memory alone (`synthetic:SHAPE:BITS`)."""
+    """effllm on a model folder, or on random weights held in memory alone (`synthetic:SHAPE:BITS`). `cache`: as --kv takes it."""
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, threads: int, ctx: int = CTX, cache: str = "16bit") -> None:
         from effllm.runtime.bench import prepare_synthetic
         from effllm.runtime.engine import open_engine, open_prepared
         from effllm.runtime.prepare import EngineOptions, kernel_kinds
 
-        options = EngineOptions(device="cpu", ctx=CTX, threads=threads)
+        options = EngineOptions(device="cpu", ctx=ctx, threads=threads, kv=cache, force=True)
         if folder.startswith("synthetic:"):
             _, shape, bits = folder.split(":", 2)
             *_, self.engine = open_prepared(lambda: prepare_synthetic(shape, options, f"{bits}bit"), kernel_kinds(True, options))
         else:
             *_, self.engine = open_engine(Path(folder), options)
-        self.ids = np.random.default_rng(0).integers(0, self.engine.config.vocab_size, CTX).tolist()
+        self.ids = np.random.default_rng(0).integers(0, self.engine.config.vocab_size, ctx).tolist()
         self.clear = self.engine.reset
 
     def forward(self, count: int) -> None:
@@ -214,13 +215,13 @@ class OwnSide:
         self.engine.close()
 
 
-SIDES: dict[str, Callable[[str, int], PeerSide | OwnSide]] = {"peer": PeerSide, "own": OwnSide}
+SIDES: dict[str, Callable[..., PeerSide | OwnSide]] = {"peer": PeerSide, "own": OwnSide}
 
 
-def serve(connection: Connection, kind: str, path: str, threads: int) -> None:
+def serve(connection: Connection, kind: str, path: str, threads: int, ctx: int, *cache: str) -> None:
     """The child's loop: an order is (name, argument...), the answer a number or a dict; an exception travels as its text."""
     try:
-        side = SIDES[kind](path, threads)
+        side = SIDES[kind](path, threads, ctx, *cache)
         connection.send("ready")
         while (order := connection.recv())[0] != "close":
             connection.send(_answer(side, *order))
@@ -237,10 +238,10 @@ def _answer(side: PeerSide | OwnSide, name: str, *arguments: int) -> object:
         case "clear":
             return side.clear()
         case "forward":  # times, tokens each
-            times, count = arguments
+            times, count, *rest = arguments
             started = time.perf_counter()
             for _ in range(times):
-                side.forward(count)
+                side.forward(count, *rest)
             return time.perf_counter() - started
         case "peak":
             return hardware.peak_rss()
@@ -251,11 +252,11 @@ def _answer(side: PeerSide | OwnSide, name: str, *arguments: int) -> object:
 class Child:
     """A side in its own process. Raises RuntimeError where it fails."""
 
-    def __init__(self, name: str, kind: str, path: Path | str, threads: int) -> None:
+    def __init__(self, name: str, kind: str, path: Path | str, threads: int, ctx: int = CTX, *cache: str) -> None:
         self.name, self.kind = name, kind
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, kind, str(path), threads), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, kind, str(path), threads, ctx, *cache), daemon=True)
         self._process.start()
         theirs.close()
         self._receive()

@@ -115,8 +115,9 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
                json: Json = False) -> None:
     """Record where a packed cache needs its bits, and keep that beside the model for --kv 8bit to 2bit."""
     from ..runtime.calibrate import built_in_text
-    from ..runtime.kv_profile import SECONDS, Profile
+    from ..runtime.kv_profile import Profile
     from ..runtime.kv_profile_run import recorded, report
+    from ..runtime.kv_recording import SECONDS
 
     screen = Screen(context.obj)
     if seconds is not None and not seconds > 0:
@@ -131,7 +132,9 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
         return
     screen.pairs((("profile", facts["file"]), ("recorded on", f"{facts['tokens']} tokens"), *(
         (f"{mean} bits", f"K {low_k} to {high_k}, V {low_v} to {high_v}; noise {gain:.2f} times that of the same bits everywhere")
-        for mean, ((low_k, high_k), (low_v, high_v), gain) in facts["presets"].items())))
+        for mean, ((low_k, high_k), (low_v, high_v), gain) in facts["presets"].items()),
+        *(("checked", f"KL divergence {kld:.2g}, {flips:.2%} of the likeliest next tokens changed") for _, kld, flips in made.checks),
+        ("--kv auto", "16bit: no bits that were checked kept its answers" if made.auto is None else f"{made.auto}bit")))
 
 
 def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, samples: Samples = 8,

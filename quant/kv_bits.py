@@ -15,6 +15,7 @@ import numpy as np
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # bits of a group
 SIDES = (1, 2, 3, 4, 5, 6, 8)  # of a side of a head
+BELOW = 1  # bits that a side may have less than the mean: a head that was silent on the sample may speak on another text
 NOISE = {bits: 10 ** (-decibels / 10) for bits, decibels in {1: 4.5, 2: 10.4, 3: 16.6, 4: 22.7, 5: 28.6, 6: 34.2, 8: 46.1}.items()}
 
 
@@ -43,10 +44,11 @@ def side_cost(strength: Sequence[float], bits: int) -> float:
 
 
 def share(costs: Sequence[Sequence[float]], mean: float) -> list[int]:
-    """Bits of sides that cost so much at each of `SIDES`, at most `mean` on average: one step after another to where a bit removes the
-    most cost. A step may be of several bits, where the first of them alone would not pay."""
-    given = [SIDES[0]] * len(costs)
-    left, waiting = int(mean * len(costs) + 1e-9) - SIDES[0] * len(costs), []
+    """Bits of sides that cost so much at each of `SIDES`, at most `mean` on average, at least `BELOW` less: one step after another to where
+    a bit removes the most cost. A step may be of several bits, where the first of them alone would not pay."""
+    least = max(bits for bits in SIDES if bits <= max(SIDES[0], mean - BELOW))
+    given = [least] * len(costs)
+    left, waiting = int(mean * len(costs) + 1e-9) - least * len(costs), []
 
     def offer(side: int) -> None:
         now = SIDES.index(given[side])

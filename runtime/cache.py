@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from .. import EffllmError
 from ..kernels.layout import PAGE, PageLayout
 from ..offload.memory import anonymous, discard
 from ..offload.pages import PagePool
@@ -180,18 +181,26 @@ class KVCache:
         return np.array(rows, np.int64)
 
     def commit(self) -> None:
-        """The step's tokens are held now; pages that left the window are sealed."""
+        """The step's tokens are held now; pages that left the window are sealed. Raises EffllmError where keys or values of such a page are
+        no numbers: the page stays open then."""
         self.n += len(self.step.slots)
         while self._start(self.sealed + 1) <= self.n - self.shape.window:
-            page, slot = self.sealed, self._slot_of.pop(self.sealed)
+            page, slot = self.sealed, self._slot_of[self.sealed]
             if self.policy.act(PageStats(page, self._start(page), PAGE)) is Action.KEEP:
-                for index, (layer, codec) in enumerate(zip(self._layers, self.codecs, strict=True)):
-                    layer.pages.seal(slot, page, index, self._start(page), codec)
-                for sealer in self._sealers:
-                    sealer.flush()
-            self._release(slot)
+                try:
+                    self._seal(page, slot)
+                except ValueError as error:
+                    hint = "--kv 16bit keeps it as it is; effllm verify MODEL looks for damage in the model's files"
+                    raise EffllmError(f"the KV cache cannot be packed: {error}", hint) from error
+            self._release(self._slot_of.pop(page))
             self.sealed += 1
             self._changed = True
+
+    def _seal(self, page: int, slot: int) -> None:
+        for index, (layer, codec) in enumerate(zip(self._layers, self.codecs, strict=True)):
+            layer.pages.seal(slot, page, index, self._start(page), codec)
+        for sealer in self._sealers:
+            sealer.flush()
 
     def truncate(self, n: int) -> int:
         """Forget tokens from `n` on. Returns how many are held: fewer than `n` where a sealed page would have to be exact again, and
@@ -286,7 +295,7 @@ def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_d
         return [kv] * layers
     if profile is None:
         return kv.layers(layers, kv_heads, head_dim)
-    bits = profile.bits(kv.bits_k) if kv.bits_k == kv.bits_v else profile.bits(kv.bits_k, kv.bits_v)
+    bits = profile.bits_for(kv.bits_k, kv.bits_v)
     return kv.layers(layers, kv_heads, head_dim, profile.bases(bits), bits)
 
 

@@ -58,6 +58,7 @@ def save_profile(profile: Profile, path: Path) -> Path:
     content = {
         "format": FORMAT, "version": VERSION, "layers": len(profile.layers), "kv_heads": len(first.k_scale),
         "head_dim": first.k_scale.shape[1], "weights": profile.weights, "tokens": profile.tokens,
+        "checks": [list(check) for check in profile.checks], "auto": profile.auto,
         "arrays": {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}, "bits": list(SIDES),
         "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
     }
@@ -89,21 +90,23 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     theirs = tuple(raw.get(key) for key in ("layers", "kv_heads", "head_dim"))
     if theirs != shape:
         raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(shape)}", again)
-    own = identity(store) if store is not None else _identity_of(path)
+    own = identity_of(path) if store is None or is_gguf(path) else identity(store)  # blocks of a GGUF file may have been widened
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
-    costs, tokens = _costs(raw.get("costs"), shape), raw.get("tokens")
-    if costs is None or raw.get("bits") != list(SIDES) or not isinstance(tokens, int):
+    costs, tokens, checks, auto = _costs(raw.get("costs"), shape), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
+    whole = costs is not None and raw.get("bits") == list(SIDES) and isinstance(tokens, int) and _are_rows(checks, 3)
+    if not whole or not (auto is None or auto in SIDES):
         raise UsageError(f"{target} is damaged", again)
     bases = _bases(_array_bytes(arrays, raw.get("arrays"), shape, again), shape, [cost is None for cost in costs])
-    return Profile(tuple(bases), costs, own, tokens)
+    return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto)
 
 
 def _described(shape: Sequence[object]) -> str:
     return "{} layers of {} KV heads of {}".format(*shape)
 
 
-def _identity_of(path: Path) -> str:
+def identity_of(path: Path) -> str:
+    """`identity` of the weights of a model."""
     store, _ = open_weights(path)
     with store:
         return identity(store)
@@ -167,6 +170,13 @@ def _costs(raw: object, shape: tuple[int, int, int]) -> tuple[tuple[np.ndarray, 
 
 
 def _is_table(raw: object, heads: int) -> bool:
-    return (isinstance(raw, list) and len(raw) == heads
-            and all(isinstance(row, list) and len(row) == len(SIDES)
-                    and all(isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x) and x >= 0 for x in row) for row in raw))
+    return isinstance(raw, list) and len(raw) == heads and _are_rows(raw, len(SIDES))
+
+
+def _are_rows(raw: object, width: int) -> bool:
+    """Lists of `width` finite numbers that are not negative."""
+    return isinstance(raw, list) and all(isinstance(row, list) and len(row) == width and all(map(_is_amount, row)) for row in raw)
+
+
+def _is_amount(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x) and x >= 0

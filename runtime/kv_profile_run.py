@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..kernels.layout import PAGE
 from .config import read_config
-from .engine import Engine, open_engine
+from .engine import Engine, open_prepared
+from .evaluate import windows
 from .events import Notice, Progress
-from .kv_profile import SECONDS, WINDOW, Profile, record
-from .kv_profile_file import identity, profile_paths, save_profile
-from .prepare import EngineOptions
+from .kv_check import checked, cut_off
+from .kv_profile import Profile
+from .kv_profile_file import identity_of, profile_paths, save_profile
+from .kv_recording import SECONDS, WINDOW, record
+from .prepare import EngineOptions, Prepared, folder_kinds, prepare_with
+from .source import open_weights
 from .text import Tokenizer
 
 PRESETS = (8, 6, 5, 4, 3, 2)
+FOR_RECORDING = 0.6  # of the seconds; the rest is for checks
 
 
 def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | None = None,
@@ -21,19 +28,32 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record` does."""
     config = read_config(path)
     ctx = min(WINDOW, config.context_length)
-    tokenizer, engine = Tokenizer.load(path, config), None
-    for item in open_engine(path, EngineOptions(device="cpu", threads=threads, ctx=ctx, kv="32bit", chunk=-(-ctx // 128) * 128)):
+    tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
+    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv="8bit", chunk=-(-ctx // PAGE) * PAGE)
+    for item in open_prepared(lambda: _without_profile(path, options), folder_kinds(path, options)):
         if isinstance(item, Engine):
             engine = item
         else:
             yield item
     try:
-        for item in record(engine, tokenizer, text, identity(engine.model.store), seconds, source):
-            if isinstance(item, Profile):
-                save_profile(item, path)
-            yield item
+        cut, until = windows(tokenizer, text, ctx, source), time.monotonic() + seconds
+        held = len(cut) > 1 and len(cut[-1]) > cut_off(engine)
+        share = FOR_RECORDING if held else 1.0
+        for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=int(held)):
+            if not isinstance(item, Profile):
+                yield item
+        for found in checked(engine, item, cut[-1], until) if held else (item,):
+            if isinstance(found, Profile):
+                save_profile(found, path)
+            yield found
     finally:
         engine.close()
+
+
+def _without_profile(path: Path, options: EngineOptions) -> Prepared:
+    """Room for packed caches, whatever profile lies there now: it is about to be replaced."""
+    store, container = open_weights(path)
+    return prepare_with(None, read_config(path), store, options, container)
 
 
 def report(profile: Profile, path: Path) -> dict[str, object]:
@@ -44,4 +64,5 @@ def report(profile: Profile, path: Path) -> dict[str, object]:
         even = [[(mean, mean)] * len(layer) for layer in bits]
         k, v = zip(*(pair for layer in bits for pair in layer), strict=True)
         presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / profile.cost(even))
-    return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets}
+    return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets,
+            "auto": profile.auto, "checks": [{"cost": cost, "kld": kld, "flips": flips} for cost, kld, flips in profile.checks]}

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import DoesNotFit, UsageError
 from ..kernels.layout import PAGE
@@ -16,18 +15,16 @@ from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.plan import BlockBytes, Budget, Demand, Placement, plan
 from ..offload.size import parse_size
-from ..quant.kv import PackedCodec, RawCodec, codec
+from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from .cache import CacheShape, cache_nbytes, layer_codecs
 from .config import ModelConfig, read_config
 from .container import Container
+from .kv_setting import AUTO, chosen, profile_for, refuse_broken
 from .model import check_tensors, dims
 from .parts import CONVERTED, Parts, cut
 from .passes import widest
 from .source import check_mapping, is_low_bit, open_weights
 from .streamed import Streams
-
-if TYPE_CHECKING:
-    from .kv_profile import Profile
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
 COLD_ALLOWANCE = 64 << 20
@@ -43,6 +40,8 @@ class EngineOptions:
     threads: int | None = None
     ctx: int | None = None
     kv: str = "16bit"
+    cache_k: str | None = None  # with cache_v another way to say kv
+    cache_v: str | None = None
     kv_sink: int = 64
     kv_window: int = 128
     ram: str | None = None
@@ -70,7 +69,14 @@ class EngineOptions:
             raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
         if self.exact:
             object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
-        codec(self.kv)
+        if self.cache_k or self.cache_v:
+            if self.kv != "16bit":
+                raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
+            object.__setattr__(self, "kv", of_types(self.cache_k or "f16", self.cache_v or "f16"))
+            object.__setattr__(self, "cache_k", None)
+            object.__setattr__(self, "cache_v", None)
+        if self.kv != AUTO:
+            codec(self.kv)
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,12 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     if options.kv_sink > PAGE:
         notices.append(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
+    profile = profile_for(options.kv, folder, config, store, notices.append)
+    options = replace(options, kv=chosen(options.kv, profile, notices.append))
     kv = codec(options.kv)
+    if profile is not None and kv.is_packed and not options.force:
+        refuse_broken(options.kv, profile)
     layout = kv.layout(config.num_key_value_heads, config.head_dim)
-    profile = _profile(folder, config, store, options, notices) if kv.is_packed else None
     codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
     workers = worker_count(options)
     wanted = options.ctx
@@ -164,18 +173,6 @@ def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotF
     return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
 
 
-def _profile(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions, notices: list[str]) -> Profile | None:
-    """What is known of the model's keys and values; a model without a profile gets the same bits everywhere, which is said."""
-    if folder is None:
-        return None
-    from .kv_profile_file import load_profile
-
-    profile = load_profile(folder, config, store)
-    if profile is None:
-        notices.append(f"--kv {options.kv}: no profile of this model, every head gets the same bits; effllm eval kv-profile records one")
-    return profile
-
-
 def worker_count(options: EngineOptions) -> int:
     """Threads of the pool: as asked, else one per core; never more than the pool takes."""
     from ..kernels.threads import MOST_WORKERS
@@ -193,7 +190,7 @@ def kernel_kinds(low_bit: bool, options: EngineOptions) -> tuple[str, ...]:
     from ..kernels import warm
 
     needed = {warm.RAW: True, warm.LOW_BIT: low_bit, warm.EXACT: low_bit and options.exact,
-              warm.LOOKUP: low_bit and options.kernel == "lut", warm.KV: codec(options.kv).is_packed}
+              warm.LOOKUP: low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
 

@@ -126,7 +126,7 @@ def test_a_profile_with_matrices_widths_and_a_mean(pool, bits):
     mix = np.linalg.qr(np.random.default_rng(3).standard_normal((64, 64)))[0]
     k, v = ((x * np.geomspace(8, 1 / 8, 64) @ mix).astype(np.float32) for x in (k, v))
     mean, turn = normal(1, 64, 5)[0, 0, :2] * 4, rotary(64, 320)
-    basis = KVBasis.from_moments(moments(k), moments(k), moments(v), moments(v), mean, profile=5)
+    basis = KVBasis.from_moments(moments(k), moments(k), moments(v), moments(v), k_mean=mean, profile=5)
     k = k + turned(mean, *turn)
     got, want = sealed(pool, k, v, bits, bits, basis, turn=turn), encode(k, v, bits, bits, basis, rotary=turn)
     close(got, want, k, v, basis, turn)

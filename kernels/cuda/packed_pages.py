@@ -167,7 +167,7 @@ def _codes(records: torch.Tensor, at: int, widths: Sequence[int], groups: list[i
 def _values(codes: torch.Tensor, eighths: torch.Tensor, zeros: torch.Tensor, bits: int, units: int) -> torch.Tensor:
     """2^(eighths / 8) · (code - half + zero · width / units), each step rounded as in `quant/kv_grid.py`."""
     mantissas = torch.tensor(MANTISSA_BITS, dtype=torch.int32, device=codes.device)
-    scale = (mantissas[eighths & 7] + ((eighths >> 3) << 23)).view(torch.float32)
+    scale = (mantissas[(eighths & 7).long()] + ((eighths >> 3) << 23)).view(torch.float32)
     return scale * (codes.float() + (zeros.float() * ((1 << bits) / units) - ((1 << bits) - 1) / 2))
 
 

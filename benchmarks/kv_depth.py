@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Decode deep in a context: our packed and 16-bit caches against llama.cpp's, same random weights of 4 bits, sides alternating in one run.
+
+Every side reads the same random tokens up to the depth once, then takes turns of a few tokens; ratios are taken within a round, figures are
+medians over rounds. A packed cache here has the same bits everywhere, as for a model without a profile.
+
+    python benchmarks/kv_depth.py [--depth 4096] [--kv 4bit 16bit] [--quick] [--no-results]
+
+Needs the files that compare_llamacpp.py makes (they are made where absent), gguf and llama-cpp-python; wants the machine to itself for
+some ten minutes, most of them llama.cpp's prompts.
+"""
+
+import argparse
+from pathlib import Path
+from statistics import median
+
+from platformdirs import user_cache_path
+
+from effllm.offload.hardware import cpu_threads
+from llamacpp_sides import Child, peer_file, quantize_own, random_folder
+from report import Figure, publish
+
+PEERS = {"f16": "off,f16,f16", "q8_0 K, f16 V": "off,q8_0,f16", "q4_0, flash attention": "on,q4_0,q4_0",
+         "q8_0, flash attention": "on,q8_0,q8_0"}
+PIECE, TURN, SLACK = 512, 8, 512
+INTRO = ("Random weights of 4 bits at the shape of TinyLlama-1.1B (ours codebook4:16, llama.cpp Q4_0), batch 1. Depth 0 is the first "
+         "tokens of the same processes.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=4096)
+    parser.add_argument("--kv", nargs="+", default=["4bit", "16bit"])
+    parser.add_argument("--shape", default="tinyllama-1.1b")
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
+    parser.add_argument("--quick", action="store_true", help="fewer peers and rounds")
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    rounds, ctx = (3 if options.quick else 7), options.depth + SLACK
+    folder = random_folder(options.shape, options.work)
+    own = folder / "own-4bit"
+    if not own.exists():
+        quantize_own(folder, own, "4")
+    peer = peer_file(folder, "Q4_0", options.threads)
+    sides = [Child(f"effllm --kv {kv}", "own", own, options.threads, ctx, kv) for kv in options.kv]
+    names = list(PEERS)[: 3 if options.quick else None]
+    sides += [Child(f"llama.cpp {name}", "peer", peer, options.threads, ctx, PEERS[name]) for name in names]
+    shallow = take_turns(sides, rounds)
+    for side in sides:
+        for _ in range(options.depth // PIECE):
+            side.ask("forward", 1, PIECE, *(("last",) if side.kind == "peer" else ()))
+    deep = take_turns(sides, rounds)
+    for side in sides:
+        side.close()
+
+    best = max((side.name for side in sides if side.kind == "peer"), key=lambda name: median(deep[name]))
+    figures = []
+    first = sides[0].name
+    for other, key in ((best, "best"), *((name, "q4_0") for name in deep if "q4_0" in name)):
+        ratio = median(a / b for a, b in zip(deep[first], deep[other], strict=True))
+        figures.append(Figure(f"vs_{key}", f"{first} against {other}", f"decode at depth {options.depth}", ratio, "x"))
+    for side in sides:
+        kept = median(a / b for a, b in zip(deep[side.name], shallow[side.name], strict=True))
+        figures += [Figure(f"deep {side.name}", side.name, f"depth {options.depth}", median(deep[side.name]), "tok/s"),
+                    Figure(f"kept {side.name}", side.name, "of its rate at depth 0", kept, "x")]
+    publish("kv-depth", "Decode deep in a context", INTRO, figures, keep=not options.no_results)
+
+
+def take_turns(sides: list[Child], rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of every side, round by round."""
+    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+    for number in range(rounds + 1):
+        for side in sides:
+            seconds = side.ask("forward", TURN, 1)
+            if number:  # the first turn wakes the threads
+                rates[side.name].append(TURN / seconds)
+    return rates
+
+
+if __name__ == "__main__":
+    main()
