@@ -36,8 +36,9 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
         else:
             yield item
     try:
-        cut, until = windows(tokenizer, text, ctx, source), time.monotonic() + seconds
-        held = len(cut) > 1 and len(cut[-1]) > cut_off(engine)
+        until = time.monotonic() + seconds
+        cut = [window for window in windows(tokenizer, text, ctx, source) if len(window) > cut_off(engine) + 1]
+        held = len(cut) > 1
         share = FOR_RECORDING if held else 1.0
         for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=int(held)):
             if not isinstance(item, Profile):

@@ -32,7 +32,8 @@ def chosen(name: str, profile: Profile | None, remark: Callable[[str], None]) ->
     if name != AUTO:
         return name
     if profile is not None and profile.auto is None:
-        remark(f"--kv auto: no bits that were checked kept the answers of this model, keys and values stay at {UNPACKED}")
+        why = "no bits that were checked kept the answers of this model" if profile.checks else "this model's profile was not checked"
+        remark(f"--kv auto: {why}, keys and values stay at {UNPACKED}")
     found = UNPACKED if profile is None or profile.auto is None else f"{profile.auto}bit"
     if found != UNPACKED:
         remark(f"--kv auto: {found} by this model's profile")

@@ -158,6 +158,16 @@ def test_a_profile_survives_its_file(folder: Path) -> None:
     assert load_profile(FABLE, read_config(FABLE)) is None
 
 
+def test_the_last_whole_window_is_held_back_for_checks(tmp_path: Path) -> None:
+    """What is left of the text behind it is too short to read a packed page."""
+    tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
+    text = tokenizer.decode(tokenizer.encode(TEXT * 8)[: 2 * 1024 + 100])
+    copy = tmp_path / "fable"
+    shutil.copytree(FABLE, copy)
+    *_, made = recorded(copy, text, 1e6)
+    assert made.tokens == 1024 and made.checks
+
+
 def test_a_layer_that_was_not_reached_survives_too(folder: Path, tmp_path: Path, profile: Profile) -> None:
     from dataclasses import replace
 
