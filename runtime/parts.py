@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the module that makes models of parts
 
 PART_NBYTES = 8 << 20
 LEAST_NBYTES = 16 << 10  # what is smaller stays
+LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut into larger parts; and beyond it a token would take an hour
 CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
 EXPERTS = "the experts of a mixture are not streamed in this version"
 STAGES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # of a layer, in the order of use
@@ -66,8 +67,11 @@ class Parts:
 
 
 def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> Parts:
-    """The parts of a model; headers alone are looked at."""
-    maker = _Cut(store)
+    """The parts of a model, none for one of more than MOST_NBYTES; headers alone are looked at."""
+    total = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
+    if total > MOST_NBYTES:
+        return Parts((), {}, {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}, None, "")
+    maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
     outer = tensors["outer"]
     for key in sorted(key for key in tensors if key != "outer"):
         for stage in STAGES:
@@ -106,8 +110,10 @@ def fixed_name(name: str) -> str:
 
 
 class _Cut:
-    def __init__(self, store: TensorStore) -> None:
-        self._store = store
+    """Collects parts of about `most` bytes."""
+
+    def __init__(self, store: TensorStore, most: int) -> None:
+        self._store, self._most = store, most
         self.parts: list[Part] = []
         self.slices: dict[str, list[Slice]] = {}
 
@@ -122,17 +128,17 @@ class _Cut:
         """Cut matrices that read the same input; `together`: the same rows of all into one part."""
         if together:
             if all(map(self.streams, tensors)):
-                for first, end in _cuts(tensors[0].shape[0], sum(tensor.nbytes for tensor in tensors)):
+                for first, end in _cuts(tensors[0].shape[0], sum(tensor.nbytes for tensor in tensors), self._most):
                     self._part([(tensor, first, end) for tensor in tensors])
             return
         room, waiting = 0, []
         for tensor in filter(self.streams, tensors):
-            for first, end in _cuts(tensor.shape[0], tensor.nbytes):
+            for first, end in _cuts(tensor.shape[0], tensor.nbytes, self._most):
                 nbytes = tensor.nbytes * (end - first) // tensor.shape[0]
                 if waiting and nbytes > room:
                     self._part(waiting)
                     waiting, room = [], 0
-                room = (room if waiting else PART_NBYTES) - nbytes
+                room = (room if waiting else self._most) - nbytes
                 waiting.append((tensor, first, end))
         if waiting:
             self._part(waiting)
@@ -157,9 +163,9 @@ class _Cut:
             yield replace(tensor.info, name=fixed_name(tensor.name), shape=(nbytes,), offset=place + at.row_scales, nbytes=nbytes)
 
 
-def _cuts(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of a matrix (or of several alike) of at most PART_NBYTES, on row blocks."""
+def _cuts(rows: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of a matrix (or of several alike) of at most `most` bytes, on row blocks."""
     first = 0
-    for count in pieces(rows, max(ROWS, PART_NBYTES * rows // nbytes), ROWS):
+    for count in pieces(rows, max(ROWS, most * rows // nbytes), ROWS):
         yield first, first + count
         first += count

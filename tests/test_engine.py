@@ -116,7 +116,7 @@ def test_one_token_contexts_and_tiny_ones():
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_numbers():
-    with pytest.raises(DoesNotFit, match=r"weights .* KV cache .* the budget is") as caught:
+    with pytest.raises(DoesNotFit, match=r"weights .*KV cache .* the budget is") as caught:
         prepare(FABLE, EngineOptions(device="cpu", ram="20M"))
     assert caught.value.exit_code == 4 and caught.value.hint
 

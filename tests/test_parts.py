@@ -92,6 +92,16 @@ def test_what_cannot_be_read_as_it_lies_stays() -> None:
     assert any("q_proj" in name for name in mixture.slices) and not plain.kept_for
 
 
+def test_the_number_of_parts_is_bounded() -> None:
+    """A config may claim any size, and a plan is made of it before anything is downloaded."""
+    large = {**SHAPES["llama3-8b"], "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
+    made, *_ = cut_of(large)
+    assert max(made.sizes) > 1.5 * parts.PART_NBYTES and 2 * max(made.sizes) < 64 << 20 and len(made.parts) < 16_000
+    absurd = {**large, "hidden_size": 65_536, "intermediate_size": 1 << 18, "num_attention_heads": 512, "num_hidden_layers": 200}
+    made, _, store = cut_of(absurd)
+    assert not made.parts and made.table is None and made.always_nbytes > store.nbytes
+
+
 def test_a_model_that_cannot_be_streamed_says_why() -> None:
     for shape, said in (("olmoe-1b-7b", parts.EXPERTS), ("llama3.2-1b", parts.CONVERTED)):
         config = parse_config(SHAPES[shape])
