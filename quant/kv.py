@@ -138,3 +138,22 @@ def codec(name: str) -> RawCodec | PackedFormat:
         return PackedFormat(int(both or bits_k), int(both or bits_v))
     widths = ", ".join(f"{bits}bit" for bits in MEAN_BITS)
     raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths} or k8v4 and its like")
+
+
+# Types of llama.cpp's cache as bits: what people have in their fingers.
+TYPES = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q6_k": 6, "q5_0": 5, "q5_1": 5, "q4_0": 4, "q4_1": 4, "iq4_nl": 4,
+         "q3_k": 3, "q2_k": 2}
+
+
+def of_types(keys: str, values: str) -> str:
+    """The `--kv` value for types of keys and values as llama.cpp names them, or as `--kv` does. Raises UsageError for others."""
+    named = {f"{bits}bit": bits for bits in TYPES.values()} | TYPES
+    bits = [named.get(each.lower(), 0) for each in (keys, values)]
+    for name, found in zip((keys, values), bits, strict=True):
+        if not found:
+            raise UsageError(f"{name} is no type of a cache", f"one of {', '.join(TYPES)}, or --kv")
+    if bits[0] == bits[1]:
+        return f"{bits[0]}bit"
+    if max(bits) > 8:
+        raise UsageError(f"keys as {keys} with values as {values}: exact and packed ones do not mix", "pack both, or neither")
+    return f"k{bits[0]}v{bits[1]}"

@@ -16,7 +16,7 @@ from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.plan import BlockBytes, Budget, Demand, Placement, plan
 from ..offload.size import parse_size
-from ..quant.kv import PackedCodec, RawCodec, codec
+from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from .cache import CacheShape, cache_nbytes, layer_codecs
 from .config import ModelConfig, read_config
 from .container import Container
@@ -43,6 +43,8 @@ class EngineOptions:
     threads: int | None = None
     ctx: int | None = None
     kv: str = "16bit"
+    cache_k: str | None = None  # with cache_v another way to say kv
+    cache_v: str | None = None
     kv_sink: int = 64
     kv_window: int = 128
     ram: str | None = None
@@ -70,6 +72,12 @@ class EngineOptions:
             raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
         if self.exact:
             object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
+        if self.cache_k or self.cache_v:
+            if self.kv != "16bit":
+                raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
+            object.__setattr__(self, "kv", of_types(self.cache_k or "f16", self.cache_v or "f16"))
+            object.__setattr__(self, "cache_k", None)
+            object.__setattr__(self, "cache_v", None)
         codec(self.kv)
 
 

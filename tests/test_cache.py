@@ -14,9 +14,10 @@ from effllm.kernels.cpu.ops import CpuOps, default_registry
 from effllm.kernels.layout import EXTENT, F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.quant.kv import codec
+from effllm.quant.kv import codec, of_types
 from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, cache_nbytes, open_cache
 from effllm.runtime.policy.keep import Keep
+from effllm.runtime.prepare import EngineOptions
 
 CTX = 1024
 SHAPE = CacheShape(CTX)
@@ -257,6 +258,18 @@ def test_unknown_kv_is_refused_with_what_exists():
     with pytest.raises(UsageError, match="--kv 7bit is not known") as caught:
         codec("7bit")
     assert "32bit, 16bit, 8bit" in caught.value.hint and "k8v4" in caught.value.hint
+
+
+def test_types_as_llama_cpp_names_them():
+    assert of_types("q4_0", "q4_0") == "4bit" and of_types("Q8_0", "q4_0") == "k8v4" and of_types("f16", "f16") == "16bit"
+    assert of_types("8bit", "q5_1") == "k8v5"
+    with pytest.raises(UsageError, match="q7 is no type of a cache"):
+        of_types("q7", "f16")
+    with pytest.raises(UsageError, match="do not mix"):
+        of_types("q8_0", "f16")
+    assert EngineOptions(cache_k="q8_0", cache_v="q4_0").kv == "k8v4"
+    with pytest.raises(UsageError, match="say the same thing"):
+        EngineOptions(kv="4bit", cache_k="q8_0")
 
 
 def test_a_step_of_one_token_keeps_the_arrays_of_the_last_within_a_page(pool):
