@@ -145,7 +145,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache"), *speeds(found)]
     if better is not None:
         said.append(("faster", f"{better.flag}: {better.gain:.1f} times as fast"
-                     f" ({better.tokens_per_s:.3g} tokens/s{' with a full context' if better.full else ''})"))
+                     f" ({rate(better.tokens_per_s)} tokens/s{' with a full context' if better.full else ''})"))
     if known.machine is not None:
         disk = f", disk {known.disk.disk.stream_rate / 1e9:.2f} GB/s ({known.disk.date})" if known.disk else ""
         said.append(("measured", f"memory {known.machine.memory / 1e9:.1f} GB/s, kernels ({known.machine.date}){disk}"))
@@ -155,14 +155,19 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
 def speeds(found: Forecast) -> list[tuple[str, str]]:
     if found.start is None or found.full is None:
         return [("speed", f"not known: {found.reason}")]
-    said = [("speed", f"about {found.start.tokens_per_s:.3g} tokens/s (± {100 * found.start.error:.0f}%), "
-                      f"{found.full.tokens_per_s:.3g} with a full context; the {found.start.limit} limits it")]
+    said = [("speed", f"about {rate(found.start.tokens_per_s)} tokens/s (± {100 * found.start.error:.0f}%), "
+                      f"{rate(found.full.tokens_per_s)} with a full context; the {found.start.limit} limits it")]
     if found.prompt is not None:
         load = f", after {seconds(found.load_s)} of loading from a cold disk" if found.load_s is not None else ""
-        rate = found.prompt_tokens / found.prompt.seconds
+        pace = rate(found.prompt_tokens / found.prompt.seconds)
         said.append(("first token", f"about {seconds(found.prompt.seconds)} (± {100 * found.prompt.error:.0f}%) for a prompt of "
-                                    f"{found.prompt_tokens} tokens, {rate:.3g} tokens/s{load}"))
+                                    f"{found.prompt_tokens} tokens, {pace} tokens/s{load}"))
     return said
+
+
+def rate(value: float) -> str:
+    """0.52, 18.2, 1590."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def seconds(value: float) -> str:

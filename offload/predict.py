@@ -8,20 +8,31 @@ slower than memory simply has a lower one. A prompt is read in chunks, each a pa
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log2
 
 # Shares by which predictions have missed on machines that were left alone (`docs/speed.md`); what else is known to be uncertain is added.
 ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR = 0.15, 0.1, 0.15, 0.3
 # Of the memory's rate, for a kind of weights that was not measured here.
 USUAL_SHARE = 0.7
-LIMITS = ("disk", "memory", "processor")
+# Weights up to the first size stay in a processor's caches from token to token, from the second on in none: where rates are measured.
+CACHED_NBYTES, MEMORY_NBYTES = 8 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
 class KindRate:
-    """Weights of one kind: bytes a second for one token, products a second for a prompt."""
+    """Weights of one kind: bytes a second for one token, products a second for a prompt; `cached`: as `decode`, of a model that is no
+    larger than CACHED_NBYTES (0: not measured)."""
 
     decode: float
     prefill: float
+    cached: float = 0.0
+
+    def decode_at(self, nbytes: int) -> float:
+        """Bytes a second for one token of a model of `nbytes` in all: between a cache's rate and the memory's, by orders of magnitude."""
+        if not self.cached:
+            return self.decode
+        share = log2(min(max(nbytes, CACHED_NBYTES), MEMORY_NBYTES) / CACHED_NBYTES) / log2(MEMORY_NBYTES / CACHED_NBYTES)
+        return 1 / (share / self.decode + (1 - share) / self.cached)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     """One token after `depth` others. None where weights stream and the disk is unknown."""
     if work.streamed and not rates.disk:
         return None
-    weights = sum(part.nbytes / _kind(rates, part.kind).decode for part in work.parts)
+    weights = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts)
     attended = _attended(work.windows, depth)
     attention = attended * work.attention_width / _attention(rates, work.kv).decode
     attention = max(attention, work.kv_bytes * attended / max(1, len(work.windows)) / rates.memory)

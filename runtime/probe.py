@@ -2,10 +2,10 @@
 
 The child has the memory for it, and what it takes is not there when a plan is made. It reports one line of JSON a figure, as each is known:
 
-    memory      bytes a second of a load-only kernel, every pass of several: the roof
+    memory      bytes a second of a load-only kernel, the best and the median pass before and after all else: the roof
     overhead    seconds of a pass of one token that no weight explains, for the token and for each layer
     attention   products a second of attention, per precision of the cache: for one token at a depth, and for a prompt
-    kind        of weights in one format: bytes a second for one token, products a second for a prompt
+    kind        of weights in one format: bytes a second for one token, from memory and from a cache, products a second for a prompt
 
 The last three are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them.
 Run as `python -m effllm.runtime.probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
@@ -22,8 +22,9 @@ from statistics import median
 
 import numpy as np
 
-MEMORY_NBYTES, MEMORY_PASSES = 256 << 20, 7
-KIND_NBYTES = 64 << 20  # larger than most caches
+from ..offload.predict import CACHED_NBYTES, MEMORY_NBYTES
+
+ROOF_NBYTES, MEMORY_PASSES = 256 << 20, 7
 PROMPT = 512  # a chunk of a prompt, as a run reads it
 TOKENS = 24
 DEPTH = 1024
@@ -32,6 +33,7 @@ _SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_
           "torch_dtype": "bfloat16", "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 SMALL = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 ATTENTIVE = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+NARROW = {**_SHAPE, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 WIDE = {**_SHAPE, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64}
 RAW = "bf16"
 Figure = dict[str, object]
@@ -51,7 +53,7 @@ def count(kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> int:
     return 2 * base + len(kinds) + len(kv)
 
 
-def memory_passes(threads: int, nbytes: int = MEMORY_NBYTES, passes: int = MEMORY_PASSES) -> list[float]:
+def memory_passes(threads: int, nbytes: int = ROOF_NBYTES, passes: int = MEMORY_PASSES) -> list[float]:
     """Bytes a second of each pass of the load-only kernel over `nbytes`, in this process."""
     from ..kernels.cpu.roof import read_bandwidth
     from ..kernels.threads import ThreadPool
@@ -139,27 +141,31 @@ def _attention(threads: int, kv: str) -> Figure:
 
 
 def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
-    from ..kernels.cpu.roof import read_bandwidth  # noqa: F401 (loaded before anything is timed)
     from ..quant.spec import QuantSpec
 
     name, _, exact = kind.partition(" ")
-    hidden, ffn, heads = WIDE["hidden_size"], WIDE["intermediate_size"], WIDE["num_attention_heads"]
-    key_value = WIDE["num_key_value_heads"] * WIDE["head_dim"]
-    shapes = ((hidden, hidden), (hidden, hidden), (key_value, hidden), (key_value, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn))
-    spec = QuantSpec.parse(name)
-    layer = sum(spec.nbytes(shape) for shape in shapes)
-    layers = max(1, round(KIND_NBYTES / layer))
-    assert heads * WIDE["head_dim"] == hidden
-    engine = _engine(WIDE, layers, threads, PROMPT + 4 * TOKENS, None if spec.is_raw else name, exact=bool(exact))
-    try:
-        engine.forward_logits(_ids(4))
-        fixed = overhead["token_s"] + layers * overhead["layer_s"]
-        token = max(_token_s(engine) - fixed, 1e-6)
-        prompt = _prompt_s(engine, PROMPT)
-        products = layers * sum(rows * depth for rows, depth in shapes)
-        return {"figure": "kind", "kind": kind, "decode": layers * layer / token, "prefill": PROMPT * products / prompt}
-    finally:
-        engine.close()
+    spec, rates = QuantSpec.parse(name), {}
+    for rate, model, nbytes in (("cached", NARROW, CACHED_NBYTES), ("decode", WIDE, MEMORY_NBYTES)):
+        shapes = _matrices(model)
+        layer = sum(spec.nbytes(shape) for shape in shapes)
+        layers = max(1, round(nbytes / layer))
+        engine = _engine(model, layers, threads, PROMPT + 4 * TOKENS, None if spec.is_raw else name, exact=bool(exact))
+        try:
+            engine.forward_logits(_ids(4))
+            rates[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
+            if model is WIDE:
+                products = layers * sum(rows * depth for rows, depth in shapes)
+                rates["prefill"] = PROMPT * products / _prompt_s(engine, PROMPT)
+        finally:
+            engine.close()
+    return {"figure": "kind", "kind": kind, **rates}
+
+
+def _matrices(shape: Mapping[str, object]) -> list[tuple[int, int]]:
+    """[N, K] of a layer's matrices."""
+    hidden, ffn = shape["hidden_size"], shape["intermediate_size"]
+    queries, keys = (shape[f"num_{of}_heads"] * shape["head_dim"] for of in ("attention", "key_value"))
+    return [(queries, hidden), (hidden, queries), (keys, hidden), (keys, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
 
 
 def main(asked: str) -> None:
@@ -172,9 +178,7 @@ def main(asked: str) -> None:
         sys.stdout.write(f"{json.dumps(figure)}\n")
         sys.stdout.flush()
 
-    if wish["base"]:
-        passes = memory_passes(threads)
-        tell({"figure": "memory", "best": max(passes), "median": median(passes)})
+    passes = memory_passes(threads) if wish["base"] else []
     overhead = _overhead(threads)
     if wish["base"]:
         tell(overhead)
@@ -184,6 +188,9 @@ def main(asked: str) -> None:
                 tell(each(item))
             except (EffllmError, MemoryError):  # unknown here, the rest is not
                 continue
+    if wish["base"]:  # at both ends: on a shared machine the roof moves within seconds, and how far it moved is part of what is told
+        passes += memory_passes(threads)
+        tell({"figure": "memory", "best": max(passes), "median": median(passes)})
 
 
 if __name__ == "__main__":

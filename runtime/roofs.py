@@ -107,8 +107,12 @@ def missing(wanted: Wanted, roofs: Roofs) -> Wanted | None:
 def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[Progress | Roofs]:
     """Measure what is lacking, add it to `roofs` and keep it; `everything`: the machine's base figures too, known or not. Yields progress,
     then what is known now. What cannot be measured stays unknown."""
+    from ..kernels import warm
     from . import probe as child
 
+    if warm.is_cold(needed := _kernels(lacking)):
+        for done, count in warm.warm(needed):
+            yield Progress("compiling kernels (first run only)", done, count, "kernels")
     base = everything or roofs.machine is None
     total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
     phase, figures = "measuring this machine", []
@@ -128,6 +132,14 @@ def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[P
             roofs = replace(roofs, disk=_disk(kept))
         yield Progress(phase, total, total, "figures")
     yield roofs
+
+
+def _kernels(lacking: Wanted) -> list[str]:
+    """The kinds of kernels that measuring takes."""
+    from .prepare import EngineOptions, kernel_kinds
+
+    low_bit, exact = any(kind != "bf16" for kind in lacking.kinds), any(kind.endswith(" exact") for kind in lacking.kinds)
+    return list(dict.fromkeys(kind for kv in lacking.kv or ("16bit",) for kind in kernel_kinds(low_bit, EngineOptions(kv=kv, exact=exact))))
 
 
 def largest_file(files: Sequence[Path]) -> Path | None:

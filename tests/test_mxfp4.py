@@ -192,6 +192,14 @@ def test_logits_are_those_of_transformers(checkpoint: tuple[Path, object], their
         assert np.square(fast - want).sum() < 2e-2 * np.square(want).sum() and not np.array_equal(fast, exact)
 
 
+def test_sinks_join_the_softmax_over_packed_pages_too(checkpoint: tuple[Path, object], theirs: PreTrainedModel) -> None:
+    """Pages of eight bits are behind a window of 40 in some layers and are all read in the others."""
+    ids = text(theirs, 500)
+    want = oracle(theirs, ids)
+    engine, _ = opened(checkpoint[0], exact=True, kv="8bit", ctx=512)
+    assert engine.cache is not None and np.square(scores(engine, ids) - want).sum() < 1e-2 * np.square(want).sum()
+
+
 def test_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Path, object], theirs: PreTrainedModel) -> None:
     engine, _ = opened(checkpoint[0], exact=True)
     ids = text(theirs, 180)

@@ -22,6 +22,14 @@ def test_a_token_is_the_sum_of_its_parts() -> None:
     assert made.memory_s == pytest.approx(2.5 / 20) and made.range == pytest.approx((made.tokens_per_s / 1.15, made.tokens_per_s * 1.15))
 
 
+def test_a_small_model_lives_in_a_cache() -> None:
+    rate = KindRate(10 * GB, GB, 40 * GB)
+    assert rate.decode_at(1) == rate.decode_at(8 << 20) == 40 * GB and rate.decode_at(64 << 20) == rate.decode_at(GB) == 10 * GB
+    assert rate.decode_at(16 << 20) == pytest.approx(20 * GB) and KindRate(10 * GB, GB).decode_at(1) == 10 * GB
+    small = replace(WORK, parts=(Part("bf16", 1 << 20, GB),))
+    assert decode(small, replace(RATES, kinds={"bf16": rate})).seconds == pytest.approx((1 << 20) / (40 * GB) + 3e-4)
+
+
 def test_depth_costs_attention() -> None:
     deep = decode(WORK, RATES, 10_000).seconds - decode(WORK, RATES).seconds
     assert deep == pytest.approx(10_000 * 20 * 4096 / (10 * GB))
