@@ -24,7 +24,7 @@ from gguf_samples import FABLE, fable_gguf, write_model
 QUICK = {"device": "cpu", "kv": "32bit", "ctx": 256, "threads": 1}
 SIZES = {"intermediate_size": 96, "hidden_size": 64}  # multiples of a block
 MIXTURES = {
-    "mixtral": ("llama", Case("mixtral", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2})),
+    "mixtral": ("llama", Case("mixtral", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, "rope_theta": 10000.0})),
     "qwen3_moe": ("qwen3moe", Case("qwen3_moe", {**SIZES, **FEW_EXPERTS, "moe_intermediate_size": 32, "head_dim": 32,
                                                  "norm_topk_prob": True})),
     "olmoe": ("olmoe", Case("olmoe", {**SIZES, "num_experts": 3, "num_experts_per_tok": 2, "eos_token_id": None})),
@@ -110,7 +110,7 @@ def test_a_tensor_for_every_expert_as_older_files_have_it(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("name", "value", "named"), [
-    ("expert_count", 4, "ffn_gate_exps"), ("expert_used_count", 77, "expert"), ("expert_gating_func", 2, "expert_gating_func"),
+    ("expert_count", 4, "the config says [4, 64]"), ("expert_used_count", 77, "expert"), ("expert_gating_func", 2, "expert_gating_func"),
     ("expert_shared_count", 1, "expert_shared_count"), ("attention.clamp_kqv", 8.0, "clamp_kqv")])
 def test_mixtures_that_are_another(tmp_path: Path, name: str, value: object, named: str) -> None:
     arch, case = MIXTURES["olmoe"]

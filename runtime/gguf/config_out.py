@@ -47,7 +47,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family in WINDOW_EVERY:
         every = WINDOW_EVERY[family]
         window = next((each for each in config.windows if each is not None), None)
-        yield config.windows != tuple(window if (i + 1) % every else None for i in range(config.num_hidden_layers)), \
+        yield window is None or config.windows != tuple(window if (i + 1) % every else None for i in range(config.num_hidden_layers)), \
             f"has its sliding windows elsewhere than in all but every {every}th layer"
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
