@@ -187,7 +187,7 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
 
     both, one = {"attention_bias": True, "mlp_bias": True}, {"attention_bias": True}
     features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "gemma2": one, "gemma3_text": one,
-                "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 3},
+                "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
                 "olmoe": {**one, "num_experts": 9}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
                               "mlp_only_layers": [3]}}
