@@ -8,6 +8,7 @@ weight at a time when it is read, and announced with its cost in memory.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from math import prod
@@ -35,6 +36,7 @@ ENDINGS = {
     "compressed-tensors": ("weight_packed", ("weight_scale", "weight_shape", "weight_zero_point?", "weight_g_idx?")),
     "fp8": ("weight", ("weight_scale_inv?", "weight_scale?")),
 }
+MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
 IGNORED = ("input_scale", "output_scale", "activation_scale", "k_scale", "v_scale")  # of activations, which stay in float32 here
 
 
@@ -80,6 +82,7 @@ class ImportedStore(TensorStore):
                  parted: Container[str] = ()) -> None:
         self._method, self._section, self._wide = str(section["quant_method"]), section, wide
         self._parts: dict[str, dict[str, TensorInfo]] = {}
+        self._begins: list[tuple[int, str]] = []  # of the weights, in places that no file has
         self._last: tuple[str, np.ndarray] | None = None
         self._lock = threading.Lock()
         tensors = self._named(store)
@@ -130,7 +133,7 @@ class ImportedStore(TensorStore):
     def _named(self, store: TensorStore) -> dict[str, TensorInfo]:
         """The tensors by the names they had."""
         codes, others = ENDINGS[self._method]
-        tensors, used = {}, set()
+        tensors, used, at = {}, set(), MADE
         for name, info in store.tensors.items():
             base, _, ending = name.rpartition(".")
             if ending != codes or (self._method == "fp8" and info.dtype != "F8_E4M3"):
@@ -148,7 +151,9 @@ class ImportedStore(TensorStore):
             self._parts[weight] = parts
             used |= {part.name for part in parts.values()}
             size = prod(shape) * (4 if self._wide == "f32" else 2)
-            tensors[weight] = TensorInfo(weight, self._wide.upper(), shape, info.file, info.offset, size)
+            tensors[weight] = TensorInfo(weight, self._wide.upper(), shape, info.file, at, size)
+            self._begins.append((at, weight))
+            at += size
         for name, info in store.tensors.items():
             if name not in used and name.rpartition(".")[2] not in IGNORED:
                 tensors[name] = info
@@ -166,27 +171,36 @@ class ImportedStore(TensorStore):
         return (rows, columns) if self._method == "fp8" else (rows, columns * 32 // _packed_bits(self._section))
 
     def place(self, info: TensorInfo) -> int | None:
-        return None if info.name in self._parts else info.offset
+        return None if self._weight(info) else info.offset
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
-        if info.name not in self._parts:
+        name = self._weight(info)
+        if name is None:
             return super().read(info, row_begin, row_end)
-        if info.name in self._specs:
+        if name in self._specs:
             return self._blob(info)[row_begin:row_end]
-        values = self._values(info)[row_begin:row_end]
+        whole = self.tensors[name]
+        first = (info.offset - whole.offset) * whole.shape[0] // whole.nbytes  # of a range of rows with a name of its own
+        values = self._values(whole)[first : first + info.shape[0]][row_begin:row_end]
         return np.ascontiguousarray(from_f32(values, self._wide)).reshape(-1).view(np.uint8)
 
     def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
-        if info.name not in self._parts:
+        if self._weight(info) is None:
             super().read_into(info, out)
             return
         np.frombuffer(out, np.uint8)[:] = self.read(info)
 
     def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
-        if info.name not in self._parts:
+        if self._weight(info) is None:
             yield from super().reads(info, out)
             return
         yield partial(self.read_into, info, out), info.nbytes
+
+    def _weight(self, info: TensorInfo) -> str | None:
+        """The weight that a tensor is, or of which it is a range of rows; None for what is read as it lies."""
+        if info.name in self._parts:
+            return info.name
+        return self._begins[bisect_right(self._begins, (info.offset, "\U0010ffff")) - 1][1] if info.offset >= MADE else None
 
     def _blob(self, info: TensorInfo) -> np.ndarray:
         """The weight as kernels read it. One thread at a time: the arrays in between are several times as large."""
