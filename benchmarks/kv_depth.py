@@ -22,7 +22,7 @@ from report import Figure, publish
 
 PEERS = {"f16": "off,f16,f16", "q8_0 K, f16 V": "off,q8_0,f16", "q4_0, flash attention": "on,q4_0,q4_0",
          "q8_0, flash attention": "on,q8_0,q8_0"}
-PIECE, TURN, SLACK = 512, 8, 512
+TURN, SLACK = 8, 512
 INTRO = ("Random weights of 4 bits at the shape of TinyLlama-1.1B (ours codebook4:16, llama.cpp Q4_0), batch 1. Depth 0 is the first "
          "tokens of the same processes.")
 
@@ -48,8 +48,7 @@ def main() -> None:
     sides += [Child(f"llama.cpp {name}", "peer", peer, options.threads, ctx, PEERS[name]) for name in names]
     shallow = take_turns(sides, rounds)
     for side in sides:
-        for _ in range(options.depth // PIECE):
-            side.ask("forward", 1, PIECE, *(("last",) if side.kind == "peer" else ()))
+        side.ask("prefill", options.depth)
     deep = take_turns(sides, rounds)
     for side in sides:
         side.close()
