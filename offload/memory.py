@@ -7,6 +7,7 @@ that filling `nbytes` costs `nbytes` rounded up to a small page, whatever the ma
 import ctypes
 import mmap
 import sys
+from functools import cache
 
 import numpy as np
 
@@ -32,7 +33,12 @@ def discard(memory: np.ndarray) -> None:
     skip = -begin % mmap.PAGESIZE
     nbytes = (len(memory) - skip) // mmap.PAGESIZE * mmap.PAGESIZE
     if nbytes > 0 and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(begin + skip), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+        _libc().madvise(ctypes.c_void_p(begin + skip), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _private(nbytes: int) -> mmap.mmap:

@@ -150,7 +150,7 @@ class KVCache:
         for page in range(max(0, self._page(self.n)), last + 1):
             if page not in self._slot_of:
                 self._slot_of[page] = self._free.pop()
-        self._used.update(self._slot_of.values())
+        self._used.update(slot for page, slot in self._slot_of.items() if page >= 0 or self.shape.sinks)
         pages = np.where(positions < self.shape.sinks, -1, (positions - self.shape.sinks) // PAGE)
         starts = np.where(pages < 0, 0, self.shape.sinks + PAGE * pages)
         slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]

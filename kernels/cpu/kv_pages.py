@@ -7,11 +7,11 @@ from typing import Protocol
 import numpy as np
 
 from ..kv_layout import PackedLayout
-from ..layout import PAGE, PageLayout
+from ..layout import PageLayout
 from . import attention, kv_attention
 from .inner_loops import TILE_COLUMNS
 from .kv_record import EIGHTHS
-from .ops import FEW, SHARE_FROM, CpuOps, address
+from .ops import CpuOps, address
 from .pages import LayerPages
 
 
@@ -36,6 +36,9 @@ class Codec(Protocol):
 class PackedPages(LayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out."""
 
+    many, merge = kv_attention.attend_packed_many, kv_attention.merge_packed
+    few = (attention.attend_few, kv_attention.attend_packed)
+
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: Codec) -> None:
         super().__init__(ops, layout, exact, np.empty(0, np.uint8), scale, window, softcap)
@@ -57,27 +60,6 @@ class PackedPages(LayerPages):
         size, place = self.layout.layer_page_nbytes, self.packed.layer_page_nbytes
         self.sealed_by.seal(self.exact[slot * size : (slot + 1) * size], self.layout, layer, first_token,
                         self.records[page * place : (page + 1) * place])
-
-    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
-        """As for raw pages: few tokens one by one, more tile by tile."""
-        ops, block, width = self.ops, self._attend, q.shape[1]
-        q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
-        heads = width // self.layout.head_dim
-        block[attention.SINKS] = address(sinks)
-        if len(q) > FEW:
-            block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
-            ops.run(kv_attention.attend_packed_many, self._attend_at)
-            return
-        changing = block if len(q) > 1 else None
-        if changing is None:
-            ops.refresh(self._move)
-        shared, work = width * len(blocks) >= SHARE_FROM, width * len(blocks) * PAGE >= SHARE_FROM
-        for t in range(len(q)):
-            block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads
-            ops.run(attention.attend_few, self._attend_at, work, changing)
-            ops.run(kv_attention.attend_packed, self._attend_at, work, changing)
-            ops.run(kv_attention.merge_packed, self._attend_at, shared, changing)
-
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V, float32 [PAGE, KVH, D], of a block."""

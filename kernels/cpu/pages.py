@@ -28,6 +28,9 @@ class Codec(Protocol):
 class LayerPages:
     """`exact` and `sealed` are uint8 memory; scale, window (None: all) and softcap are the layer's attention."""
 
+    # For many tokens; for one: partials, then merging.
+    many, few, merge = attention.attend_many, (attention.attend_few,), attention.merge_few
+
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None) -> None:
         self.ops, self.layout, self.exact, self.sealed = ops, layout, exact, sealed
@@ -78,15 +81,16 @@ class LayerPages:
         block[attention.SINKS] = address(sinks)
         if len(q) > FEW:
             block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
-            ops.run(attention.attend_many, self._attend_at)
+            ops.run(self.many, self._attend_at)
             return
         changing = block if len(q) > 1 else None
         if changing is None:
             ops.refresh(self._move)
         for t in range(len(q)):
             block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads
-            ops.run(attention.attend_few, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM, changing)
-            ops.run(attention.merge_few, self._attend_at, width * len(blocks) >= SHARE_FROM, changing)
+            for partials in self.few:
+                ops.run(partials, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM, changing)
+            ops.run(self.merge, self._attend_at, width * len(blocks) >= SHARE_FROM, changing)
 
     def _move(self, position: int) -> None:
         self._attend[attention.POSITION] = position
