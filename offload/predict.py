@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log2
 
-# Shares by which predictions have missed on machines that were left alone (`docs/speed.md`); what else is known to be uncertain is added.
+# Shares by which predictions may miss: assumed, and not yet held against a machine left alone (`docs/speed.md`); what else is known to be
+# uncertain is added.
 ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR = 0.15, 0.1, 0.15, 0.3
 # Of the memory's rate, for a kind of weights that was not measured here.
 USUAL_SHARE = 0.7

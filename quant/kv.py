@@ -136,8 +136,8 @@ def codec(name: str) -> RawCodec | PackedFormat:
     if found := PACKED.fullmatch(name):
         both, bits_k, bits_v = found.groups()
         return PackedFormat(int(both or bits_k), int(both or bits_v))
-    widths = ", ".join(f"{bits}bit" for bits in MEAN_BITS)
-    raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths} or k8v4 and its like")
+    widths = ", ".join(f"{bits}bit" for bits in MEAN_BITS if bits > 1)  # a single bit is for profiles to give
+    raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and its like, or auto")
 
 
 # Types of llama.cpp's cache as bits: what people have in their fingers.

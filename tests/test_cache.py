@@ -1,5 +1,6 @@
 """The KV cache: the page grid, attention against plain softmax, sealing, truncation, and how little depends on how a prompt was cut."""
 
+import re
 import struct
 import zlib
 
@@ -258,6 +259,8 @@ def test_unknown_kv_is_refused_with_what_exists():
     with pytest.raises(UsageError, match="--kv 7bit is not known") as caught:
         codec("7bit")
     assert "32bit, 16bit, 8bit" in caught.value.hint and "k8v4" in caught.value.hint
+    for offered in re.findall(r"\b(?:\d+bit|k\dv\d)\b", caught.value.hint):
+        codec(offered)
 
 
 def test_types_as_llama_cpp_names_them():

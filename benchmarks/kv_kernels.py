@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""The kernels of packed caches alone: attention of one token over a long cache, beside raw pages and the read roof, and sealing a page.
+
+Attention: 32 query and 4 KV heads of 64 (TinyLlama's), 16,384 tokens a layer, going round among as many layers as make a gigabyte of
+pages, so that no page is still in a cache. Widths, raw pages and the roof take turns in every round; figures are medians over rounds.
+Sealing: one page of 22 layers, from 16-bit slots, headers and checksums included.
+
+    python benchmarks/kv_kernels.py [--bits 8 5 4 3 2] [--threads N] [--quick] [--no-results]
+"""
+
+import argparse
+import time
+from statistics import median
+
+import numpy as np
+
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cpu.roof import read_bandwidth
+from effllm.kernels.layout import PAGE
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.offload.hardware import cpu_threads
+from effllm.offload.memory import anonymous
+from effllm.quant.kv import codec
+from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
+from report import GIB, Figure, publish
+
+HEADS, KV_HEADS, HEAD_DIM, TOKENS, LAYERS = 32, 4, 64, 16384, 22
+INTRO = ("One token, 32 query and 4 KV heads of 64, 16,384 tokens, layers in turn over a gigabyte of pages; random keys and values, the "
+         "same bits in every head. Roof: a load-only kernel over 1 GiB with the same threads, in the same round.")
+
+
+def opened(pool: ThreadPool, kv: str, layers: int) -> KVCache:
+    shape = CacheShape(TOKENS, sink=64, window=128, chunk=PAGE)
+    ops = CpuOps(pool, Dims(HEADS * HEAD_DIM, HEADS, KV_HEADS, HEAD_DIM, 64, 64, PAGE, TOKENS, 1, packed_kv=codec(kv).is_packed))
+    return open_cache([ops] * layers, [AttnSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)] * layers, codec(kv), shape)
+
+
+def filled(cache: KVCache, layers: int) -> list[float]:
+    """Fill every layer with the same random pages, all but the last token; seconds that each page took to seal in all layers."""
+    rng, sealing = np.random.default_rng(0), []
+    for piece in cache.pieces(TOKENS - 1):
+        cache.begin(piece)
+        k, v = (rng.standard_normal((piece, KV_HEADS * HEAD_DIM), np.float32) for _ in range(2))
+        for layer in range(layers):
+            pages = cache.layer(layer).pages
+            pages.write(k, v, cache.step.slots, cache.step.rows)
+        sealed, started = cache.sealed, time.perf_counter()
+        cache.commit()
+        if cache.sealed > sealed:
+            sealing.append(time.perf_counter() - started)
+    return sealing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", nargs="+", default=["8", "5", "4", "3", "2"])
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--quick", action="store_true", help="a quarter of the pages and fewer rounds")
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    pool = ThreadPool(options.threads)
+    names = [f"{bits}bit" for bits in options.bits] + ["16bit"]
+    caches, sealing, sizes = {}, {}, {}
+    for name in names:
+        page = sum(each.layout(KV_HEADS, HEAD_DIM).layer_page_nbytes for each in opened(pool, name, 1).codecs)
+        layers = max(2, GIB // (page * TOKENS // PAGE) // (4 if options.quick else 1))
+        cache = caches[name] = opened(pool, name, layers)
+        sealing[name] = [1e3 * seconds * LAYERS / layers for seconds in filled(cache, layers)]
+        cache.begin(1)
+        sizes[name] = cache.sealed * page
+
+    q = np.random.default_rng(1).standard_normal((1, HEADS * HEAD_DIM), np.float32)
+    buffer, rates, shares = anonymous(GIB), {name: [] for name in names}, {name: [] for name in names}
+    buffer[:] = 1
+    for _ in range(3 if options.quick else 7):
+        for name, cache in caches.items():
+            roof, started = read_bandwidth(pool, buffer), time.perf_counter()
+            count = len(cache.codecs)
+            for layer in range(count):
+                cache.layer(layer).pages.attend(q, cache.step.position, cache.step.blocks)
+            seconds = (time.perf_counter() - started) / count
+            rates[name].append(1e3 * seconds)
+            shares[name].append(sizes[name] / seconds / roof)
+    pool.close()
+
+    raw, figures = rates["16bit"], []
+    for name in names:
+        if name != "16bit":
+            ratio = median(b / a for a, b in zip(rates[name], raw, strict=True))
+            figures.append(Figure(f"against_raw_{name}", f"--kv {name} against 16bit", "attention", ratio, "x"))
+        figures += [Figure(f"ms_{name}", f"--kv {name}", "attention of a layer", median(rates[name]), "ms"),
+                    Figure(f"roof_{name}", f"--kv {name}", "of the read roof", median(shares[name]), "x")]
+        if name != "16bit":
+            figures.append(Figure(f"seal_{name}", f"--kv {name}", f"sealing a page of {LAYERS} layers", median(sealing[name]), "ms"))
+    publish("kv-kernels", "Kernels of packed caches", INTRO, figures, keep=not options.no_results)
+
+
+if __name__ == "__main__":
+    main()
