@@ -11,6 +11,8 @@ VENV_READY := $(VENV)/created
 RUNTIME_READY := $(VENV)/runtime-$(REQUIREMENTS)
 TEST_READY := $(VENV)/test-$(REQUIREMENTS)
 LINT_READY := $(VENV)/lint-$(REQUIREMENTS)
+# Two processes at most, whatever the machine: many tests run the tool with all its threads. A file's tests stay together, for its fixtures.
+WORKERS := -n 2 --dist loadfile
 PROMPT := Tell me a story about the fox and the king.
 
 # The variables, unlike -c, also reach the isolated environment that builds the package (one for old pips, one for new).
@@ -29,10 +31,10 @@ demo: $(RUNTIME_READY)  ## install the runtime and write a story
 	$(BIN)/effllm run fable "$(PROMPT)"
 
 test: $(TEST_READY)  ## run the tests, without the slow ones
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest -m "not slow" $(WORKERS) $(ARGS)
 
 test-all: $(TEST_READY)  ## run every test
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 lint: $(LINT_READY)  ## check the style
 	$(BIN)/ruff check .

@@ -27,14 +27,18 @@ def quiet() -> None:
 
 
 class Peer:
-    """One file and one sequence. `flash`: auto (llama.cpp's default), on or off; `keys` and `values`: types of the cache."""
+    """One file and one sequence. `flash`: auto (llama.cpp's default), on or off; `keys` and `values`: types of the cache. `mapped`:
+    weights are used where they lie in the mapped file. By default they may be copied into another order, which a process that may not
+    hold them all does not survive."""
 
     def __init__(self, path: Path, ctx: int, threads: int, batch: int = 512, flash: str = "auto", keys: str = "f16",
-                 values: str = "f16") -> None:
+                 values: str = "f16", mapped: bool = False) -> None:
         quiet()
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
+        if mapped:
+            model_params.load_mode, model_params.use_extra_bufts = llama_cpp.LLAMA_LOAD_MODE_MMAP, False
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         if not self.model:
             raise RuntimeError(f"llama.cpp does not load {path}")

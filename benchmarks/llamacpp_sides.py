@@ -127,9 +127,10 @@ def quantize_peer(folder: Path, target: Path, ftype: str, threads: int) -> Cost:
 
 
 def quantize_own(folder: Path, target: Path, bits: str, extra: Sequence[str] = ()) -> Cost:
-    """`effllm quantize` from bf16, in a process of its own. `bits` as --bits takes it; `extra` are further arguments."""
+    """`effllm quantize` from bf16, in a process of its own. `bits` as --bits takes it; `extra` are further arguments.
+    Without the profile for packed caches, which no peer makes."""
     command = Path(sys.executable).with_name("effllm")
-    return watch([str(command), "quantize", str(folder), "-o", str(target), "--bits", bits, *extra])
+    return watch([str(command), "quantize", str(folder), "-o", str(target), "--bits", bits, "--no-kv-profile", *extra])
 
 
 # -- sides -------------------------------------------------------------------------------------------------------------------------------

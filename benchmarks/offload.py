@@ -4,11 +4,13 @@
 W is what a token reads of the weights, M what the budget leaves for weights (the budget less the program, the cache and all buffers, not
 what happened to be pinned), B the disk's rate for the very reads that a token makes, with nothing computed beside, in the same process,
 before, between and after the answers. The file is out of the page cache before. With --peer llama.cpp runs the same weights from a mapped
-file, and both run in a memory cgroup of the budget that is made for them; that needs root and version 1 of cgroups.
+file, and both run in a memory cgroup of the budget that is made for them; that needs root and version 1 of cgroups. --accelerate adds
+transformers with accelerate's disk offload on the same folder and in the same cgroup: it gets as many bytes of weights in memory as ours.
+--prompts adds prompts of 128 and 512 tokens, held against one pass over the disk and against the same prompts with all weights in memory.
 
     python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama              # random weights of a shape, bf16; --bits 4 for low-bit
     python benchmarks/offload.py /data/tinyllama --ram 1.2G --tokens 6
-    python benchmarks/offload.py /data/tinyllama --ram 1.2G --peer /data/tinyllama.gguf
+    python benchmarks/offload.py /data/tinyllama --ram 1.2G --peer /data/tinyllama.gguf --accelerate
 """
 
 import argparse
@@ -36,6 +38,7 @@ from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
 from report import Figure, publish
 
 PROBE_S = 1.5
+PROMPTS, CTX = (128, 512), 640
 CGROUP = Path("/sys/fs/cgroup/memory/effllm-benchmark")
 INTRO = "Weights are random, which changes no speed; reads are direct, in order of use, and run beside the computation."
 
@@ -92,12 +95,36 @@ def probe(engine: Engine) -> float:
     return rate
 
 
-def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | None) -> dict[str, float]:
+def prompt_seconds(engine: Engine) -> dict[str, float]:
+    """Seconds to read prompts, medians of three."""
+    found = {}
+    for tokens in PROMPTS:
+        seconds = []
+        for _ in range(3):
+            engine.reset()
+            started = time.perf_counter()
+            for _ in engine.prefill([100 + at % 900 for at in range(tokens)]):
+                continue
+            seconds.append(time.perf_counter() - started)
+        found[f"prompt{tokens}_s"] = median(seconds)
+    return found
+
+
+def resident(folder: Path, threads: int | None) -> dict[str, float]:
+    """The same prompts with everything in memory."""
+    *_, engine = open_engine(folder, EngineOptions(device="cpu", ctx=CTX, threads=threads))
+    assert isinstance(engine, Engine) and engine.prepared.streams is None
+    found = prompt_seconds(engine)
+    engine.close()
+    return found
+
+
+def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | None, prompts: bool) -> dict[str, float]:
     """Decode of one process, rounds of `tokens` between probes of the disk."""
     paths = sorted(folder.glob("*.safetensors"))
     evict(paths)
     engine = None
-    for item in open_engine(folder, EngineOptions(device="cpu", ram=ram, ctx=512, threads=threads)):
+    for item in open_engine(folder, EngineOptions(device="cpu", ram=ram, ctx=CTX, threads=threads)):
         if isinstance(item, Notice):
             print(item.text, file=sys.stderr, flush=True)
         engine = item
@@ -120,7 +147,9 @@ def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | Non
     room = placement.budget.ram - placement.baseline_bytes - placement.kv_bytes - placement.workspace_bytes - ring - FETCH_NBYTES
     # The first token after a probe finds the ring full; a token in a row pays for all that it streams.
     steady = [second for place, second in enumerate(seconds) if place % tokens]
-    result = {"disk_gbps": median(rates) / 1e9, "needed_gb": needed / 1e9, "memory_gb": room / 1e9, "read_per_token_gb": read / 1e9,
+    prompts = prompt_seconds(engine) if prompts else {}
+    result = {**prompts, "disk_gbps": median(rates) / 1e9, "needed_gb": needed / 1e9, "memory_gb": room / 1e9,
+              "read_per_token_gb": read / 1e9,
               "seconds_per_token": median(steady), "waited_s": median(waits), "tokens_per_s": 1 / median(steady), "prefill32_s": prefill_s,
               "roof_tokens_per_s": median(rates) / (needed - room), "peak_gb": peak_rss() / 1e9, "budget_gb": placement.budget.ram / 1e9}
     result["share"] = result["tokens_per_s"] / result["roof_tokens_per_s"]
@@ -141,7 +170,21 @@ def peer(path: Path, tokens: int) -> dict[str, float]:
     return {"tokens_per_s": tokens / (time.perf_counter() - started)}
 
 
-def child(arguments: list[str], limit: int | None = None) -> dict[str, float]:
+def alone(asked: argparse.Namespace) -> dict[str, float]:
+    """One side, in this process."""
+    if asked.alone == "peer":
+        return peer(asked.folder, asked.tokens)
+    if asked.alone == "accelerate":
+        from offload_accelerate import accelerate
+
+        evict(sorted(asked.folder.glob("*.safetensors")))  # what another process has read is in nobody's budget
+        return accelerate(asked.folder, asked.room, asked.tokens)
+    if asked.alone == "resident":
+        return resident(asked.folder, asked.threads)
+    return measure(asked.folder, asked.ram, asked.tokens, asked.rounds, asked.threads, asked.prompts)
+
+
+def child(arguments: list[str], limit: int | None = None, script: str = __file__) -> dict[str, float]:
     """What a process of its own prints last; with `limit`, in a memory cgroup of so many bytes."""
 
     def enter() -> None:
@@ -151,7 +194,7 @@ def child(arguments: list[str], limit: int | None = None) -> dict[str, float]:
         CGROUP.mkdir(exist_ok=True)
         (CGROUP / "memory.limit_in_bytes").write_text(str(limit))
     try:
-        ran = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True,
+        ran = subprocess.run([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True,
                              preexec_fn=enter if limit is not None else None)
     finally:
         if limit is not None:
@@ -169,19 +212,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of so many tokens")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--peer", type=Path, metavar="GGUF", help="the same weights for llama.cpp; written in bf16 where absent")
+    parser.add_argument("--accelerate", action="store_true", help="transformers with accelerate's disk offload, on the same folder")
+    parser.add_argument("--prompts", action="store_true", help="measure prompts as well")
+    parser.add_argument("--room", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--publish", metavar="NAME", help="keep the result under this name")
-    parser.add_argument("--alone", choices=("own", "peer"), help=argparse.SUPPRESS)
+    parser.add_argument("--alone", choices=("own", "peer", "accelerate", "resident"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.make:
         make(asked.make, asked.folder, asked.bits)
         return 0
     if asked.alone:
-        found = peer(asked.folder, asked.tokens) if asked.alone == "peer" else measure(asked.folder, asked.ram, asked.tokens, asked.rounds,
-                                                                                     asked.threads)
-        print(json.dumps(found))
+        print(json.dumps(alone(asked)))
         return 0
+    limit = parse_size(asked.ram) if asked.peer or asked.accelerate else None
+    more = [*(["--threads", str(asked.threads)] if asked.threads else []), *(["--prompts"] if asked.prompts else [])]
     own = child([str(asked.folder), "--alone", "own", "--ram", asked.ram, "--tokens", str(asked.tokens), "--rounds", str(asked.rounds),
-                 *(["--threads", str(asked.threads)] if asked.threads else [])], parse_size(asked.ram) if asked.peer else None)
+                 *more], limit)
     under = f"{asked.folder.name} in {asked.ram}"
     figures = [Figure("tokens_per_s", "decode", under, own["tokens_per_s"], "tokens/s"),
                Figure("roof_tokens_per_s", "B / (W - M)", f"W {own['needed_gb']:.2f} GB, M {own['memory_gb']:.2f} GB",
@@ -193,15 +239,30 @@ def main() -> int:
                Figure("waited", "waiting for the disk", "share of a token", own["waited_s"] / own["seconds_per_token"], ""),
                Figure("prefill32_s", "prompt of 32 tokens", under, own["prefill32_s"], "s"),
                Figure("peak_gb", "most memory held", f"budget {own['budget_gb']:.2f} GB", own["peak_gb"], "GB")]
+    if asked.prompts:
+        there, disk_s = child([str(asked.folder), "--alone", "resident", *more]), own["read_per_token_gb"] / own["disk_gbps"]
+        for tokens in PROMPTS:
+            took, compute = own[f"prompt{tokens}_s"], there[f"prompt{tokens}_s"]
+            figures += [Figure(f"prompt{tokens}_s", f"prompt of {tokens} tokens", under, took, "s"),
+                        Figure(f"prompt{tokens}_share", "over the longer of a pass over the disk and the same in memory",
+                               f"{disk_s:.2f} s and {compute:.2f} s", took / max(disk_s, compute), "x")]
     if asked.peer:
         if not asked.peer.exists():
             from llamacpp_files import write_gguf
 
             write_gguf(asked.folder, asked.peer, "bf16")
-        theirs = child([str(asked.peer), "--alone", "peer", "--tokens", str(min(asked.tokens, 3))], parse_size(asked.ram))
+        theirs = child([str(asked.peer), "--alone", "peer", "--tokens", str(min(asked.tokens, 3))], limit)
         figures.append(Figure("peer_tokens_per_s", "llama.cpp, mapped file", f"{asked.peer.name}, memory cgroup of {asked.ram}",
                               theirs["tokens_per_s"], "tokens/s"))
         figures.append(Figure("against_peer", "decode over llama.cpp", under, own["tokens_per_s"] / theirs["tokens_per_s"], "x"))
+    if asked.accelerate:
+        theirs = child([str(asked.folder), "--alone", "accelerate", "--tokens", str(min(asked.tokens, 3)), "--room",
+                        str(round(own["memory_gb"] * 1e9))], limit)
+        figures += [Figure("accelerate_tokens_per_s", "transformers with accelerate's disk offload",
+                           f"{theirs['disk_gb']:.2f} GB of weights on the disk, cgroup of {asked.ram}", theirs["tokens_per_s"], "tokens/s"),
+                    Figure("accelerate_gbps", "its reads", "weights on the disk over the time of a token", theirs["read_gbps"], "GB/s"),
+                    Figure("against_accelerate", "decode over transformers and accelerate", under,
+                           own["tokens_per_s"] / theirs["tokens_per_s"], "x")]
     publish(f"offload-{asked.publish}" if asked.publish else "offload", "Weights from the disk", INTRO, figures, keep=bool(asked.publish))
     return 0
 

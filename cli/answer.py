@@ -48,7 +48,7 @@ def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
 
 
 def say_cost(stats: Stats, screen: Screen) -> None:
-    """`--stats`: four lines on stderr."""
+    """`--stats`: four lines on stderr, one more where tokens were drafted."""
     from ..offload.size import format_size
 
     cached = f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
@@ -60,6 +60,11 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     screen.note(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
                             f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",
                             f"{stats.kv_bits_per_value:.1f} bits a value over all")))
+    if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
+        screen.note(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
+                    f"needed were there ({experts['policy']}), {experts['guesses_used']} of {experts['guessed']} read on a guess were used")
+    if stats.speculation is not None:
+        screen.note("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass".format(**stats.speculation))
     screen.note(foreseen(stats.placement))
 
 

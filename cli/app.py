@@ -20,9 +20,9 @@ from .errors import guarded
 from .help import PlainGroup
 
 # Command -> its module, in the order of the help page.
-COMMANDS = {"run": "run", "chat": "chat", "pull": "pull", "rm": "rm", "alias": "alias", "list": "list_", "show": "show", "plan": "plan",
-            "quantize": "quantize", "export": "export", "verify": "verify", "bench": "bench", "eval": "eval", "doctor": "doctor",
-            "config": "config"}
+COMMANDS = {"run": "run", "chat": "chat", "session": "session", "pull": "pull", "rm": "rm", "alias": "alias", "list": "list_",
+            "show": "show", "plan": "plan", "quantize": "quantize", "export": "export", "verify": "verify", "bench": "bench",
+            "eval": "eval", "calibrate-sparsity": "calibrate_sparsity", "doctor": "doctor", "config": "config"}
 HELP = "Run large language models on the machine you have."
 EXAMPLES = """examples
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .loading import at_bits, find_any, follow, last
-from .options import OUTPUT, AnyModel, EngineFlags, Json, WeightFlags
+from .loading import at_bits, find_any, follow, last, with_draft
+from .options import OUTPUT, AnyModel, Json, RunFlags, WeightFlags
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -22,13 +23,15 @@ MEASURE = "measurement"
 EXAMPLES = """examples
 
   effllm bench fable -p 512 -n 64
-  effllm bench --synthetic tinyllama-1.1b --bits 4 -d 1024 -r 5 -o json
+  effllm bench --synthetic tinyllama-1.1b --bits 4 -d 0,1024 -r 5 -o json
+
+With --spec lookup or --draft the model writes its likeliest text instead of reading random tokens.
 """
 
 Synthetic = Annotated[str | None, flag(MEASURE, "--synthetic", "SHAPE", "random weights of a named shape or a config.json")]
-PromptTokens = Annotated[int | None, flag(MEASURE, "-p --n-prompt", "N", "tokens of the prompt (512)")]
-GenTokens = Annotated[int | None, flag(MEASURE, "-n --n-gen", "N", "tokens to write (128)")]
-Depth = Annotated[int | None, flag(MEASURE, "-d --n-depth", "N", "tokens that the cache holds already (0)")]
+PromptTokens = Annotated[str | None, flag(MEASURE, "-p --n-prompt", "N,…", "tokens of the prompt (512); several after commas")]
+GenTokens = Annotated[str | None, flag(MEASURE, "-n --n-gen", "N,…", "tokens to write (128)")]
+Depth = Annotated[str | None, flag(MEASURE, "-d --n-depth", "N,…", "tokens that the cache holds already (0)")]
 Repetitions = Annotated[int | None, flag(MEASURE, "-r --repetitions", "N", "times that each test is run (3)")]
 Columns = Annotated[int | None, flag(MEASURE, "--columns", "N", "tokens per pass of the answer, as in speculation (1)")]
 Output = Annotated[Literal["md", "json", "csv"], flag(OUTPUT, "-o --output", "md|json|csv", "Markdown, JSON or comma-separated (md)")]
@@ -39,7 +42,7 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic = None, prompt: PromptTokens = None, gen: GenTokens = None,
-          depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: EngineFlags, weights: WeightFlags,
+          depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: RunFlags, weights: WeightFlags,
           output: Output = "md", json: Json = False) -> None:
     """Tokens per second: reading a prompt (pp) and writing an answer (tg)."""
     from ..runtime.bench import BenchOptions, BenchRow, context_for
@@ -49,7 +52,11 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
     screen = Screen(context.obj)
     if (model is None) == (synthetic is None):
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
-    asked = {"prompt": prompt, "gen": gen, "depth": depth, "repetitions": repetitions, "columns": columns}
+    asked = {"prompt": counts("-p", prompt), "gen": counts("-n", gen), "depth": counts("-d", depth), "repetitions": repetitions,
+             "columns": columns}
+    engine = with_draft(engine, screen)
+    if engine.spec != "lookup" and engine.draft is None:
+        engine = replace(engine, spec="off")  # by definition a test reads random tokens, in which nothing repeats
     options = BenchOptions(**{name: value for name, value in asked.items() if value is not None})
     with preparation(model, synthetic, context_for(engine.options(), options), weights, screen) as (prepare, kinds):
         opened = last(follow(open_prepared(prepare, kinds), screen, Engine))
@@ -63,6 +70,16 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
         write_csv(rows, screen)
     else:
         write_table(rows, screen)
+
+
+def counts(name: str, given: str | None) -> tuple[int, ...] | None:
+    """Numbers between commas, as llama-bench takes them."""
+    if given is None:
+        return None
+    numbers = given.split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
+        raise UsageError(f"{name} {given!r} is not a number of tokens", f"{name} 512, or several: {name} 128,512")
+    return tuple(map(int, numbers))
 
 
 @contextmanager

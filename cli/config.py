@@ -10,7 +10,7 @@ import typer
 
 from .flags import add_command, flag, variable
 from .help import PlainGroup
-from .options import OUTPUT, AnswerFlags, AnyModel, EngineFlags, Json, SamplingFlags
+from .options import OUTPUT, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags
 from .screen import Screen
 from .settings import PROJECT_FILE, known
 
@@ -112,11 +112,13 @@ def built_in_values() -> dict[str, object]:
     """Field of a group -> the default of the dataclass that it feeds; None where a default is worked out when it is needed."""
     from ..runtime.engine import EngineOptions
     from ..runtime.sampler import SamplerSettings
+    from ..runtime.session_store import DISK
 
     values = {field.name: getattr(defaults, field.name) for group, defaults in
-              ((EngineFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in fields(group)}
+              ((RunFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in fields(group)}
     values |= {field.name: None for field in fields(AnswerFlags)}
-    return values | {"predict": -1, "think": "auto", "overflow": EngineOptions().overflow, "keep": False, "stats": False, "markdown": False}
+    return values | {"predict": -1, "think": "auto", "overflow": EngineOptions().overflow, "keep": False, "stats": False, "markdown": False,
+                     "session_disk": DISK}
 
 
 def written(value: object) -> str:

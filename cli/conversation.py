@@ -22,6 +22,7 @@ from .screen import Screen
 if TYPE_CHECKING:
     from ..runtime.events import Stats
     from ..runtime.session import Session
+    from .saving import Keeper
 
 
 def current_rss() -> int:
@@ -32,14 +33,13 @@ def current_rss() -> int:
 
 
 class Conversation:
-    def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool) -> None:
-        self.name, self.session, self.screen = name, session, screen
+    def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool, keeper: Keeper) -> None:
+        self.name, self.session, self.screen, self.keeper = name, session, screen, keeper
         self._always_stats = always_stats
         self._last: Stats | None = None
         self.output = output
         self.attached: list[Attachment] = []
         state = screen.environment.state_folder
-        self.chats = state / "chats"
         drawn_on = output if screen.environment.can_redraw(output) else None
         self._editor = Editor(drawn_on, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)
 
@@ -62,6 +62,8 @@ class Conversation:
                 self._take(line)
             except slash.Leave:
                 return 0
+            except KeyboardInterrupt:  # while a session is saved or taken up; an answer has its own way of being stopped
+                self.screen.note("stopped by Ctrl-C")
             except EffllmError as error:
                 self.screen.end_answer()
                 write_error(self.screen.environment, error.message, error.hint)
@@ -87,6 +89,7 @@ class Conversation:
             slash.run(self, line.strip())
         elif line.strip():
             self.send(line)
+        self.keeper.keep(self.session)
 
     def send(self, message: str) -> None:
         """A message, with the files that were added to it; they stay at hand where it cannot be answered."""

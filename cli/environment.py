@@ -111,6 +111,13 @@ class Environment:
         return user_state_path("effllm", appauthor=False)
 
     @property
+    def sessions_folder(self) -> Path:
+        """Saved sessions. Not created here."""
+        from ..runtime.storage import sessions_folder
+
+        return sessions_folder(self.variables)
+
+    @property
     def models_folder(self) -> Path:
         """Models that this program made and keeps. Not created here."""
         from ..runtime.storage import models_folder

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..runtime.engine import Engine, EngineOptions
     from ..runtime.session import Session
     from ..runtime.text import Tokenizer
-    from .options import AnswerFlags, EngineFlags, SamplingFlags, WeightFlags
+    from .options import AnswerFlags, RunFlags, SamplingFlags, WeightFlags
 
 Result = TypeVar("Result")
 
@@ -136,8 +136,13 @@ def last(items: Iterable[Result]) -> Result:
     return result
 
 
+def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
+    """The flags with the folder of the draft model in place of its name."""
+    return engine if engine.draft is None else replace(engine, draft=str(find(engine.draft, screen).folder))
+
+
 @contextmanager
-def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, screen: Screen, *, raw: bool = False,
+def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, screen: Screen, *, raw: bool = False,
                  ignore_eos: bool = False) -> Iterator[Session]:
     """A session on a loaded model. Every flag is judged before the weights are read."""
     from ..runtime.session import Session

@@ -34,6 +34,16 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in model_names(os.environ) if name.startswith(incomplete)]
 
 
+def complete_session(incomplete: str) -> list[str]:
+    """Names of saved sessions, for the shell."""
+    import os
+
+    from ..runtime.session_store import SessionStore
+    from ..runtime.storage import sessions_folder
+
+    return [name for name in SessionStore(sessions_folder(os.environ)).names() if name.startswith(incomplete)]
+
+
 def model_argument() -> Any:
     return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, :4bit or :FILE",
                           autocompletion=complete_model, show_default=False)
@@ -66,6 +76,9 @@ class EngineFlags:
     cache_v: Annotated[str | None, flag(CACHE, "-ctv --cache-type-v", "TYPE", "type of the values (as --kv)")] = None
     kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens kept exact (64)")] = None
     kv_window: Annotated[int | None, flag(CACHE, "--kv-window", "N", "newest tokens kept exact (128)")] = None
+    kv_ram: Annotated[str | None, flag(CACHE, "--kv-ram", "SIZE", "memory for the cache, the rest goes to the disk (what is left)")] = None
+    disk: Annotated[str | None, flag(CACHE, "--disk", "SIZE", "the most that the cache takes of the disk (what is free)")] = None
+    spill_dir: Annotated[str | None, flag(CACHE, "--spill-dir", "DIR", "where the cache goes on the disk (the user's cache folder)")] = None
 
     def options(self, **more: object) -> EngineOptions:
         """EngineOptions with what was given; `more` adds what only some commands ask."""
@@ -75,11 +88,29 @@ class EngineFlags:
 
 
 @dataclass(frozen=True)
+class RunFlags(EngineFlags):
+    """Where and how a model runs that writes."""
+
+    spec: Annotated[Literal["auto", "off", "lookup"] | None, flag(COMPUTE, "--spec", "auto|off|lookup",
+                                                                  "draft from the text, several tokens a pass: by the plan (auto)")] = None
+    draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a small model of the same tokenizer draft")] = None
+
+
+@dataclass(frozen=True)
 class WeightFlags:
     """Weights made small while they are loaded."""
 
     bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights on load (as they are stored)")] = None
     keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, to be found by the next run")] = False
+
+
+@dataclass(frozen=True)
+class SessionFlags:
+    """A conversation that outlives the process."""
+
+    session: Annotated[str | None, flag(ANSWER, "--session", "NAME", "go on with this conversation, or begin it; saved with its cache",
+                                        autocompletion=complete_session)] = None
+    session_disk: Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "disk for the caches of all sessions (4G)")] = None
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .loading import find_any, follow, last
-from .options import MEMORY, OUTPUT, EngineFlags, Json, Model
+from .loading import find_any, follow, last, with_draft
+from .options import MEMORY, OUTPUT, Json, Model, RunFlags
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: PromptTokens = None, no_probe: NoProbe = False, *,
-         engine: EngineFlags, json: Json = False) -> None:
+         engine: RunFlags, json: Json = False) -> None:
     """What goes where, whether it fits, and how fast it will be."""
     from ..runtime import forecast
 
     screen = Screen(context.obj)
     if prompt is not None and prompt < 1:
         raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
-    prepared = prepared_for(model, bits, engine, screen)
+    prepared = prepared_for(model, bits, with_draft(engine, screen), screen)
     known = machine_roofs(prepared, screen, no_probe)
     found, better = forecast.forecast(prepared, known, prompt or forecast.PROMPT), forecast.suggest(prepared, known)
     for notice in prepared.notices:
@@ -60,7 +60,7 @@ def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: Prompt
         screen.pairs(lines(model, prepared, known, found, better))
 
 
-def prepared_for(model: str, bits: int | None, engine: EngineFlags, screen: Screen) -> Prepared:
+def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen) -> Prepared:
     """The plan of the model as it is stored, or as `--bits` or a format in its name would make it."""
     from ..runtime.forecast import prepare_at
     from ..runtime.prepare import prepare
@@ -91,20 +91,25 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                                "limit": prediction.limit, "disk_s": prediction.disk_s, "memory_s": prediction.memory_s,
                                "processor_s": prediction.processor_s}
 
-    residency = placement.residency
+    residency, drafting, paged = placement.residency, prepared.speculating, placement.expert_slots is not None and prepared.streams
+    held = placement.weights_bytes - placement.streamed_bytes if residency is None else residency.pinned_nbytes + placement.window_bytes
     return {
         "model": model, "ctx": placement.ctx, "kv": prepared.options.kv, "devices": devices(placement),
         "weights_bytes": placement.weights_bytes, "kv_bytes": placement.kv_bytes, "workspace_bytes": placement.workspace_bytes,
         "baseline_bytes": placement.baseline_bytes, "total_bytes": placement.total_bytes, "ram_bytes": placement.budget.ram,
         "vram_bytes": placement.budget.vram, "notes": list(placement.notes),
-        "tiers": {"memory": {"weights_bytes": placement.weights_bytes - placement.streamed_bytes if residency is None
-                             else residency.pinned_nbytes, "ring_bytes": residency.ring_nbytes if residency else 0,
+        "experts": paged.to_json() if paged else None,
+        "tiers": {"memory": {"weights_bytes": paged.held_nbytes if paged else held, "ring_bytes": residency.ring_nbytes if residency else 0,
                              "kv_bytes": placement.kv_bytes, "other_bytes": placement.workspace_bytes + placement.baseline_bytes},
-                  "disk": {"weights_bytes": placement.streamed_bytes}, "gpu": {"total_bytes": placement.vram_bytes}},
-        "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed, "kv_bytes_at_full_context":
+                  "disk": {"weights_bytes": paged.away_nbytes if paged else placement.streamed_bytes, "neuron_bytes": work.neurons,
+                           "kv_bytes": placement.kv_disk_bytes},
+                  "gpu": {"total_bytes": placement.vram_bytes}},
+        "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
                       work.kv_bytes * placement.ctx},
         "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
                        "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "unknown": found.reason or None},
+        "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
+                        "draft_bytes": drafting.draft_nbytes},
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
         "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
@@ -119,11 +124,14 @@ def devices(placement: Placement) -> dict[str, int]:
 def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None) -> list[tuple[str, str]]:
     """The same for a person."""
     from ..offload.size import format_size
+    from ..runtime.forecast import neurons_said
 
     placement, work = prepared.placement, found.work
     residency, budget = placement.residency, placement.budget
     other = placement.workspace_bytes + placement.baseline_bytes
-    held = placement.weights_bytes if residency is None else residency.nbytes
+    paged = placement.expert_slots is not None and prepared.streams
+    held = placement.weights_bytes if residency is None else residency.nbytes + placement.window_bytes
+    held = paged.held_nbytes if paged else held
     said = [
         ("model", f"{model} ({prepared.config.family})"),
         ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens, cache at {prepared.options.kv}"),
@@ -140,9 +148,21 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         whole = residency.streamed_nbytes + residency.pinned_nbytes
         said.append(("disk", f"{bar(((WEIGHTS, residency.streamed_nbytes),), whole)} {format_size(residency.streamed_nbytes)} of "
                              f"{format_size(whole)} of weights, read for every token through {format_size(residency.ring_nbytes)}"))
+    if paged:
+        count = len(paged.parts.parts)
+        said.append(("experts", f"{bar(((WEIGHTS, paged.slots),), count)} {paged.slots} of {count} in memory, "
+                                f"{100 * paged.choice.hit_rate:.0f}% of what a token needs ({paged.choice.policy})"))
+    if (neurons := neurons_said(work, known)) is not None:
+        said.append(("neurons", neurons))
+    if placement.kv_disk_bytes:
+        whole = placement.kv_disk_bytes + placement.kv_bytes
+        said.append(("" if residency is not None else "disk", f"{bar(((CACHE, placement.kv_disk_bytes),), whole)} "
+                     f"{format_size(placement.kv_disk_bytes)} of {format_size(whole)} of cache, with a full context"))
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
               + (f", {format_size(work.streamed)} of them from the disk" if work.streamed else "")
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache"), *speeds(found)]
+    if prepared.speculating:
+        said.append(("speculation", drafts(prepared)))
     if better is not None:
         said.append(("faster", f"{better.flag}: {better.gain:.1f} times as fast"
                      f" ({rate(better.tokens_per_s)} tokens/s{' with a full context' if better.full else ''})"))
@@ -150,6 +170,15 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         disk = f", disk {known.disk.disk.stream_rate / 1e9:.2f} GB/s ({known.disk.date})" if known.disk else ""
         said.append(("measured", f"memory {known.machine.memory / 1e9:.1f} GB/s, kernels ({known.machine.date}){disk}"))
     return said
+
+
+def drafts(prepared: Prepared) -> str:
+    """Who drafts, and what a token of the predictions is."""
+    from ..offload.size import format_size
+
+    model = prepared.speculating.draft
+    taken = "" if model is None else f" and by {model.folder.name} ({format_size(prepared.speculating.draft_nbytes)})"
+    return f"drafts from the text{taken}, several verified in a pass: where they are right, tokens come faster than predicted"
 
 
 def speeds(found: Forecast) -> list[tuple[str, str]]:

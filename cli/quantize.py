@@ -29,6 +29,7 @@ EXAMPLES = """examples
   effllm quantize ./my-model -o ./small --spec affine3:64 --tensor-type down_proj=4bit --method gptq
   effllm quantize fable -o ./fable-3bit --bits 3 --eval story.txt
   effllm quantize ./my-model -o ./my-model-4bit --bits 4 --dry-run
+  effllm quantize ./my-relu-model -o ./neurons --bundle-ffn
 """
 
 Out = Annotated[str, flag(OUTPUT, "-o --out", "DIR", "the folder to make")]
@@ -38,9 +39,13 @@ TensorType = Annotated[list[str] | None, flag(FORMAT, "--tensor-type", "REGEX=SP
                                               "another format for tensors of that name; may be repeated, the last that matches wins")]
 Target = Annotated[str | None, flag(FORMAT, "--target", "4.25bpw", "choose each tensor's format by the damage measured")]
 Method = Annotated[str | None, flag(FORMAT, "--method", "rtn|hqq|gptq|smooth|spqr", "how the codes are chosen (rtn)")]
+BundleFfn = Annotated[bool, flag(FORMAT, "--bundle-ffn", "", "keep the values, lay each neuron of a ReLU model out to be read alone")]
+GateSparsity = Annotated[float | None, flag(FORMAT, "--gate-sparsity", "SHARE",
+                                            "with --bundle-ffn, for other models: count this share of gates as zero (lossy)")]
 Calib = Annotated[str | None, flag(CALIBRATION, "--calib", "FILE", "text for the methods that need one, - is standard input (a sample)")]
 CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "tokens of it (16384)")]
 Eval = Annotated[str | None, flag(MEASURE, "--eval", "FILE", "score this text before and after, - is standard input")]
+NoKvProfile = Annotated[bool, flag(CALIBRATION, "--no-kv-profile", "", "do not record where a packed KV cache needs its bits (a minute)")]
 DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "print the sizes and write nothing")]
 Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a folder that effllm quantize made")]
 Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
@@ -52,6 +57,7 @@ def register(app: typer.Typer) -> None:
 
 def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, spec: Spec = None, tensor_type: TensorType = None,
              target: Target = None, method: Method = None, calib: Calib = None, calib_tokens: CalibTokens = None, eval: Eval = None,
+             bundle_ffn: BundleFfn = False, gate_sparsity: GateSparsity = None, no_kv_profile: NoKvProfile = False,
              threads: Threads = None, dry_run: DryRun = False, force: Force = False, json: Json = False) -> None:
     """Make a smaller copy of a model, ready to run."""
     from ..runtime.convert import Converted, convert, decided
@@ -62,8 +68,19 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     if calib == eval == "-":
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
     text = None if eval is None else read_text(eval, screen)
+    if bundle_ffn:
+        check_bundling(bits, spec, target, tensor_type, method, calib if gate_sparsity is None else None, calib_tokens, dry_run)
+        sample = None if calib is None else read_text(calib, screen)
+        made = bundled(ref, Path(out), force, gate_sparsity, sample, screen)
+        if not no_kv_profile:
+            profile(made.folder, sample, threads, screen)
+        report(made, ref, text, threads, screen, json)
+        return
+    if gate_sparsity is not None:
+        raise UsageError("--gate-sparsity goes with --bundle-ffn", "effllm quantize MODEL -o DIR --bundle-ffn --gate-sparsity 0.5")
+    sample = None if calib is None else read_text(calib, screen)
     options = conversion_options(ref, bits, spec, tensor_type, target, method=method, threads=threads, replace=force or None,
-                                 calibration_text=None if calib is None else read_text(calib, screen), calibration_tokens=calib_tokens)
+                                 calibration_text=sample, calibration_tokens=calib_tokens)
     if dry_run:
         plan = plan_conversion(ref.folder, options.recipe, options.target is None)
         with plan.store:
@@ -71,12 +88,36 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         return
     with resumable(screen):
         made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))
+    if not no_kv_profile:
+        profile(made.folder, sample, threads, screen)
+    report(made, ref, text, threads, screen, json)
+
+
+def report(made: Converted, ref: ModelRef, text: str | None, threads: int | None, screen: Screen, json: bool) -> None:
+    """List the new model, score it if asked, and say what it is."""
     remember(made.folder, screen)
     quality = None if text is None else measured(ref, made, text, threads, screen)
     if json:
         screen.json(made.to_json() | ({} if quality is None else {"eval": quality.to_json()}))
     else:
         say_result(made, quality, screen)
+
+
+def check_bundling(*others: object) -> None:
+    """--bundle-ffn keeps the values, so what chooses other ones contradicts it."""
+    bits, *rest = others
+    if bits not in (None, 16) or any(rest):
+        raise UsageError("--bundle-ffn keeps the weights as they are and goes with no other format, method or --dry-run",
+                         "effllm quantize MODEL -o DIR --bundle-ffn")
+
+
+def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None, text: str | None, screen: Screen) -> Converted:
+    """The copy with bundles."""
+    from ..runtime.bundle_ffn import bundle
+    from ..runtime.convert import Converted
+
+    with resumable(screen):
+        return last(follow(bundle(ref.folder, out, replace, source_of(ref), gate_sparsity, text), screen, Converted))
 
 
 def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules: Sequence[str] | None, target: str | None,
@@ -89,10 +130,15 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
     recipe = recipe_of(spec if spec is not None else f"{bits or 4}bit", rules or (), str(given["method"]))
     goal = None if target is None else target_of(target)
     said = " ".join([str(recipe.base) if goal is None else f"{goal:g}bpw", *(rules or ())])
+    return ConvertOptions(recipe, said, target=goal, source=source_of(ref),
+                          **{key: value for key, value in given.items() if value is not None})
+
+
+def source_of(ref: ModelRef) -> dict[str, object]:
+    """Where a model came from, as a folder records it."""
     source = {"model": ref.alias or ref.repo or ref.folder.resolve().name, "repo": ref.repo, "revision": ref.revision,
               "licence": ref.licence}
-    return ConvertOptions(recipe, said, target=goal, source={key: value for key, value in source.items() if value is not None},
-                          **{key: value for key, value in given.items() if value is not None})
+    return {key: value for key, value in source.items() if value is not None}
 
 
 def remember(folder: Path, screen: Screen) -> None:
@@ -103,6 +149,21 @@ def remember(folder: Path, screen: Screen) -> None:
         register(screen.environment.variables, folder)
     except EffllmError as error:
         screen.note(f"effllm list will not show it: {error.message}")
+
+
+def profile(folder: Path, text: str | None, threads: int | None, screen: Screen) -> None:
+    """Record where a packed KV cache of the new model needs its bits. A failure here is no failure of the conversion."""
+    from ..runtime.calibrate import built_in_text
+    from ..runtime.kv_profile import Profile
+    from ..runtime.kv_profile_run import recorded
+
+    try:
+        last(follow(recorded(folder, text or built_in_text(), threads=threads, source="the calibration text"), screen, Profile))
+    except EffllmError as error:
+        screen.note(f"no profile for --kv: {error.message}")
+    except KeyboardInterrupt:
+        screen.note(f"the model is whole; effllm eval kv-profile {folder} records the profile for --kv")
+        raise
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import typer
 from .. import UsageError
 from .errors import INTERRUPTED
 from .flags import add_command, flag
-from .loading import at_bits, find_or_pull, open_session
-from .options import ANSWER, AnswerFlags, AnyModel, EngineFlags, Json, SamplingFlags, ShowFlags, WeightFlags, Yes
+from .loading import at_bits, find_or_pull, open_session, with_draft
+from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
 from .screen import Screen
 
@@ -37,38 +37,51 @@ def register(app: typer.Typer) -> None:
 
 
 def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, raw: Raw = False,
-        ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, weights: WeightFlags,
-        show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
+        ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
+        saving: SessionFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
     screen = Screen(context.obj, show.markdown)
     model = model or offer_default(screen, yes)
     if raw and answer.system is not None:
         raise UsageError("--system has no place in --raw text", "drop one of them, or write the system prompt into the text")
+    if raw and saving.session is not None:
+        raise UsageError("--session keeps a conversation, and --raw text is none", "drop one of them")
     found = find_or_pull(model, weights.bits, screen, yes)
     text = read_prompt(prompt, file, screen)
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {model} "your prompt"')
+    engine = with_draft(engine, screen)
     with at_bits(found, weights, screen, engine.threads) as ref:
         if text is not None:
-            return answer_once(screen, ref, text, answer, sampling, engine, raw=raw, ignore_eos=ignore_eos, show=show, json=json)
+            return answer_once(screen, ref, text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, show=show,
+                               json=json)
         from .chat import converse
 
-        return converse(screen, ref, answer, sampling, engine, show)
+        return converse(screen, ref, answer, sampling, engine, saving, show)
 
 
-def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: EngineFlags, *,
-                show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False) -> int:
+def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
+                saving: SessionFlags, *, show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False) -> int:
     from .answer import say_cost, say_ending, show_answer
 
     screen.environment.demand_stdout()
+    keeper = None
+    if saving.session is not None:
+        from .saving import Keeper
+
+        keeper = Keeper(screen, ref, saving, engine.strict)
     with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos) as session:
         session.from_process_start = True
+        if keeper:
+            keeper.begin(session)
         cost = show_answer(session.complete(text) if raw else session.ask(text), session, screen, silent=json)
         if json:
             screen.json(cost.to_json())
         say_ending(cost, session, screen)
         if show.stats:
             say_cost(cost, screen)
+        if keeper:
+            keeper.keep(session)
     return INTERRUPTED if cost.finish_reason == "cancelled" else 0
 
 

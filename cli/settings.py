@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args, get_origin
 
 from .. import UsageError
 from .flags import names_and_types
-from .options import AnswerFlags, EngineFlags, SamplingFlags, ShowFlags, WeightFlags
+from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags
 
-GROUPS = (EngineFlags, WeightFlags, SamplingFlags, AnswerFlags, ShowFlags)
+GROUPS = (RunFlags, WeightFlags, SamplingFlags, AnswerFlags, SessionFlags, ShowFlags)
 PROJECT_FILE = "effllm.toml"
 LARGEST = 1 << 20  # bytes
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

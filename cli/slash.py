@@ -156,36 +156,49 @@ def stats(chat: Conversation, rest: str) -> None:
 
 
 def save(chat: Conversation, rest: str) -> None:
-    path = chat_path(chat, rest, "/save")
-    if path.parent == chat.chats:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise EffllmError(f"cannot write {path}: {error.strerror}", "choose another place: /save ./FILE.json") from error
-    chat.session.save(path)
-    chat.screen.note(f"saved {len(chat.session.messages)} messages to {path}")
+    """`/save`, `/save NAME` with the cache; `/save ./FILE.json` the conversation alone."""
+    from ..offload.size import format_size
+
+    messages = len(chat.session.messages)
+    if is_path(rest):
+        path = named_path(rest)
+        chat.session.save(path)
+        chat.screen.note(f"saved {messages} messages to {path}")
+        return
+    kept = chat.keeper.save(chat.session, session_name(chat, rest, "/save"))
+    tokens, files = (len(kept.cache.tokens), kept.cache.files) if kept.cache else (0, ())
+    size = format_size(sum(file.stored_nbytes for file in files))
+    chat.screen.note(f"saved {messages} messages and {tokens} tokens of cache ({size}) as {kept.name}")
 
 
 def load(chat: Conversation, rest: str) -> None:
-    path = chat_path(chat, rest, "/load")
-    if not path.is_file():
-        raise EffllmError(f"{path}: no such chat", f"saved: {', '.join(saved(chat)) or 'none yet'}")
-    chat.session.load(path)
-    chat.screen.note(f"loaded {len(chat.session.messages)} messages from {path}")
+    if is_path(rest):
+        path = named_path(rest)
+        if not path.is_file():
+            raise EffllmError(f"{path}: no such chat", f"saved: {', '.join(saved(chat)) or 'none yet'}")
+        chat.session.load(path)
+        chat.screen.note(f"loaded {len(chat.session.messages)} messages from {path}")
+        return
+    name = session_name(chat, rest, "/load")
+    chat.keeper.load(chat.session, name)
+    if chat.keeper.name is not None:
+        chat.keeper.name = name  # what follows belongs to this conversation
 
 
-def chat_path(chat: Conversation, rest: str, command: str) -> Path:
-    """A bare name lives among the saved chats; anything with a slash or `.json` is a path."""
-    name = rest.strip()
+def is_path(rest: str) -> bool:
+    """A bare name is a session; anything with a slash or `.json` is a path."""
+    return "/" in rest or rest.strip().endswith(".json")
+
+
+def session_name(chat: Conversation, rest: str, command: str) -> str:
+    name = rest.strip() or chat.keeper.name
     if not name:
         raise UsageError(f"{command} needs a name", f"{command} NAME, or {command} ./FILE.json")
-    if "/" in name or name.endswith(".json"):
-        return named_path(name)
-    return chat.chats / f"{name}.json"
+    return name
 
 
 def saved(chat: Conversation) -> list[str]:
-    return sorted(path.stem for path in chat.chats.glob("*.json"))
+    return chat.keeper.store.names()
 
 
 def attach(chat: Conversation, rest: str) -> None:
@@ -249,7 +262,7 @@ COMMANDS = (
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, as /set temp 0.5", change),
     SlashCommand("show", "/show", "the model, the context, the settings", show),
     SlashCommand("stats", "/stats", "what the last answer cost", stats),
-    SlashCommand("save", "/save NAME", "keep the conversation", save),
+    SlashCommand("save", "/save [NAME]", "keep the conversation and its cache; /save FILE.json the text alone", save),
     SlashCommand("load", "/load NAME", "take up a saved conversation", load),
     SlashCommand("export", "/export FILE", "write the conversation as FILE.md or FILE.json", export),
 )

@@ -20,8 +20,9 @@ F32, F16, BF16 = 0, 1, 2
 STORED_BYTES = {F32: 4, F16: 2, BF16: 2}
 STORED_TYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 
-SILU, GELU, GELU_TANH, RELU, IDENTITY, CLAMPED_SWISH = 0, 1, 2, 3, 4, 5
-ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU, "none": IDENTITY, "clamped_swish": CLAMPED_SWISH}
+SILU, GELU, GELU_TANH, RELU, IDENTITY, CLAMPED_SWISH, RELU2 = 0, 1, 2, 3, 4, 5, 6
+ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU, "none": IDENTITY, "clamped_swish": CLAMPED_SWISH,
+               "relu2": RELU2}
 SWISH_SLOPE, SWISH_LIMIT = 1.702, 7.0  # of the clamped one
 NORM_NONE, NORM_RMS, NORM_RMS_PLUS_ONE, NORM_LAYER = 0, 1, 2, 3
 NORMS = {"none": NORM_NONE, "rms": NORM_RMS, "rms+1": NORM_RMS_PLUS_ONE, "layer": NORM_LAYER}

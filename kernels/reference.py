@@ -41,7 +41,7 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.nda
 
 
 def activate(x: np.ndarray, kind: str) -> np.ndarray:
-    """silu, gelu (exact), gelu_tanh, relu, none; clamped_swish is the half of a gate, see `gated`."""
+    """silu, gelu (exact), gelu_tanh, relu, relu2 (its square), none; clamped_swish is the half of a gate, see `gated`."""
     if kind == "silu":
         return x / (1 + np.exp(-x))
     if kind == "gelu":
@@ -51,6 +51,8 @@ def activate(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "clamped_swish":
         x = np.minimum(x, SWISH_LIMIT)
         return x / (1 + np.exp(-SWISH_SLOPE * x))
+    if kind == "relu2":
+        return np.maximum(x, 0) ** 2
     return np.maximum(x, 0) if kind == "relu" else x
 
 

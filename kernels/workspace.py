@@ -16,7 +16,8 @@ class Dims:
     """The widths that decide how much working memory a model needs; `rows` is the most rows of logits made at once.
 
     Of a mixture also how many experts there are, how many a token visits, and the width inside one; `ffn` covers that width too.
-    `packed_kv`: sealed pages of the KV cache are packed.
+    `packed_kv`: sealed pages of the KV cache are packed. `bundled`: `up` and `down` lie neuron by neuron. `spilled_kv`: some sealed pages
+    lie on a disk.
     """
 
     hidden: int
@@ -32,6 +33,8 @@ class Dims:
     top_k: int = 0
     expert_ffn: int = 0
     packed_kv: bool = False
+    bundled: bool = False
+    spilled_kv: bool = False
 
 
 def address(array: np.ndarray | None) -> int:

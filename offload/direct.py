@@ -36,12 +36,13 @@ class Interrupted(Exception):
 @dataclass(frozen=True)
 class Read:
     """`out`, whole blocks from an aligned address on, is filled from `offset`, a multiple of BLOCK. The file may end behind the
-    first `needed` bytes."""
+    first `needed` bytes. `more`: what follows in the file goes there, likewise."""
 
     file: Path
     offset: int
     out: memoryview
     needed: int
+    more: tuple[memoryview, ...] = ()
 
 
 @dataclass
@@ -83,20 +84,23 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Queued:
-    read: Read
+    reads: tuple[Read, ...]
     ticket: Ticket
     since: float = field(default_factory=time.perf_counter)
 
 
 class Reader:
-    """`files` maps paths to open descriptors, which must stay open until `close`. `direct=False` reads through the page cache."""
+    """`files` maps paths to open descriptors, which must stay open until `close`. `direct=False` reads through the page cache; `what` is
+    read there, for those who are told so."""
 
-    def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True) -> None:
+    def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True, what: str = "weights are") -> None:
+        self._what = what
         self.traffic = Traffic()
         self._lock = threading.Lock()
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
         self._urgent: deque[_Queued] = deque()
         self._later: deque[_Queued] = deque()
+        self._under_way = 0
         self._closed = False
         self._said: list[str] = []
         self._sources = {file: _Source(fd, _direct_descriptor(fd) if direct else None) for file, fd in files.items()}
@@ -107,12 +111,14 @@ class Reader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, reads: Sequence[Read], urgent: bool = False) -> Ticket:
-        """Have reads made, in this order, after those that were submitted before; `urgent` before all that are not."""
+    def submit(self, reads: Sequence[Read], urgent: bool = False, together: int = 1) -> Ticket:
+        """Have reads made, in this order, after those that were submitted before; `urgent` before all that are not. A thread takes
+        `together` of them at a time: handing over a small read costs as much as making it."""
         ticket = Ticket(len(reads))
+        queued = [_Queued(tuple(reads[i : i + together]), ticket) for i in range(0, len(reads), together)]
         with self._lock:
-            (self._urgent if urgent else self._later).extend(_Queued(read, ticket) for read in reads)
-            self._work.notify(len(reads))
+            (self._urgent if urgent else self._later).extend(queued)
+            self._work.notify(len(queued))
         return ticket
 
     def wait(self, ticket: Ticket, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -136,9 +142,14 @@ class Reader:
         with self._lock:
             for queue in (self._urgent, self._later):
                 kept = [each for each in queue if each.ticket is not ticket]
-                ticket.left -= len(queue) - len(kept)
+                ticket.left -= sum(len(each.reads) for each in queue if each.ticket is ticket)
                 queue.clear()
                 queue.extend(kept)
+
+    @property
+    def idle(self) -> bool:
+        """Is nothing under way, and nothing asked for?"""
+        return not (self._under_way or self._urgent or self._later)
 
     def announcements(self) -> list[str]:
         """Fallbacks since the last call."""
@@ -175,19 +186,22 @@ class Reader:
                 if self._closed:
                     return
                 queued = (self._urgent or self._later).popleft()
+                self._under_way += 1
             started, count, error = time.perf_counter(), 0, None
             try:
-                count = self._fill(queued.read)
+                for read in queued.reads:
+                    count += self._fill(read)
             except CheckpointError as failed:
                 error = failed
             ended = time.perf_counter()
             with self._lock:
                 traffic = self.traffic
-                traffic.reads += 1
+                self._under_way -= 1
+                traffic.reads += len(queued.reads)
                 traffic.nbytes += count
                 traffic.queue_s += started - queued.since
                 traffic.read_s += ended - started
-                queued.ticket.left -= 1
+                queued.ticket.left -= len(queued.reads)
                 queued.ticket.error = queued.ticket.error or error
                 self._done.notify_all()
 
@@ -198,9 +212,9 @@ class Reader:
             # Direct reads begin on a block; where one was cut short within, the rest comes through the page cache.
             direct = source.direct if done % BLOCK == 0 else None
             try:
-                count = os.preadv(source.buffered if direct is None else direct, [read.out[done:]], read.offset + done)
+                count = os.preadv(source.buffered if direct is None else direct, _behind(read, done), read.offset + done)
             except OSError as error:
-                if direct is not None and error.errno == errno.EINVAL:
+                if direct is not None and error.errno in (errno.EINVAL, errno.EIO):  # the second: of a layer below, or of the disk itself
                     self._fall_back(read.file, source)
                     continue
                 raise CheckpointError(f"{read.file} cannot be read: {error.strerror}", "check the disk, then try again") from error
@@ -219,7 +233,16 @@ class Reader:
             self._say(file)
 
     def _say(self, file: Path) -> None:
-        self._said.append(f"{file.name}: no direct reads on this file system, weights are read through the page cache")
+        self._said.append(f"{file.name}: no direct reads on this file system, {self._what} read through the page cache")
+
+
+def _behind(read: Read, done: int) -> list[memoryview]:
+    """Where a read goes on when `done` bytes are in."""
+    rest = [read.out, *read.more]
+    while done >= len(rest[0]):
+        done -= len(rest[0])
+        del rest[0]
+    return [rest[0][done:], *rest[1:]]
 
 
 def _direct_descriptor(fd: int) -> int | None:

@@ -1,6 +1,6 @@
 """How fast the disk under a file answers: a probe of about two seconds on the file itself, for the plan of what streams.
 
-Reads go past the page cache (O_DIRECT, into page-aligned memory), at random places, in three sizes and three numbers of reads under way
+Reads go past the page cache (O_DIRECT, into page-aligned memory), at random places, in four sizes and three numbers of reads under way
 at once: what a disk gives depends on both, and the label on it says neither. Where a file system refuses direct reads, ordinary ones
 follow a request to forget the file's pages, which is said with the result: memory that the system did not give up can answer them.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 KIB, MIB = 1 << 10, 1 << 20
 STREAMED = 2 * MIB  # what streaming weights issues
-SIZES, DEPTHS = (128 * KIB, 512 * KIB, STREAMED), (1, 4, 8)
+SIZES, DEPTHS = (16 * KIB, 128 * KIB, 512 * KIB, STREAMED), (1, 4, 8)
 SECONDS = 2.0
 ROOT = Path("/")
 
@@ -46,6 +46,25 @@ class Disk:
         """Bytes a second at the size of reads that streaming issues, or at the largest that the probed file allowed."""
         largest = max((read.nbytes for read in self.reads), default=0)
         return max((read.rate for read in self.reads if read.nbytes == largest), default=0.0)
+
+    @property
+    def single_rate(self) -> float:
+        """The same for one read at a time."""
+        largest = max((read.nbytes for read in self.reads), default=0)
+        return max((read.rate for read in self.reads if read.nbytes == largest and read.depth == 1), default=0.0)
+
+    def rate_of(self, nbytes: int) -> float:
+        """Bytes a second of many reads of `nbytes` at once: a read costs what it costs to begin, and its bytes, both taken from the
+        measured sizes around it (a single one is taken for all)."""
+        seconds = {size: min(size / read.rate for read in self.reads if read.nbytes == size and read.rate > 0)
+                   for size in sorted({read.nbytes for read in self.reads if read.rate > 0})}
+        if len(seconds) < 2:
+            return self.stream_rate
+        sizes = [*seconds]
+        low = max([size for size in sizes[:-1] if size <= nbytes], default=sizes[0])
+        high = sizes[sizes.index(low) + 1]
+        slope = (seconds[high] - seconds[low]) / (high - low)
+        return nbytes / max(seconds[low] + (nbytes - low) * slope, nbytes / max(size / own for size, own in seconds.items()))
 
 
 def probe(file: Path, seconds: float = SECONDS, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS) -> Disk:

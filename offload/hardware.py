@@ -114,6 +114,12 @@ def peak_rss(root: Path = ROOT) -> int:
     return _table(root / "proc/self/status").get("VmHWM") or rss(root)
 
 
+def memory_lost(root: Path = ROOT) -> tuple[int, int]:
+    """(bytes of this process that are swapped out, pages that it waited for since it began); zeros where the system does not say."""
+    words = (_text(root / "proc/self/stat") or "").rpartition(")")[2].split()
+    return _table(root / "proc/self/status").get("VmSwap", 0), int(words[9]) if len(words) > 9 else 0
+
+
 def _memory_limit(root: Path) -> int | None:
     return min((limit for limit, _ in _memory_levels(root)), default=None)
 

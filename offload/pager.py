@@ -28,7 +28,8 @@ class ResidentPager:
     The store must stay open until `load()` has ended. Leased views keep their memory alive even past `close()`.
     """
 
-    resident = True  # leased memory stays where it is after the lease has ended
+    resident = True  # all of it is in memory
+    stays = True  # leased memory stays where it is after the lease has ended
 
     def __init__(self, store: TensorStore, groups: Mapping[Hashable, Sequence[TensorInfo]], mmap: bool = False) -> None:
         self._store = store

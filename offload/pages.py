@@ -1,29 +1,102 @@
 """The memory of sealed KV pages: one extent per layer, pages in position order, in anonymous memory that the system fills on touch.
 
 An extent is reserved whole for the context that was planned, but costs nothing until a page is written, so a short chat in a
-long context stays small. The pool never learns what a page holds.
+long context stays small. Where memory does not hold all pages, those from some page on lie in a file (`page_stream.py`): a pass goes
+through all pages in one order, so a fixed set in memory is the best that there is. The pool never learns what a page holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from .memory import anonymous
+from .direct import Traffic
+from .memory import anonymous, discard
+from .page_stream import RING_NBYTES, LayerSpill, PageStream
+from .spill import SpillFile
+
+
+@dataclass(frozen=True)
+class DiskTier:
+    """Pages from `first` on go into a file in `folder` and are read through a ring of about `ring` bytes, or where a few are picked into
+    `slots` places for each layer. `cancelled` is asked while the disk is waited for."""
+
+    folder: Path
+    first: int
+    ring: int = RING_NBYTES
+    cancelled: Callable[[], bool] = lambda: False
+    direct: bool = True
+    slots: int = 0
 
 
 class PagePool:
-    """An extent of `pages` pages for each layer; `page_nbytes` are the bytes of a page, by layer."""
+    """An extent of `pages` pages for each layer; `page_nbytes` are the bytes of a page, by layer. Without `disk` all are in memory."""
 
-    def __init__(self, pages: int, page_nbytes: Sequence[int]) -> None:
+    def __init__(self, pages: int, page_nbytes: Sequence[int], disk: DiskTier | None = None) -> None:
+        """Raises EffllmError where the folder of the disk's pages takes no file."""
         self.page_nbytes, self.pages = tuple(page_nbytes), pages
-        self._extents = [anonymous(pages * nbytes) for nbytes in page_nbytes]
+        self.first = pages if disk is None else min(pages, disk.first)
+        self.stream: PageStream | None = None
+        if self.first < pages:
+            self.stream = PageStream(SpillFile(disk.folder, disk.cancelled), page_nbytes, pages, self.first, disk.ring, disk.cancelled,
+                                     disk.direct, disk.slots)
+        self._extents = [anonymous(self.first * nbytes) for nbytes in page_nbytes]
 
     def extent(self, layer: int) -> np.ndarray:
-        """The memory of a layer's pages, uint8 `[pages * page_nbytes]`."""
+        """The memory of a layer's first pages, uint8 `[first * page_nbytes]`."""
         return self._extents[layer]
 
     def page(self, layer: int, index: int) -> np.ndarray:
+        """What page `index` of a layer holds; of one on the disk a copy."""
+        if index >= self.first:
+            return self.stream.page(layer, index)
         nbytes = self.page_nbytes[layer]
         return self._extents[layer][index * nbytes : (index + 1) * nbytes]
+
+    def place(self, layer: int, index: int) -> np.ndarray:
+        """Where to write page `index` of a layer, before `keep`."""
+        return self.stream.staging[layer] if index >= self.first else self.page(layer, index)
+
+    def keep(self, index: int) -> None:
+        """Page `index` of every layer has been written to its `place`. Raises EffllmError where the disk does not take it, Interrupted."""
+        if index >= self.first:
+            self.stream.write(index)
+
+    def shed(self, sealed: int) -> int:
+        """Let half of the pages in memory go to the disk, of which the first `sealed` are written; returns the bytes given back. Raises as
+        `keep` does, and then all stays as it is."""
+        if self.stream is None or not self.first or self.stream.slots:  # pages that are picked have abstracts, which these have not
+            return 0
+        first = self.first // 2
+        for index in range(first, min(sealed, self.first)):
+            self.stream.write(index, [self.page(layer, index) for layer in range(len(self.page_nbytes))])
+        for nbytes, extent in zip(self.page_nbytes, self._extents, strict=True):
+            discard(extent[first * nbytes :])
+        freed = max(0, min(sealed, self.first) - first) * sum(self.page_nbytes)
+        self.first = self.stream.first = first
+        return freed
+
+    def spilled(self, layer: int, lead: int) -> LayerSpill | None:
+        """The layer's pages on the disk, as attention asks for them; `lead`: rows of a block table before that of page 0."""
+        return None if self.stream is None else LayerSpill(self.stream, layer, lead)
+
+    @property
+    def picks(self) -> bool:
+        """Are few pages picked of those on the disk, for a token?"""
+        return self.stream is not None and bool(self.stream.slots)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was read of pages on the disk."""
+        return Traffic() if self.stream is None else self.stream.traffic
+
+    def announcements(self) -> list[str]:
+        """Fallbacks since the last call."""
+        return [] if self.stream is None else self.stream.announcements()
+
+    def close(self) -> None:
+        if self.stream is not None:
+            self.stream.close()

@@ -15,6 +15,7 @@ from .size import format_size
 RING_NBYTES = 64 << 20  # at most
 # Every byte of the ring is a byte that is not pinned: a small part of what streams, but room for the reads that keep a disk busy.
 RING_LEAST, RING_SHARE = 16 << 20, 8
+LEAST_SHARE = 16  # of a layer's units have slots whatever the budget
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,64 @@ def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES) -> Resid
     kept = tuple(index for index in range(len(blocks)) if index not in streamed)
     read = sum(blocks[index] for index in streamed)
     return Residency(kept, tuple(sorted(streamed)), total - read, read, min(held, max(read, 2 * largest)))
+
+
+@dataclass(frozen=True)
+class Units:
+    """What can be read one by one of a layer: how many, and bytes of each. `missed`, where it was measured: (share of slots, share of the
+    units that a token then reads), ascending."""
+
+    count: int
+    nbytes: int
+    missed: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def least(self) -> int:
+        """The fewest slots: two groups of a prompt, and as many as a token of a sparse model is likely to use."""
+        return min(self.count, max(2, -(-self.count // LEAST_SHARE)))
+
+
+def slots_for(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
+    """Slots of each layer for `budget` bytes, never fewer than the least, nor more than there are units: the same share of all, or where it
+    was measured what a share saves, most to the layers where it saves most."""
+    if layers and all(layer.missed for layer in layers):
+        return _slots_by_need(layers, budget)
+    whole = sum(layer.count * layer.nbytes for layer in layers)
+    return tuple(min(layer.count, max(layer.least, budget * layer.count // max(1, whole))) for layer in layers)
+
+
+def _slots_by_need(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
+    """From the least, one measured share after the other, the one that saves most reads for its bytes first; what is left by size."""
+    slots = [layer.least for layer in layers]
+    left = budget - sum(own * layer.nbytes for own, layer in zip(slots, layers, strict=True))
+    while True:
+        best, gain = None, 0.0
+        for index, layer in enumerate(layers):
+            now = _missed(layer, slots[index])
+            for share, missed in (*layer.missed, (1.0, 0.0)):
+                more = min(layer.count, round(share * layer.count)) - slots[index]
+                if 0 < more * layer.nbytes <= left and (now - missed) * layer.count / more > gain:
+                    best, gain = (index, more), (now - missed) * layer.count / more
+        if best is None:
+            break
+        slots[best[0]] += best[1]
+        left -= best[1] * layers[best[0]].nbytes
+    for index in sorted(range(len(layers)), key=lambda index: -_missed(layers[index], slots[index])):
+        more = max(0, min(layers[index].count - slots[index], left // layers[index].nbytes))
+        slots[index] += more
+        left -= more * layers[index].nbytes
+    return tuple(slots)
+
+
+def _missed(layer: Units, slots: int) -> float:
+    """Share of the units that a token reads, in proportion between what was measured."""
+    share, before = slots / layer.count, (0.0, layer.missed[0][1])
+    for known in (*layer.missed, (1.0, 0.0)):
+        if share <= known[0]:
+            width = known[0] - before[0]
+            return before[1] + (known[1] - before[1]) * (share - before[0]) / width if width else known[1]
+        before = known
+    return 0.0
 
 
 def _spread(blocks: Sequence[int], wanted: int) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import DoesNotFit, UsageError
-from .placement import Residency, reside
+from .placement import Residency, Units, reside, slots_for
 from .size import format_size
 
 # With the device left open, layers move back to the host only for a context up to this; longer ones fill what memory is left.
@@ -33,10 +33,27 @@ class BlockBytes:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts that share slots: so many in all, in `layers` layers, of which a token visits `per_token` a layer."""
+
+    layers: int
+    count: int
+    per_token: int
+    slot_nbytes: int
+
+    @property
+    def least(self) -> int:
+        """Slots below which no policy helps: those of two tokens."""
+        return min(self.count, 2 * self.per_token * self.layers)
+
+
+@dataclass(frozen=True)
 class Demand:
     """What a model asks for, in bytes; the KV figures are sums over all layers.
 
     `blocks`: weights that can be streamed, in order of use; empty where none can. `always`: what stays in memory when they are.
+    `experts`: those of a mixture, where they can be read one by one; `always` is then all the rest.
+    `units`: of each layer, neurons that are read when they are active; they are in neither of the two.
     """
 
     baseline: int
@@ -47,6 +64,8 @@ class Demand:
     layers: int
     blocks: tuple[int, ...] = ()
     always: int = 0
+    experts: Experts | None = None
+    units: tuple[Units, ...] = ()
 
     def __post_init__(self) -> None:
         placed = sorted(block.layer for block in self.weights if block.layer is not None)
@@ -65,7 +84,10 @@ class Budget:
 @dataclass(frozen=True)
 class Placement:
     """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` the card's, slack included;
-    the weights and KV figures are sums over both. `residency` says which of the demand's blocks stream; None where none does."""
+    the weights and KV figures are sums over both. `residency` says which of the demand's blocks stream; None where none does.
+    `slots`: of each layer's units, how many stay at a time; empty where all do, or there are none. `expert_slots`: how many experts stay,
+    where not all do. `kv_pages`: pages of the cache that stay in memory, None for all; `kv_bytes` are those in memory, `kv_disk_bytes`
+    with a full context on the disk."""
 
     devices: tuple[str, ...]
     ctx: int
@@ -79,6 +101,11 @@ class Placement:
     vram_bytes: int = 0
     residency: Residency | None = None
     kv_bytes_per_token: int = 0
+    slots: tuple[int, ...] = ()
+    window_bytes: int = 0
+    expert_slots: int | None = None
+    kv_pages: int | None = None
+    kv_disk_bytes: int = 0
 
     @property
     def streamed_bytes(self) -> int:
@@ -112,7 +139,11 @@ def plan(
     Raises DoesNotFit with the figures and what would fit instead, UsageError where the request contradicts itself.
     """
     _check(budget, ctx_wanted, device, gpu_layers)
-    if demand.blocks and not budget.vram and not _is_resident(demand, budget, ctx_max, ctx_wanted, quantum):
+    if (demand.blocks or demand.experts) and not budget.vram and not _is_resident(demand, budget, ctx_max, ctx_wanted, quantum):
+        if demand.experts:
+            from .expert_plan import paged
+
+            return paged(demand, budget, ctx_max, ctx_wanted, quantum)
         return _streamed(demand, budget, ctx_max, ctx_wanted, quantum)
     smallest = ctx_wanted or min(quantum, ctx_max)
     count = _gpu_count(demand, budget, ctx_wanted or min(ctx_max, AUTO_CTX), device, gpu_layers, quantum)
@@ -146,30 +177,39 @@ def _is_resident(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int |
 
 def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
     """All on the host, weights pinned as far as memory goes: the context comes first, since every pass reads it too."""
-    least = reside(demand.blocks, _least(demand.blocks)).nbytes + demand.always
+    window = sum(own * layer.nbytes for own, layer in zip(slots_for(demand.units, 0), demand.units, strict=True))
+    least = reside(demand.blocks, _least(demand.blocks)).nbytes + demand.always + window
 
     def fits(ctx: int) -> bool:
-        return _with_slack(demand.baseline + demand.workspace + _kv(demand, ctx, quantum)) + least <= budget.ram
+        return with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx, quantum)) + least <= budget.ram
 
-    ctx = ctx_wanted or _largest(fits, min(ctx_max, AUTO_CTX), quantum)
-    fixed = _with_slack(demand.baseline + demand.workspace + _kv(demand, ctx or quantum, quantum))
+    ctx = ctx_wanted or largest(fits, min(ctx_max, AUTO_CTX), quantum)
+    fixed = with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx or quantum, quantum))
     if not ctx or not fits(ctx):
-        shorter = _largest(fits, min(ctx_max, ctx), quantum)
+        shorter = largest(fits, min(ctx_max, ctx), quantum)
+        cache = kv_nbytes(demand, ctx or quantum, quantum)
         raise DoesNotFit(f"needs {format_size(fixed + least)} of memory even with weights read from the disk for every token (KV cache "
-                         f"{format_size(_kv(demand, ctx or quantum, quantum))} for {ctx or quantum} tokens + program and buffers "
-                         f"{format_size(fixed + least - _kv(demand, ctx or quantum, quantum))}), the budget is {format_size(budget.ram)}",
+                         f"{format_size(cache)} for {ctx or quantum} tokens + program and buffers {format_size(fixed + least - cache)}), "
+                         f"the budget is {format_size(budget.ram)}",
                          f"-c {shorter} fits" if shorter else f"it takes --ram {-(-(fixed + least) // 2**20)}Mi, or a smaller model")
-    residency = reside(demand.blocks, budget.ram - fixed - demand.always)
+    # Whatever is used by every token goes first: a neuron is used by few.
+    slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
+    window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
+    residency = reside(demand.blocks, budget.ram - fixed - demand.always - window)
     notes = [f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk, "
-             f"{format_size(residency.pinned_nbytes + demand.always)} stay in memory"
+             f"{format_size(residency.pinned_nbytes + demand.always + window)} stay in memory"
              if residency.streamed else "the embedding stays on the disk: a token reads its row"]
+    if slots:
+        neurons = sum(layer.count * layer.nbytes for layer in demand.units)
+        notes.append(f"{format_size(neurons)} of neurons are on the disk: those that a token activates are read unless they are among the "
+                     f"{format_size(window)} that lately were active")
     if ctx > ctx_max:
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
     elif ctx_wanted is None and ctx < ctx_max:
         notes.append(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)")
-    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), _kv(demand, ctx, quantum),
-                     demand.workspace, demand.baseline, fixed + demand.always + residency.nbytes, budget, tuple(notes), 0, residency,
-                     demand.kv_bytes_per_token)
+    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), kv_nbytes(demand, ctx, quantum),
+                     demand.workspace, demand.baseline, fixed + demand.always + window + residency.nbytes, budget, tuple(notes), 0,
+                     residency, demand.kv_bytes_per_token, slots, window)
 
 
 def _least(blocks: tuple[int, ...]) -> int:
@@ -204,10 +244,10 @@ def _gpu_count(demand: Demand, budget: Budget, ctx: int, device: str, gpu_layers
 
 def _largest_ctx(demand: Demand, budget: Budget, count: int, ctx_max: int, quantum: int) -> int:
     """The largest context that fits: `ctx_max`, or whole quanta of it; 0 when not even one quantum does."""
-    return _largest(lambda ctx: _fits(_split(demand, count, ctx, quantum), budget), ctx_max, quantum)
+    return largest(lambda ctx: _fits(_split(demand, count, ctx, quantum), budget), ctx_max, quantum)
 
 
-def _largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
+def largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
     """`most`, or the largest whole number of quanta below it that is good, or 0."""
     if is_good(most):
         return most
@@ -221,7 +261,7 @@ def _largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
     return fits * quantum
 
 
-def _kv(demand: Demand, ctx: int, quantum: int) -> int:
+def kv_nbytes(demand: Demand, ctx: int, quantum: int) -> int:
     """Bytes of the cache, which grows by whole pages."""
     return demand.kv_fixed + demand.kv_bytes_per_token * -(-ctx // quantum) * quantum
 
@@ -230,15 +270,15 @@ def _split(demand: Demand, count: int, ctx: int, quantum: int) -> _Split:
     first = demand.layers - count
     everything = sum(block.nbytes for block in demand.weights)
     on_card = sum(block.nbytes for block in demand.weights if block.layer is not None and block.layer >= first)
-    kv = _kv(demand, ctx, quantum)
+    kv = kv_nbytes(demand, ctx, quantum)
     kv_card = -(-kv * count // demand.layers) if count else 0
     weights, caches = (everything - on_card, on_card), (kv - kv_card, kv_card)
-    ram = _with_slack(demand.baseline + demand.workspace + weights[0] + caches[0])
-    vram = _with_slack(demand.workspace + weights[1] + caches[1]) if count else 0
+    ram = with_slack(demand.baseline + demand.workspace + weights[0] + caches[0])
+    vram = with_slack(demand.workspace + weights[1] + caches[1]) if count else 0
     return _Split(count, ctx, weights, caches, ram, vram)
 
 
-def _with_slack(nbytes: int) -> int:
+def with_slack(nbytes: int) -> int:
     return -(-nbytes * 105 // 100)
 
 

@@ -6,13 +6,13 @@ cost whatever they hold. A rate is measured where a model will feel it (bytes fr
 slower than memory simply has a lower one. A prompt is read in chunks, each a pass over the disk.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import log2
 
-# Shares by which predictions may miss: assumed, and not yet held against a machine left alone (`docs/speed.md`); what else is known to be
-# uncertain is added.
-ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR = 0.15, 0.1, 0.15, 0.3
+# Shares by which predictions may miss, from few machines (`docs/speed.md`); what else is known to be uncertain is added. Of models that
+# caches hold, fixed costs and chance are a large part.
+ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR, CACHED_ERROR = 0.15, 0.1, 0.15, 0.3, 0.3
 # Of the memory's rate, for a kind of weights that was not measured here.
 USUAL_SHARE = 0.7
 # Weights up to the first size stay in a processor's caches from token to token, from the second on in none: where rates are measured.
@@ -48,16 +48,45 @@ class Rates:
     attention: Mapping[str, KindRate] = field(default_factory=dict)
     disk: float | None = None
     unrest: float = 0.0
+    small: Callable[[int], float] | None = None  # bytes a second from the disk of many reads of so many bytes
+    disk_alone: float | None = None  # of one read at a time
 
 
 @dataclass(frozen=True)
 class Part:
-    """Weights of one kind that a token goes through: bytes read and products made. `last_only`: for a prompt, once (the head)."""
+    """Weights of one kind that a token goes through: bytes read and products made. `last_only`: for a prompt, once (the head);
+    `routed`: experts."""
 
     kind: str
     nbytes: int
     products: int
     last_only: bool = False
+    routed: bool = False
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Experts of which the share `kept` is in memory, and a token finds the share `hit_rate` of those that it visits. Which ones it needs
+    is known only when a layer's router has spoken, so the disk works beside the products of experts alone."""
+
+    layers: int
+    experts: int
+    per_token: int
+    expert_nbytes: int
+    kept: float
+    hit_rate: float
+
+    @property
+    def missed(self) -> float:
+        """Experts of a layer that a token has read."""
+        return self.per_token * (1 - self.hit_rate)
+
+    def nbytes(self, tokens: int) -> float:
+        """Bytes from the disk for a chunk of so many tokens, routed without any pattern where they are several."""
+        if tokens == 1:
+            return self.layers * self.missed * self.expert_nbytes
+        visited = self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)
+        return self.layers * visited * (1 - self.kept) * self.expert_nbytes
 
 
 @dataclass(frozen=True)
@@ -66,6 +95,9 @@ class Work:
 
     `attention_width`: products per layer and token attended to; `windows`: the most tokens that each layer attends to, None for all;
     `kv_bytes`: read per token of depth, all layers; `streamed`: bytes from the disk per pass; `load`: bytes read once.
+    Of neurons that are read when they are active, `missed` bytes a token in reads of `read_bytes` (`assumed`: nobody measured how many),
+    `neurons` bytes by every pass over a prompt; `window` bytes of them stay in memory. `paged`: what streams are experts. `kv_held`:
+    tokens whose keys and values memory holds, None for all; those of later ones come from the disk.
     """
 
     parts: tuple[Part, ...]
@@ -77,6 +109,20 @@ class Work:
     load: int = 0
     chunk: int = 512
     mixture: bool = False
+    paged: Paged | None = None
+    missed: float = 0.0
+    read_bytes: int = 0
+    neurons: int = 0
+    window: int = 0
+    assumed: bool = False
+    kv_held: int | None = None
+
+    def kv_disk_bytes(self, depth: int) -> int:
+        """Bytes of keys and values from the disk for a pass after `depth` tokens."""
+        if self.kv_held is None:
+            return 0
+        spilled = sum(max(0, min(depth - self.kv_held, depth if window is None else window)) for window in self.windows)
+        return self.kv_bytes * spilled // max(1, len(self.windows))
 
     @property
     def bytes_per_token(self) -> int:
@@ -107,7 +153,7 @@ class Prediction:
 
 def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     """One token after `depth` others. None where weights stream and the disk is unknown."""
-    if work.streamed and not rates.disk:
+    if (work.streamed or work.missed or work.kv_disk_bytes(depth)) and not rates.disk:
         return None
     weights = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts)
     attended = _attended(work.windows, depth)
@@ -115,28 +161,49 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     attention = max(attention, work.kv_bytes * attended / max(1, len(work.windows)) / rates.memory)
     fixed = rates.token_s + len(work.windows) * rates.layer_s
     memory = (work.bytes_per_token + work.kv_bytes * attended / max(1, len(work.windows))) / rates.memory
-    return _made(work, rates, weights + attention + fixed, memory, passes=1)
+    # What is missing is known, and read, when a layer's gates are: the processor waits for it.
+    waits = work.missed / (rates.small(work.read_bytes) if rates.small else rates.disk) if work.missed else 0.0
+    disk = work.streamed / _disk(work, rates, 1) if work.streamed else 0.0
+    disk += work.kv_disk_bytes(depth) / rates.disk if work.kv_disk_bytes(depth) else 0.0
+    routed = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts if part.routed)
+    return _made(work, rates, weights + attention + fixed, memory, disk, waits, routed)
+
+
+def window_gain(work: Work, rates: Rates) -> float | None:
+    """How many times the disk seconds of a window are those of streaming the same matrices with as much memory: above 1 it pays. None
+    where nothing is windowed or the disk is unknown."""
+    if not work.neurons or not work.missed or not rates.disk:
+        return None
+    small = rates.small(work.read_bytes) if rates.small else rates.disk
+    return ((work.neurons - work.window) / rates.disk) / (work.missed / small)
 
 
 def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
     """From the start of reading a prompt to its first answer token. None as for `decode`, and where no kind was measured."""
-    if (work.streamed and not rates.disk) or not rates.kinds:
+    passes = -(-tokens // work.chunk)
+    spilled = sum(work.kv_disk_bytes(number * work.chunk) for number in range(passes))
+    if ((work.streamed or work.neurons or spilled) and not rates.disk) or not rates.kinds:
         return None
     slowest = min(rate.prefill for rate in rates.kinds.values())
-    seconds = 0.0
+    seconds = routed = 0.0
     for part in work.parts:
         rate = rates.kinds.get(part.kind)
         if part.last_only or tokens == 1:
-            seconds += part.nbytes / _kind(rates, part.kind).decode
+            own = part.nbytes / _kind(rates, part.kind).decode
         else:
             # A few tokens go through the kernels of one: reading the weights is then what a pass costs at least.
             rate = rate or KindRate(USUAL_SHARE * rates.memory, slowest)
-            seconds += max(tokens * part.products / rate.prefill, part.nbytes / rate.decode)
+            own = max(tokens * part.products / rate.prefill, part.nbytes / rate.decode)
+        seconds += own
+        routed += own * part.routed
     pairs = sum(_pairs(tokens, window) for window in work.windows)
-    passes = -(-tokens // work.chunk)
     seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill
     seconds += passes * (rates.token_s + len(work.windows) * rates.layer_s)
-    return _made(work, rates, seconds, passes * work.bytes_per_token / rates.memory, passes)
+    disk = spilled / rates.disk if spilled else 0.0
+    if work.streamed or work.neurons:
+        streamed = work.streamed + work.neurons if work.paged is None else work.paged.nbytes(-(-tokens // passes))
+        disk += passes * streamed / _disk(work, rates, tokens)
+    return _made(work, rates, seconds, passes * work.bytes_per_token / rates.memory, disk, routed=routed)
 
 
 def load_seconds(work: Work, rates: Rates) -> float | None:
@@ -144,12 +211,22 @@ def load_seconds(work: Work, rates: Rates) -> float | None:
     return work.load / rates.disk if rates.disk else None
 
 
-def _made(work: Work, rates: Rates, processor: float, memory: float, passes: int) -> Prediction:
-    disk = passes * work.streamed / rates.disk if work.streamed else 0.0
-    error = ERROR + rates.unrest + (STREAMED_ERROR if work.streamed else 0) + (MIXTURE_ERROR if work.mixture else 0)
+def _disk(work: Work, rates: Rates, tokens: int) -> float:
+    """The disk's rate for what streams: experts of one token come one at a time where few are missing."""
+    singly = work.paged is not None and tokens == 1 and work.paged.missed < 1.5
+    return rates.disk_alone if singly and rates.disk_alone else rates.disk
+
+
+def _made(work: Work, rates: Rates, processor: float, memory: float, disk: float, waits: float = 0.0, routed: float = 0.0) -> Prediction:
+    """For `disk` seconds weights come while the processor works, beside the `routed` of its seconds alone where they are experts; for
+    `waits` seconds it stands still."""
+    beside = processor if work.paged is None else routed
+    error = (ERROR + rates.unrest + (STREAMED_ERROR if disk or waits else 0) + (MIXTURE_ERROR if work.mixture else 0)
+             + (UNKNOWN_ERROR if work.assumed else 0) + (CACHED_ERROR if work.bytes_per_token < MEMORY_NBYTES else 0))
     known = all(part.kind in rates.kinds for part in work.parts) and work.kv in rates.attention
-    limit = "disk" if disk > processor else "memory" if memory > 0.5 * processor else "processor"
-    return Prediction(max(disk, processor), disk, memory, processor, limit, round(error + (0 if known else UNKNOWN_ERROR), 2))
+    limit = "disk" if disk + waits > processor else "memory" if memory > 0.5 * processor else "processor"
+    seconds = processor - beside + max(disk, beside) + waits
+    return Prediction(seconds, disk + waits, memory, processor, limit, round(error + (0 if known else UNKNOWN_ERROR), 2))
 
 
 def _kind(rates: Rates, kind: str) -> KindRate:

@@ -10,19 +10,19 @@ lie in the file: on 64-byte borders in a folder that effllm wrote, on those of t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import CheckpointError, TensorInfo, TensorStore
-from .direct import BLOCK, READ_NBYTES, Interrupted, Read, Reader, Ticket, Traffic
+from .checkpoint import TensorInfo, TensorStore
+from .direct import BLOCK, READ_NBYTES, Read, Reader, Traffic
 from .memory import anonymous
 from .pager import ResidentPager
 from .placement import Residency
+from .turns import Turns
 
 GAP = 64 << 10  # of bytes that are rather read than left out: a read of its own costs as much
 FETCH_NBYTES = 4 << 20  # of memory for what is fetched out of turn
@@ -83,24 +83,14 @@ def lay_out(ranges: Sequence[Range], start: int = 0) -> tuple[list[_Extent], int
 class Lease:
     """A streamed part for the time of a `with`; the same one for every pass."""
 
-    def __init__(self, enter: Callable[[int], None], leave: Callable[[int], None], place: int) -> None:
-        self._enter, self._leave, self._place = enter, leave, place
+    def __init__(self, turns: Turns, place: int) -> None:
+        self._turns, self._place = turns, place
 
     def __enter__(self) -> None:
-        self._enter(self._place)
+        self._turns.enter(self._place)
 
     def __exit__(self, *error: object) -> None:
-        self._leave(self._place)
-
-
-@dataclass
-class _Turn:
-    """A part that has been asked for: its number in the endless order, its memory [begin, end), its reads."""
-
-    number: int
-    begin: int
-    end: int
-    ticket: Ticket
+        self._turns.leave()
 
 
 class StreamingPager:
@@ -110,10 +100,11 @@ class StreamingPager:
     """
 
     resident = False
+    stays = False  # leased memory may hold something else after the lease
 
     def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], residency: Residency,
                  cancelled: Callable[[], bool] = lambda: False, direct: bool = True) -> None:
-        self._store, self._parts, self._residency, self._cancelled = store, parts, residency, cancelled
+        self._store, self._parts, self._residency = store, parts, residency
         self._always = ResidentPager(store, always)
         self._reader = Reader({file: store.descriptor(file) for file in store.files}, direct=direct)
         self._views: dict[int, tuple[np.ndarray, ...]] = {}
@@ -130,12 +121,10 @@ class StreamingPager:
             extents, _, places = lay_out(parts[index].ranges, at)
             self._extents.append(extents)
             self._bounds.append((at, at + nbytes))
-            self._views[index] = _views(self._ring, parts[index], places)
+            self._views[index] = views(self._ring, parts[index], places)
             at += nbytes
-        self._leases = {index: Lease(self._enter, self._leave, place) for place, index in enumerate(residency.streamed)}
-        self._turns: deque[_Turn] = deque()  # in memory or on their way, in order; the first may be in use
-        self._stale: list[_Turn] = []  # taken back while a read was under way
-        self._next = 0  # the number of the next part to be read
+        self._turns = Turns(self._reader, self._ask, cancelled, len(self._bounds))
+        self._leases = {index: Lease(self._turns, place) for place, index in enumerate(residency.streamed)}
         self.nbytes = self._always.nbytes + residency.nbytes + FETCH_NBYTES
         self.load_nbytes = sum(info.nbytes for infos in always.values() for info in infos) + residency.pinned_nbytes
 
@@ -155,17 +144,17 @@ class StreamingPager:
                 extents, nbytes, places = lay_out(self._parts[index].ranges)
                 memory = anonymous(nbytes)
                 self._pinned.append(memory)
-                self._views[index] = _views(memory, self._parts[index], places)
-                tickets.append((self._reader.submit(_reads(extents, memory)), nbytes))
+                self._views[index] = views(memory, self._parts[index], places)
+                tickets.append((self._reader.submit(reads_of(extents, memory)), nbytes))
             for ticket, nbytes in tickets:
-                self._wait(ticket)
+                self._turns.wait(ticket)
                 done += nbytes
                 yield done, self.load_nbytes
         finally:
             for ticket, _ in tickets:
                 self._reader.drop(ticket)
         self._store.check_unchanged()
-        self._read_ahead()
+        self._turns.read_ahead()
 
     def lease(self, key: Hashable) -> AbstractContextManager[Mapping[str, np.ndarray]]:
         """The group's tensors that are in memory as a whole, as uint8 arrays."""
@@ -185,9 +174,9 @@ class StreamingPager:
         extents, nbytes, places = lay_out(ranges)
         if nbytes > FETCH_NBYTES:
             raise ValueError(f"{nbytes} bytes to fetch at once, at most {FETCH_NBYTES}")
-        ticket = self._reader.submit(_reads(extents, self._spare), urgent=True)
+        ticket = self._reader.submit(reads_of(extents, self._spare), urgent=True)
         try:
-            self._wait(ticket)
+            self._turns.wait(ticket)
         except BaseException:
             self._reader.drop(ticket)
             if ticket.left:
@@ -199,51 +188,12 @@ class StreamingPager:
         """CheckpointError where a file was cut or rewritten in place since its header was read."""
         self._store.check_unchanged()
 
-    def _enter(self, place: int) -> None:
-        count = len(self._bounds)
-        first = self._turns[0].number if self._turns else self._next
-        wanted = first + (place - first) % count
-        # Parts that are passed over (a pass that ended early, a pass without a head) are given up.
-        while self._turns and self._turns[0].number < wanted:
-            self._give_up(self._turns.popleft())
-        if not self._turns:
-            self._next = wanted
-        self._read_ahead()
-        while not self._turns:  # what was given up is still being written where the part goes
-            with suppress(CheckpointError):
-                self._wait(self._stale[0].ticket)
-            self._read_ahead()
-        try:
-            self._wait(self._turns[0].ticket)
-        except BaseException:
-            self._give_up(self._turns.popleft())
-            raise
-
-    def _leave(self, place: int) -> None:
-        self._turns.popleft()
-        self._read_ahead()
-
-    def _give_up(self, turn: _Turn) -> None:
-        self._reader.drop(turn.ticket)
-        if turn.ticket.left:
-            self._stale.append(turn)
-
-    def _read_ahead(self) -> None:
-        """Ask for parts as long as there is memory that nobody needs."""
-        count = len(self._bounds)
-        self._stale = [turn for turn in self._stale if turn.ticket.left]
-        while count and len(self._turns) < count:
-            place = self._next % count
-            begin, end = self._bounds[place]
-            if any(begin < turn.end and turn.begin < end for turn in (*self._turns, *self._stale)):
-                return
-            self._turns.append(_Turn(self._next, begin, end, self._reader.submit(_reads(self._extents[place], self._ring))))
-            self._next += 1
-
-    def _wait(self, ticket: Ticket) -> None:
-        if self._cancelled():
-            raise Interrupted
-        self._reader.wait(ticket, self._cancelled)
+    def _ask(self, place: int, taken: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], list[Read]] | None:
+        """The memory [begin, end) of a streamed part and its reads, while nobody else's lies there."""
+        begin, end = self._bounds[place]
+        if any(begin < other_end and other < end for other, other_end in taken):
+            return None
+        return (begin, end), reads_of(self._extents[place], self._ring)
 
     # -- what it cost ----------------------------------------------------------------------------------------------------------
 
@@ -272,13 +222,13 @@ class StreamingPager:
         self._views, self._pinned = {}, []
 
 
-def _views(memory: np.ndarray, part: Part, places: Sequence[int]) -> tuple[np.ndarray, ...]:
+def views(memory: np.ndarray, part: Part, places: Sequence[int]) -> tuple[np.ndarray, ...]:
     return tuple(memory[place : place + own.nbytes] for place, own in zip(places, part.ranges, strict=True))
 
 
-def _reads(extents: Sequence[_Extent], memory: np.ndarray) -> list[Read]:
-    """Extents cut into reads."""
+def reads_of(extents: Sequence[_Extent], memory: np.ndarray, most: int = READ_NBYTES) -> list[Read]:
+    """Extents cut into reads of at most `most` bytes."""
     view = memoryview(memory)
-    return [Read(each.file, each.offset + begin, view[each.at + begin : each.at + min(begin + READ_NBYTES, each.nbytes)],
-                 min(READ_NBYTES, each.needed - begin))
-            for each in extents for begin in range(0, each.nbytes, READ_NBYTES)]
+    return [Read(each.file, each.offset + begin, view[each.at + begin : each.at + min(begin + most, each.nbytes)],
+                 min(most, each.needed - begin))
+            for each in extents for begin in range(0, each.nbytes, most)]

@@ -146,6 +146,27 @@ class Expert:
 
 
 @dataclass(frozen=True)
+class Bundles:
+    """`up` and `down` of an MLP neuron by neuron: the row of `up`, if `has_up`, `width` values, then the column of `down`, as many.
+
+    `offset`: bytes from the beginning of a bundle to its column. `holder` brings them (`kernels/cpu/bundled.py`). Biases are float32,
+    `up`'s one value a neuron. `thresholds`, float32, one a neuron: gates below it count as zero, which changes the result; None: none do.
+    """
+
+    scheme: str
+    width: int
+    has_up: bool
+    holder: object
+    up_bias: np.ndarray | None = None
+    down_bias: np.ndarray | None = None
+    thresholds: np.ndarray | None = None
+
+    @cached_property
+    def offset(self) -> int:
+        return self.width * RAW_NUMPY[self.scheme].itemsize if self.has_up else 0
+
+
+@dataclass(frozen=True)
 class Norm:
     """`kind` is rms, rms+1 (weights stored minus one), layer or none; `weight` and `bias` are float32 `[K]` or None."""
 

@@ -27,55 +27,76 @@ from .engine import Engine
 from .events import Progress
 from .model import parameters
 from .prepare import LOGIT_ROWS, EngineOptions, Prepared, prepare_with
+from .sampler import Sampler, SamplerSettings
 from .synthetic import SyntheticStore, synthetic_config
 
 ROOF_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """`prompt` and `gen` tokens after `depth` tokens, `repetitions` times; `columns` tokens per forward pass of the answer."""
+class BenchTest:
+    """`prompt` tokens to read or `gen` to write, the other is 0, after `depth` tokens."""
 
-    prompt: int = 512
-    gen: int = 128
-    depth: int = 0
+    prompt: int
+    gen: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Every number of tokens to read (`prompt`) and to write (`gen`), after every number of tokens in `depth`, `repetitions` times;
+    `columns` tokens per forward pass of the answer. A 0 in `prompt` or `gen` is no test. An engine that speculates writes its likeliest
+    text, any other reads random tokens."""
+
+    prompt: tuple[int, ...] = (512,)
+    gen: tuple[int, ...] = (128,)
+    depth: tuple[int, ...] = (0,)
     repetitions: int = 3
     columns: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt", 0), ("gen", 0), ("depth", 0), ("repetitions", 1), ("columns", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} {getattr(self, name)} is too small", f"at least {least}")
+        for name, given, least in (("prompt", self.prompt, 0), ("gen", self.gen, 0), ("depth", self.depth, 0),
+                                   ("repetitions", [self.repetitions], 1), ("columns", [self.columns], 1)):
+            for value in given:
+                if value < least:
+                    raise UsageError(f"{name} {value} is too small", f"at least {least}")
         if self.columns > LOGIT_ROWS:
             raise UsageError(f"columns {self.columns} is too large", f"at most {LOGIT_ROWS}")
-        if not self.prompt and not self.gen:
+        if not self.tests:
             raise UsageError("nothing to measure", "give -p or -n")
+
+    @property
+    def tests(self) -> list[BenchTest]:
+        """What is measured, in order."""
+        return [BenchTest(prompt, gen, depth) for depth in self.depth
+                for prompt, gen in [*((tokens, 0) for tokens in self.prompt), *((0, tokens) for tokens in self.gen)] if prompt or gen]
 
     @property
     def ctx(self) -> int:
         """Context that the measurement needs."""
-        return self.depth + max(self.prompt, self.gen * self.columns) + 1
+        return 1 + max(max(test.depth + test.prompt, max(test.depth, 1) + test.gen * self.columns) for test in self.tests)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs of one test: seconds each, when the first began, the most memory that the process had held by its end, and what was read
-    from the disk, and waited for it, in one repetition."""
+    """The runs of one test: seconds each, when the first began, the most memory that the process had held by its end, bytes that its last
+    pass read of weights and cache, and what was read from the disk, and waited for it, in one repetition."""
 
-    prompt: int
-    gen: int
+    test: BenchTest
     samples: list[float]
     began: str
     peak: int
+    pass_nbytes: int
     disk_nbytes: int
     disk_wait_s: float
+    passes: int
 
 
 @dataclass(frozen=True)
 class BenchRow:
     """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second, `test_time` the UTC time at
     which it began. `n_batch` is the most tokens per pass, what is told of the disk one repetition's; `predicted_ts` None where this machine
-    was not measured."""
+    was not measured; `tokens_per_pass` of an answer, where tokens were drafted their mean."""
 
     build_commit: str
     build_number: int
@@ -113,12 +134,11 @@ class BenchRow:
     disk_bytes_read: int
     disk_wait_s: float
     predicted_ts: float | None
+    tokens_per_pass: float
 
     @property
     def test(self) -> str:
-        """llama-bench's name of the test: pp512, tg128 @ d1024."""
-        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
-        return name + (f" @ d{self.n_depth}" if self.n_depth else "")
+        return test_name(BenchTest(self.n_prompt, self.n_gen, self.n_depth))
 
     def to_json(self) -> dict[str, object]:
         return {**asdict(self), "test": self.test}
@@ -135,49 +155,67 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
     """Measure; yields Progress per repetition and a BenchRow per test. Each test warms up once first."""
     if options.ctx > engine.n_ctx:
         raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}", f"-c {options.ctx}")
+    if engine.speculation is not None and options.columns > 1:
+        raise UsageError("--columns runs tokens side by side that speculation would choose", "drop --columns, or --spec and --draft")
     rng = np.random.default_rng(0)
     ids = rng.integers(0, engine.config.vocab_size, options.ctx).tolist()
     measured: list[Measured] = []
-    pager = engine.model.pager
-    for prompt, gen in ((options.prompt, 0), (0, options.gen)):
-        if not prompt and not gen:
-            continue
+    for test in options.tests:
         samples, began = [], datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        _once(engine, ids, options.depth, min(prompt, PAGE), min(gen, 2), options.columns)
-        before = pager.disk_nbytes, pager.wait_s
+        _once(engine, ids, replace(test, prompt=min(test.prompt, PAGE), gen=min(test.gen, 2)), options.columns)
+        before, passes = (engine.disk_nbytes, engine.disk_wait_s), _passes(engine)
         for done in range(options.repetitions):
-            yield Progress(f"measuring {'pp' if prompt else 'tg'}", done, options.repetitions, "runs")
-            samples.append(_once(engine, ids, options.depth, prompt, gen, options.columns))
-        disk = (pager.disk_nbytes - before[0]) // options.repetitions, (pager.wait_s - before[1]) / options.repetitions
-        measured.append(Measured(prompt, gen, samples, began, hardware.peak_rss(), *disk))
+            yield Progress(f"measuring {test_name(test)}", done, options.repetitions, "runs")
+            samples.append(_once(engine, ids, test, options.columns))
+        disk = (engine.disk_nbytes - before[0]) // options.repetitions, (engine.disk_wait_s - before[1]) / options.repetitions
+        nbytes = engine.model.bytes_per_pass + engine.cache.read_nbytes
+        made = (_passes(engine) - passes) // options.repetitions or test.gen
+        measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
     roof = _roof(engine)  # last: its buffer is no part of what the model takes
     for each in measured:
         yield _row(engine, options, name, each, roof)
 
 
-def _once(engine: Engine, ids: list[int], depth: int, prompt: int, gen: int, columns: int) -> float:
+def test_name(test: BenchTest) -> str:
+    """llama-bench's name of a test: pp512, tg128 @ d1024."""
+    name = f"pp{test.prompt}" if test.prompt else f"tg{test.gen}"
+    return name + (f" @ d{test.depth}" if test.depth else "")
+
+
+def _passes(engine: Engine) -> int:
+    """Passes that speculation has made so far."""
+    return engine.speculation.counts.passes if engine.speculation else 0
+
+
+def _once(engine: Engine, ids: list[int], test: BenchTest, columns: int) -> float:
     """Seconds for one test, its depth not counted."""
     engine.reset()
-    if depth:
-        for _ in engine.prefill(ids[:depth]):
+    writes = engine.speculation is not None and test.gen > 0
+    if test.depth or writes:
+        for _ in engine.prefill(ids[: max(test.depth, 1)]):
             continue
     started = time.perf_counter()
-    if prompt:
-        for _ in engine.prefill(ids[: depth + prompt]):
+    if writes:
+        greedy = Sampler(SamplerSettings(temperature=0), engine.config.vocab_size)
+        for _ in engine.generate(greedy, test.gen + 1, frozenset()):  # the first comes with what was read
             continue
-    for step in range(gen):
-        at = depth + step * columns
+        return time.perf_counter() - started
+    if test.prompt:
+        for _ in engine.prefill(ids[: test.depth + test.prompt]):
+            continue
+    for step in range(test.gen):
+        at = test.depth + step * columns
         engine.forward_logits(ids[at : at + columns])
     return time.perf_counter() - started
 
 
-def _row(engine: Engine, options: BenchOptions, name: str, test: Measured, roof: float) -> BenchRow:
-    prompt, gen, samples, devices = test.prompt, test.gen, test.samples, engine.placement.devices
+def _row(engine: Engine, options: BenchOptions, name: str, measured: Measured, roof: float) -> BenchRow:
+    test, samples, devices = measured.test, measured.samples, engine.placement.devices
+    prompt, gen = test.prompt, test.gen
     tokens = prompt or gen * options.columns
     rates = [tokens / seconds for seconds in samples]
     nanoseconds = [round(seconds * 1e9) for seconds in samples]
-    nbytes = engine.model.bytes_per_pass + engine.cache.read_nbytes
-    bandwidth = nbytes * gen / median(samples) if gen else 0.0
+    bandwidth = measured.pass_nbytes * measured.passes / median(samples) if gen else 0.0
     major, minor, patch = (int(part) for part in __version__.split(".")[:3])
     folder = engine.prepared.folder
     return BenchRow(
@@ -186,25 +224,26 @@ def _row(engine: Engine, options: BenchOptions, name: str, test: Measured, roof:
         model_filename=str(folder) if folder else name, model_type=name, model_size=engine.model.nbytes,
         model_n_params=parameters(engine.model.tensors), n_batch=engine.prepared.shape.chunk, n_ubatch=engine.prepared.shape.chunk,
         n_threads=engine.backends["cpu"].pool.workers, type_k=engine.options.kv, type_v=engine.options.kv,
-        n_gpu_layers=devices.count("cuda"), use_mmap=engine.options.load == "mmap", n_prompt=prompt, n_gen=gen, n_depth=options.depth,
-        test_time=test.began, avg_ns=round(fmean(nanoseconds)), stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates),
+        n_gpu_layers=devices.count("cuda"), use_mmap=engine.options.load == "mmap", n_prompt=prompt, n_gen=gen, n_depth=test.depth,
+        test_time=measured.began, avg_ns=round(fmean(nanoseconds)), stddev_ns=round(_spread(nanoseconds)), avg_ts=fmean(rates),
         stddev_ts=_spread(rates), samples_ns=tuple(nanoseconds),
-        samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=nbytes,
-        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=test.peak,
-        disk_bytes_read=test.disk_nbytes, disk_wait_s=test.disk_wait_s, predicted_ts=_predicted(engine, options, prompt, gen))
+        samples_ts=tuple(rates), median_ts=median(rates), columns=options.columns if gen else 1, bytes_per_pass=measured.pass_nbytes,
+        read_bandwidth=bandwidth, roof_bandwidth=roof, roof_fraction=bandwidth / roof, peak_rss_bytes=measured.peak,
+        disk_bytes_read=measured.disk_nbytes, disk_wait_s=measured.disk_wait_s, predicted_ts=_predicted(engine, test, options.columns),
+        tokens_per_pass=tokens / measured.passes if gen else 0.0)
 
 
-def _predicted(engine: Engine, options: BenchOptions, tokens: int, gen: int) -> float | None:
+def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
     """What a plan would have said of a test, from what is known of this machine; several columns are not predicted."""
     known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
-    if known is None or "cuda" in engine.placement.devices or options.columns > 1:
+    if known is None or "cuda" in engine.placement.devices or columns > 1:
         return None
     asked = forecast.work(engine.prepared, engine.model.tensors)
-    if gen:
-        made = predict.decode(asked, known, options.depth + gen // 2)
+    if test.gen:
+        made = predict.decode(asked, known, test.depth + test.gen // 2)
         return made and made.tokens_per_s
-    whole, before = predict.prompt(asked, known, options.depth + tokens), predict.prompt(asked, known, options.depth)
-    return tokens / (whole.seconds - (before.seconds if options.depth else 0)) if whole and before else None
+    whole, before = predict.prompt(asked, known, test.depth + test.prompt), predict.prompt(asked, known, test.depth)
+    return test.prompt / (whole.seconds - (before.seconds if test.depth else 0)) if whole and before else None
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -212,9 +251,10 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _roof(engine: Engine) -> float:
-    """Read bandwidth of this machine with the engine's threads; in a budget that weights do not fit, of as much memory as is left."""
+    """Read bandwidth of this machine with the engine's threads; in a budget that weights or cache do not fit, of as much memory as
+    is left."""
     size = min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes))
-    if not engine.model.pager.resident:
+    if not engine.model.pager.resident or engine.placement.kv_pages is not None:
         size = max(4 << 20, min(size, engine.placement.budget.ram - hardware.rss() - (8 << 20)))
     memory = anonymous(size)
     memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros

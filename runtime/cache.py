@@ -18,9 +18,11 @@ import numpy as np
 
 from .. import EffllmError
 from ..kernels.layout import PAGE, PageLayout
+from ..offload.direct import Interrupted
 from ..offload.memory import anonymous, discard
-from ..offload.pages import PagePool
+from ..offload.pages import DiskTier, PagePool
 from ..quant.kv import PackedCodec, PackedFormat, RawCodec
+from .cache_parts import sealers, selective
 from .policy.keep import Action, Keep, PageStats, Policy
 
 if TYPE_CHECKING:
@@ -70,6 +72,10 @@ class LayerPages(Protocol):
     def write(self, k: object, v: object, slots: np.ndarray, rows: np.ndarray) -> None: ...
     def attend(self, q: object, position: int, blocks: np.ndarray, sinks: object | None = None) -> object: ...
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: RawCodec | PackedCodec) -> None: ...
+    def read_page(self, page: int) -> np.ndarray: ...
+    def write_page(self, page: int, data: np.ndarray) -> None: ...
+    def read_slot(self, slot: int) -> np.ndarray: ...
+    def write_slot(self, slot: int, data: np.ndarray) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,11 +106,13 @@ class Step:
 
 class KVCache:
     """`layers` are the backends' storages in layer order, `codecs` what seals their pages; `layout` is that of exact tokens and `exact`
-    their memory; `sealers` are told when all of a page has been noted. `n` tokens are held. `open_cache` makes one."""
+    their memory; `sealers` are told when all of a page has been noted; `pool` has the memory of sealed pages. `n` tokens are held.
+    `open_cache` makes one."""
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
-                 layout: PageLayout, exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = ()) -> None:
-        self._exact, self._sealers = exact, sealers
+                 layout: PageLayout, exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
+                 pool: PagePool | None = None) -> None:
+        self._exact, self._sealers, self.pool = exact, sealers, pool
         self.shape, self.codecs, self.policy, self.layout = shape, codecs, policy, layout
         self._layers = [LayerCache(pages, self) for pages in layers]
         self.sealed_nbytes = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
@@ -143,6 +151,8 @@ class KVCache:
         """Make room for `tokens` more. They count as held after `commit`. Raises ValueError beyond the context."""
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
+        if self.pool is not None and self.pool.stream is not None:
+            self.pool.stream.begin([self._seen(layer.pages.window, tokens) for layer in self._layers])
         if tokens == 1 and self._begin_next():
             return self.step
         positions = np.arange(self.n, self.n + tokens, dtype=np.int64)
@@ -157,6 +167,14 @@ class KVCache:
         self.step = Step(self.n, positions, slots, positions - starts, self._blocks(self.n + tokens))
         self._changed = False
         return self.step
+
+    def _seen(self, window: int | None, tokens: int) -> tuple[int, int]:
+        """Pages [begin, end) on the disk that `tokens` tokens from `n` on see through a window; none of those that are picked."""
+        if window is None and tokens == 1 and self.pool.picks:
+            return self.pool.first, self.pool.first
+        begin = 0 if window is None else (self.n - window - self.shape.sinks - PAGE + 1) // PAGE + 1
+        begin = max(begin, self.pool.first)
+        return begin, max(begin, self.sealed)
 
     def _begin_next(self) -> bool:
         """`begin` for a token that lies behind the only one of the last step, in the same page. The step has the arrays of the last one,
@@ -180,10 +198,22 @@ class KVCache:
             rows.append((1, page, first, PAGE) if page < self.sealed else (0, self._slot_of[page], first, min(PAGE, end - first)))
         return np.array(rows, np.int64)
 
-    def commit(self) -> None:
-        """The step's tokens are held now; pages that left the window are sealed. Raises EffllmError where keys or values of such a page are
-        no numbers: the page stays open then."""
-        self.n += len(self.step.slots)
+    @property
+    def ahead(self) -> int:
+        """Tokens that one pass may take so that each sees what it would in a pass of its own and those that are not committed leave no
+        trace: no page is sealed before the last of them, and all lie in the open page of the first."""
+        return min(self._start(self._page(self.n) + 1), self._start(self.sealed + 1) + self.shape.window) - self.n
+
+    def commit(self, tokens: int | None = None) -> None:
+        """So many of the step's tokens that are not held yet (None: all) are held now; pages that left the window are sealed. What the
+        others wrote is written over when their places are taken. Raises ValueError for more than the step has, EffllmError where keys or
+        values of a page to be sealed are no numbers: the page stays open then. Where a disk does not take a page, these tokens are not
+        held: EffllmError, or Interrupted."""
+        left = self.step.position + len(self.step.slots) - self.n
+        if tokens is not None and tokens > left:
+            raise ValueError(f"{tokens} tokens to commit, the step has {left}")
+        before = self.n
+        self.n += left if tokens is None else tokens
         while self._start(self.sealed + 1) <= self.n - self.shape.window:
             page, slot = self.sealed, self._slot_of[self.sealed]
             if self.policy.act(PageStats(page, self._start(page), PAGE)) is Action.KEEP:
@@ -192,6 +222,9 @@ class KVCache:
                 except ValueError as error:
                     hint = "--kv 16bit keeps it as it is; effllm verify MODEL looks for damage in the model's files"
                     raise EffllmError(f"the KV cache cannot be packed: {error}", hint) from error
+                except (EffllmError, Interrupted):
+                    self.truncate(before)
+                    raise
             self._release(self._slot_of.pop(page))
             self.sealed += 1
             self._changed = True
@@ -201,6 +234,8 @@ class KVCache:
             layer.pages.seal(slot, page, index, self._start(page), codec)
         for sealer in self._sealers:
             sealer.flush()
+        if self.pool is not None:
+            self.pool.keep(page)
 
     def truncate(self, n: int) -> int:
         """Forget tokens from `n` on. Returns how many are held: fewer than `n` where a sealed page would have to be exact again, and
@@ -218,13 +253,69 @@ class KVCache:
         self.n = n
         return n
 
+    # -- kept outside ----------------------------------------------------------------------------------------------------------
+
+    def exact_blocks(self) -> list[tuple[int, int]]:
+        """(page, tokens held) of what is exact, in position order; -1 are the sinks."""
+        last = self._page(self.n - 1) if self.n else -1
+        pages = [*([-1] if self.n and self.shape.sinks else []), *range(self.sealed, last + 1)]
+        return [(page, min(self.n - self._start(page), PAGE if page >= 0 else self.shape.sinks)) for page in pages]
+
+    def read(self, page: int) -> list[np.ndarray]:
+        """The bytes of a page in every layer: a sealed one as it is, of an exact one its slot."""
+        if 0 <= page < self.sealed:
+            return [layer.pages.read_page(page) for layer in self._layers]
+        return [layer.pages.read_slot(self._slot_of[page]) for layer in self._layers]
+
+    def write(self, page: int, layers: Sequence[np.ndarray]) -> None:
+        """Put what `read` gave in its place, after `adopt`."""
+        for layer, data in zip(self._layers, layers, strict=True):
+            if 0 <= page < self.sealed:
+                layer.pages.write_page(page, data)
+            else:
+                layer.pages.write_slot(self._slot_of[page], data)
+        if 0 <= page < self.sealed:
+            self.pool.keep(page)
+            if self.pool.picks and page >= self.pool.first:
+                for layer in self._layers:
+                    layer.pages.selective.note(page, *layer.pages.sides(1, page))
+
+    def adopt(self, n: int, sealed: int) -> None:
+        """Hold `n` tokens, `sealed` pages of them packed, whose bytes are written next. Raises ValueError where no cache can be so."""
+        most = (self.shape.slots - 1) * PAGE
+        if not 0 <= n <= self.shape.ctx or sealed < 0 or (sealed and n < self._start(sealed)) or n - self._start(sealed) > most:
+            raise ValueError(f"{n} tokens with {sealed} packed pages in a cache for {self.shape.ctx}")
+        for slot in self._slot_of.values():
+            self._forget(slot)
+        self.clear()
+        self._used.clear()
+        self.n, self.sealed = n, sealed
+        for page, _ in self.exact_blocks():
+            if page >= 0:
+                self._slot_of[page] = self._free.pop()
+            self._used.add(self._slot_of[page])
+
     def _release(self, slot: int) -> None:
         """A slot is free: its memory goes back, since a chunk of a prompt takes more slots than an answer after it."""
         self._free.append(slot)
         self._used.discard(slot)
+        self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
         size = self.layout.layer_page_nbytes
         for memory in self._exact:
             discard(memory[slot * size : (slot + 1) * size])
+
+    def shed(self) -> int:
+        """Between two passes, let half of the pages in memory go to the disk where some may; returns the bytes given back."""
+        freed = self.pool.shed(self.sealed) if self.pool is not None else 0
+        self._changed = True
+        return freed
+
+    def close(self) -> None:
+        """Give back what is not memory: the file of pages on the disk."""
+        if self.pool is not None:
+            self.pool.close()
 
     # -- what it cost ----------------------------------------------------------------------------------------------------------
 
@@ -262,29 +353,21 @@ class KVCache:
 
 
 def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
-               codecs: Sequence[RawCodec | PackedCodec] | None = None) -> KVCache:
-    """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the layers' pages, where a profile says."""
+               codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
+    """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the layers' pages, where a profile says.
+    `disk`: where pages go that memory does not hold, for layers on the CPU alone."""
     kv_heads, head_dim = specs[0].kv_heads, specs[0].head_dim
     layout, codecs = kv.layout(kv_heads, head_dim), codecs or layer_codecs(kv, len(specs), kv_heads, head_dim)
-    pool = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in codecs])
+    pool = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in codecs], disk)
     exact = [anonymous(shape.slots * layout.layer_page_nbytes) for _ in specs]
     layers = [ops.kv_layer(layout, exact[i], pool.extent(i), spec.scale, spec.window, spec.softcap, codecs[i])
               for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
-    return KVCache(layers, codecs, Keep(), shape, layout, exact, _sealers(backends, layers, codecs, layout))
-
-
-def _sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec],
-             layout: PageLayout) -> list[Sealer]:
-    """Compiled sealing for the packed layers of the CPU, which are told of it."""
-    packed = [i for i, codec in enumerate(codecs) if codec.is_packed and backends[i].name == "cpu"]
-    if not packed:
-        return []
-    from ..quant.kv_seal import NotingCodec, Sealer
-
-    sealer = Sealer(backends[packed[0]], layout, [codec.basis for codec in codecs], [codec.bits for codec in codecs])
-    for i in packed:
-        layers[i].sealed_by = NotingCodec(sealer, i)
-    return [sealer]
+    for i, pages in enumerate(layers):
+        if pool.stream is not None:
+            pages.spilled = pool.spilled(i, lead=1 if shape.sinks else 0)
+            if disk.slots:
+                pages.selective = selective(pages, codecs[i], pool)
+    return KVCache(layers, codecs, Keep(), shape, layout, exact, sealers(backends, layers, codecs, layout), pool)
 
 
 def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int,

@@ -17,7 +17,8 @@ from ..offload.header import is_gguf
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 
-ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
+        "relu2": "relu2"}
 MAX_LAYERS = 2048
 MOST = {"hidden_size": 2**20, "intermediate_size": 2**22, "ffn_dim": 2**22, "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096,
         "vocab_size": 2**24}

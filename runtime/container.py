@@ -55,6 +55,11 @@ class Container:
     method: Mapping[str, object]
     calibration: Mapping[str, object]
 
+    @property
+    def is_low_bit(self) -> bool:
+        """Does it hold codes?"""
+        return any(not stored.spec.is_raw for stored in self.tensors.values())
+
     def to_json(self) -> str:
         """The text of the file, the same for the same values."""
         tensors = {}

@@ -134,7 +134,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         started = time.monotonic()
         pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
         copies = copied(plan.folder)
-        _check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
+        check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         try:
             with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE) as writer:
                 yield from _opening(plan, writer)
@@ -263,7 +263,7 @@ def copied(folder: Path) -> dict[str, Path]:
             if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COMPANIONS)}
 
 
-def _check_space(out: Path, nbytes: int) -> None:
+def check_space(out: Path, nbytes: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if nbytes > free:
         raise DoesNotFit(f"{out.name} needs {format_size(nbytes)} more, and the disk of {out.parent} has {format_size(free)} free",

@@ -18,12 +18,16 @@ from ..kernels.layout import PAGE
 from ..kernels.workspace import Dims
 from ..offload.direct import Interrupted
 from ..quant.kv import codec
+from .bundles import is_bundled
 from .cache import KVCache, open_cache
 from .events import Notice, Progress
+from .kv_disk import disk_tier
 from .model import Model, attention_specs, dims
 from .passes import joined
 from .prepare import LOGIT_ROWS, EngineOptions, Prepared, folder_kinds, prepare, worker_count
+from .pressure import Watch
 from .sampler import Sampler
+from .speculate import speculation
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
         yield from lookup.measure(prepared, engine.model.tensors)
         for done, total in engine.model.load():
             yield Progress("loading", done, total, "bytes")
+        if engine.speculation is not None:
+            yield from engine.speculation.load()
         yield from lookup.arrange(engine.model, prepared)
     except BaseException:
         engine.close()
@@ -90,37 +96,59 @@ class Engine:
         config, options, shape = prepared.config, prepared.options, prepared.shape
         self.prepared, self.config, self.options = prepared, config, options
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
-        widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, codec(options.kv).is_packed)
+        widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, codec(options.kv).is_packed, is_bundled(prepared.container),
+                      self.placement.kv_pages is not None)
         self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact)
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
+        # told a prompt and how much of it is held; may put more of it into the cache, and says how much is held then
+        self.recall: Callable[[list[int], int], int] = lambda ids, held: held
         streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.cancelled())
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                            mmap=options.load == "mmap", container=prepared.container, streams=streams)
-        self.cache = self.new_cache()
+        self.cache, self.watch = self.new_cache(), Watch(mapped=options.load == "mmap")
         self.tokens: list[int] = []
         self.truncated = False
         self.reused = 0  # tokens of the last prompt that the cache already held
         self.load_s = 0.0
         self.prefill_s = self.decode_s = self.sampling_s = 0.0  # sampling is part of decode
         self._logits: np.ndarray | None = None
+        self.speculation = speculation(prepared)
 
     def new_cache(self) -> KVCache:
         """An empty KV cache for this model, codec and context, over the backends of its layers."""
         backends = [self.backends[device] for device in self.placement.devices]
-        return open_cache(backends, attention_specs(self.config), codec(self.options.kv), self.prepared.shape, self.prepared.codecs)
+        return open_cache(backends, attention_specs(self.config), codec(self.options.kv), self.prepared.shape, self.prepared.codecs,
+                          disk_tier(self.prepared, lambda: self.cancelled()))
 
     def announcements(self) -> list[str]:
         """Fallbacks that have been chosen since the last call."""
         lines = [line for backend in self.backends.values() for line in backend.registry.announcements()]
-        return lines + self.model.pager.announcements()
+        return lines + self.model.pager.announcements() + self.cache.pool.announcements() + self.watch.announcements()
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes read from the disk so far: weights and pages of the cache."""
+        return self.model.pager.disk_nbytes + self.cache.pool.traffic.nbytes
+
+    @property
+    def disk_wait_s(self) -> float:
+        """Seconds that passes have waited for the disk."""
+        return self.model.pager.wait_s + self.cache.pool.traffic.wait_s
 
     def reset(self) -> None:
         """Forget the sequence."""
         self.cache.clear()
         self.tokens, self._logits, self.truncated = [], None, False
 
+    def hold(self, tokens: Sequence[int]) -> None:
+        """The cache was given what these tokens leave there, from outside."""
+        self.tokens, self._logits, self.truncated = list(tokens), None, False
+
     def close(self) -> None:
+        if self.speculation is not None:
+            self.speculation.close()
         self.model.close()
+        self.cache.close()
         for backend in self.backends.values():
             backend.close()
 
@@ -148,7 +176,7 @@ class Engine:
                                       "shorten it, raise -c, or --overflow shift to drop the middle")
             ids = self._shortened(ids)
         held = _common_prefix(self.tokens, ids)
-        held = self.cache.truncate(min(held, len(ids) - 1))
+        held = self.recall(ids, self.cache.truncate(min(held, len(ids) - 1)))
         self.tokens, self.reused = ids[:held], held
         started = time.perf_counter()
         try:
@@ -173,6 +201,7 @@ class Engine:
         return ids[:sinks] + ids[len(ids) - (self.n_ctx // 2 - sinks) :]
 
     def _forward(self, ids: Sequence[int]) -> np.ndarray:
+        self.watch.look(self.cache)
         x = self.model.forward(np.array(ids, np.int64), self.cache)
         self.tokens.extend(ids)
         return x
@@ -204,12 +233,28 @@ class Engine:
                 return
             started = time.perf_counter()
             try:
-                self._logits = self.model.logits(self._forward([token]))[0]
+                self._logits = self._after(token, None if max_tokens is None else max_tokens - made)
             except Interrupted:
                 self._logits = None
             self.decode_s += time.perf_counter() - started
             if self._logits is None:
                 return
+
+    def _after(self, token: int, left: int | None) -> np.ndarray:
+        """Hold `token`; returns the logits behind it. `left`: tokens that may still be asked for (None: no limit)."""
+        if self.speculation is None:
+            return self.model.logits(self._forward([token]))[0]
+        return self.speculation.after(self, token, left)
+
+    def run_ahead(self, ids: Sequence[int]) -> np.ndarray:
+        """Run `ids` after what is held without holding them; logits float32 [len(ids), V], a view. `take` then holds them one by one."""
+        self.watch.look(self.cache)
+        return self.model.logits(self.model.forward(np.array(ids, np.int64), self.cache, commit=False))
+
+    def take(self, token: int) -> None:
+        """The next token of the last `run_ahead` is held."""
+        self.cache.commit(1)
+        self.tokens.append(token)
 
     def _sample(self, sampler: Sampler) -> int:
         try:
@@ -238,6 +283,11 @@ class Engine:
             self.reset()
         for piece in self._passes(len(ids) - held, pages):
             start = len(self.tokens)
+            if self.cache.pool.picks:  # as an answer is written
+                for row in range(start, start + piece, LOGIT_ROWS):
+                    made = [self.forward_logits([token])[0].copy() for token in ids[row : min(row + LOGIT_ROWS, start + piece)]]
+                    yield row, np.stack(made)
+                continue
             x = self._forward(ids[start : start + piece])
             for row in range(0, piece, LOGIT_ROWS):
                 yield start + row, self.model.logits(x[row : row + LOGIT_ROWS])

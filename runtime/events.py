@@ -40,9 +40,9 @@ class TextDelta:
 class Stats:
     """What an answer cost. Times in seconds, rates in tokens a second, sizes in bytes.
 
-    `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a
-    person sees: sampling and text included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was
-    opened.
+    `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a person sees: sampling and text
+    included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was opened. `speculation`: passes,
+    tokens drafted and accepted, None without.
     """
 
     text: str
@@ -68,6 +68,7 @@ class Stats:
     context_used: int
     context_max: int
     truncated: bool
+    speculation: Mapping[str, object] | None = None
 
     @property
     def prefill_tps(self) -> float:
@@ -88,6 +89,7 @@ class Stats:
                        "kv_bits_per_value": self.kv_bits_per_value, "packed_bits": self.packed_bits},
             "io": {"disk_bytes_read": self.disk_bytes_read, "disk_wait_s": self.disk_wait_s},
             "placement": dict(self.placement), "truncated": self.truncated,
+            "speculation": None if self.speculation is None else dict(self.speculation),
         }
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import numpy as np
 
-from ..kernels.tiles import ROWS
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import AGAIN, TensorInfo, damaged, shown
 from ..offload.size import format_size
@@ -28,12 +26,12 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32
 from .container import Container, StoredTensor
 from .families.mixtral import MOST_EXPERTS
+from .made_store import MadeStore
 
 FORMAT = QuantSpec(4, mxfp4.GROUP, "mxfp")
 JOINT = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias)?")
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 FLOATS = ("F32", "F16", "BF16")
-BLOCK_NBYTES = 4 << 20  # of what one step of a conversion makes
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Part:
     inputs_first: bool = False
 
 
-class ExpertStore(TensorStore):
+class ExpertStore(MadeStore):
     """`kept`, asked for every MXFP4 weight by name: does it stay codes, whose formats `container` then lists? Else it is widened to
     bfloat16, which loses nothing."""
 
@@ -58,6 +56,7 @@ class ExpertStore(TensorStore):
         self._lock = threading.Lock()
         tensors, stored, joint = self._apart(store, kept)
         super().__init__(store.folder, tensors, store.take_files())
+        self.made = self._parts
         nbytes = sum(info.nbytes for info in joint)
         self.container = _container(stored, tensors) if stored else None
         if stored:
@@ -119,54 +118,11 @@ class ExpertStore(TensorStore):
         return (shape[0], shape[2], (shape[1],)) if kind is None else (shape[0], shape[1], ())
 
     def place(self, info: TensorInfo) -> int | None:
-        return None if info.name in self._parts else super().place(info)
+        return None if info.name in self.made else super().place(info)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
-    def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
-        """As of any store: bytes of rows of the tensor as `tensors` describes it."""
-        if info.name not in self._parts:
-            return super().read(info, row_begin, row_end)
-        if info.dtype == "U8":
-            blob = np.zeros(info.nbytes, np.uint8)
-            self.read_into(info, blob)
-            return blob[row_begin:row_end]
-        rows = info.shape[0]
-        row_end = rows if row_end is None else row_end
-        if not 0 <= row_begin <= row_end <= rows:
-            raise ValueError(f"rows {row_begin}:{row_end} of {info.name}, which has {rows}")
-        out = np.empty((row_end - row_begin) * (info.nbytes // rows), np.uint8)
-        if out.size:
-            self._fill(info, row_begin, row_end, out)
-        return out
-
-    def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
-        if info.name not in self._parts:
-            super().read_into(info, out)
-            return
-        for step, _ in self.reads(info, np.frombuffer(out, np.uint8)):
-            step()
-
-    def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
-        if (part := self._parts.get(info.name)) is None:
-            yield from super().reads(info, out)
-            return
-        if out.nbytes != info.nbytes:
-            raise ValueError(f"{info.name} has {info.nbytes} bytes, the buffer {out.nbytes}")
-        low = info.dtype == "U8"
-        rows = self.container.tensors[info.name].shape[0] if low else info.shape[0]
-        step = max(ROWS, BLOCK_NBYTES // (part.step * max(1, info.nbytes // rows)) // ROWS * ROWS)
-        share = 0
-        for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            nbytes = info.nbytes * end // rows - share
-            call = partial(self._put_codes, info, begin, end, out) if low else partial(self._fill, info, begin, end,
-                                                                                       out[share : share + nbytes])
-            share += nbytes
-            yield call, nbytes
-
-    def _fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
-        """Rows [begin, end) as they are described, into `out`."""
+    def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         part = self._parts[info.name]
         if part.scales is not None:
             codes, scales = self._codes(part, begin, end)
@@ -181,8 +137,7 @@ class ExpertStore(TensorStore):
         else:
             out[:] = self._outputs(part.joint, part, begin, end).reshape(-1)
 
-    def _put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
-        """Rows [begin, end), `begin` on a row block, into their places in a blob."""
+    def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
         part = self._parts[info.name]
         codes, scales = self._codes(part, begin, end)
         if (scales == mxfp4.NOT_A_NUMBER).any():

@@ -12,21 +12,30 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from .. import EffllmError
+from .. import EffllmError, UsageError
+from ..kernels.layout import PAGE
 from ..offload import hardware
-from ..offload.predict import Part, Prediction, Work, decode, load_seconds, prompt
+from ..offload.predict import Part, Prediction, Work, decode, load_seconds, prompt, window_gain
+from ..offload.size import format_size
 from ..quant.spec import QuantSpec
+from .bundles import ROLE as BUNDLES
+from .bundles import is_bundled
 from .config import read_config
 from .expected import ExpectedStore
 from .families import expert_of
 from .model import ModelTensor, check_tensors
+from .paged_experts import PagedExperts
 from .prepare import EngineOptions, Prepared, prepare_with, worker_count
 from .roofs import Roofs, Wanted, largest_file
+from .roofs import known as roofs_known
+from .sparsity_file import Sparsity
+from .sparsity_file import load as load_sparsity
 
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 PROMPT = 512
 RAW_KIND = "bf16"  # raw types are read alike: their bytes decide
 WORTH = 1.05  # a flag that gains less is not named
+ACTIVE = 0.1  # of the neurons of a sparse model of which nobody measured it
 NO_ROOFS = "this machine was not measured: effllm doctor"
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
 SLOW_DISK = "the disk was not measured: effllm doctor"
@@ -65,22 +74,77 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     """What one token asks of this machine."""
     config, options, placement = prepared.config, prepared.options, prepared.placement
     own, outer = config.mixture, tensors["outer"]
-    nbytes: dict[tuple[str, bool], float] = defaultdict(float)
-    products: dict[tuple[str, bool], float] = defaultdict(float)
+    nbytes: dict[tuple[str, bool, bool], float] = defaultdict(float)
+    products: dict[tuple[str, bool, bool], float] = defaultdict(float)
     head = "head" if "head" in outer else "embed"
+    sparsity = load_sparsity(prepared.folder, config.num_hidden_layers) if is_bundled(prepared.container) else None
+    active = _usual(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
     for key, roles in tensors.items():
         for role, tensor in roles.items():
             if key == "outer" and role in ("embed", "positions") and role != head:
                 continue  # a token's row
-            kind = kind_of_weight(tensor.spec, options.exact), key == "outer"
-            share = own.per_token / own.experts if own and expert_of(role) is not None else 1.0
+            routed = expert_of(role) is not None
+            kind = kind_of_weight(tensor.spec, options.exact), key == "outer", routed
+            share = own.per_token / own.experts if own and routed else 1.0
+            share = active if role == BUNDLES else share
             nbytes[kind] += share * tensor.nbytes
             products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
+    paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
+    window = {} if paged else window_work(prepared, sparsity)
     return Work(
-        parts=tuple(Part(kind, round(nbytes[kind, last]), round(products[kind, last]), last) for kind, last in nbytes),
+        parts=tuple(Part(kind, round(nbytes[kind, last, routed]), round(products[kind, last, routed]), last, routed)
+                    for kind, last, routed in nbytes),
         attention_width=2 * config.num_attention_heads * config.head_dim, windows=tuple(config.windows), kv=options.kv,
-        kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes,
-        load=placement.weights_bytes - placement.streamed_bytes, chunk=prepared.shape.chunk, mixture=own is not None)
+        kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
+        load=placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0)) if paged is None
+        else prepared.streams.load_nbytes, chunk=prepared.shape.chunk, mixture=own is not None, paged=paged, **window,
+        kv_held=None if placement.kv_pages is None else placement.kv_pages * PAGE + prepared.shape.sinks + prepared.shape.window)
+
+
+def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:
+    """What neurons on the disk add to `Work`: nothing where none are."""
+    if prepared.streams is None or prepared.streams.windows is None:
+        return {}
+    places, slots = prepared.streams.windows.places, prepared.streams.windows.slots
+    whole = sum(place.nbytes for place in places)
+    share = sum(slots) / sum(place.units for place in places)
+    # As if no neuron were likelier than another: a bound for lossy ones, and far off for sparse ones, of which it is said.
+    shares = [own / place.units for own, place in zip(slots, places, strict=True)]
+    missed = (_usual(prepared) * (1 - share) if sparsity is None else sparsity.missed_with(shares)) * whole
+    window = sum(own * place.unit for own, place in zip(slots, places, strict=True))
+    return {"missed": missed, "read_bytes": places[0].unit, "neurons": whole, "window": window, "assumed": sparsity is None}
+
+
+def _usual(prepared: Prepared) -> float:
+    """Share of active neurons where nobody measured it."""
+    left_out = None if prepared.container is None else prepared.container.method.get("gate_sparsity")
+    return 1 - left_out if isinstance(left_out, float) and 0 <= left_out <= 1 else ACTIVE
+
+
+def refuse_slower(prepared: Prepared) -> None:
+    """Raises UsageError where neurons are left out with loss and reading the rest by itself costs more than reading whole matrices, as far
+    as the disk is known."""
+    known = roofs_known(wanted(prepared))
+    gain = None if known.rates is None else window_gain(work(prepared, check_tensors(prepared.config, prepared.store, prepared.container)),
+                                                        known.rates)
+    if gain is not None and gain < 1:
+        raise UsageError(f"leaving neurons out costs time here: reading the others one by one takes {1 / gain:.1f} times the disk's time "
+                         "of whole matrices", "run the original, more --ram, or --force")
+
+
+def neurons_said(work: Work, roofs: Roofs) -> str | None:
+    """What a plan with neurons on the disk says of them; None for one without."""
+    if not work.neurons:
+        return None
+    gain = None if roofs.rates is None else window_gain(work, roofs.rates)
+    known = "what is active is a guess: effllm calibrate-sparsity measures it" if work.assumed else "as was measured"
+    said = (f"{format_size(work.window)} of {format_size(work.neurons)} in memory, a token reads about {format_size(round(work.missed))} "
+            f"({known})")
+    if gain is None:
+        return said
+    if gain < 1:
+        return f"{said}; that does not pay here: whole matrices would take {1 / gain:.1f} times less of the disk's time, run the original"
+    return f"{said}; whole matrices would take {gain:.1f} times the disk's time"
 
 
 def wanted(prepared: Prepared, tensors: Tensors | None = None) -> Wanted:
@@ -110,10 +174,10 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int = PROMPT) -> F
         return replace(made, reason=ON_GPU)
     if rates is None:
         return replace(made, reason=NO_ROOFS)
-    start = decode(asked, rates)
-    if start is None:
+    start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
+    if start is None or full is None:
         return replace(made, reason=SLOW_DISK)
-    return replace(made, start=start, full=decode(asked, rates, placement.ctx - 1), prompt=prompt(asked, rates, prompt_tokens),
+    return replace(made, start=start, full=full, prompt=prompt(asked, rates, prompt_tokens),
                    load_s=load_seconds(asked, rates))
 
 

@@ -30,7 +30,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     ctx = min(WINDOW, config.context_length)
     tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
     options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv="8bit", chunk=-(-ctx // PAGE) * PAGE)
-    for item in open_prepared(lambda: _without_profile(path, options), folder_kinds(path, options)):
+    for item in open_prepared(lambda: without_profile(path, options), folder_kinds(path, options)):
         if isinstance(item, Engine):
             engine = item
         else:
@@ -51,7 +51,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
         engine.close()
 
 
-def _without_profile(path: Path, options: EngineOptions) -> Prepared:
+def without_profile(path: Path, options: EngineOptions) -> Prepared:
     """Room for packed caches, whatever profile lies there now: it is about to be replaced."""
     store, container = open_weights(path)
     return prepare_with(None, read_config(path), store, options, container)

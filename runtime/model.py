@@ -17,15 +17,19 @@ import numpy as np
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ..offload.memory import anonymous
+from ..offload.neurons import ResidentBundles
 from ..offload.pager import ResidentPager
 from ..quant.spec import QuantSpec
-from ..quant.weight import RAW_NUMPY, Expert, Linear, Norm, Weight, to_f32
+from ..quant.weight import RAW_NUMPY, Bundles, Expert, Linear, Norm, Weight, to_f32
 from . import families
+from .bundles import ROLE as BUNDLES
+from .bundles import THRESHOLDS, bundled_rules, layout_of
 from .cache import AttnSpec, KVCache
 from .config import ModelConfig
 from .config_rope import RopeConfig
 from .container import Container
 from .families import LayerWeights, TensorRule, expert_of, expert_role
+from .paged_experts import PagedExperts, Paging
 from .rope import RopeTable, rope_table
 from .streamed import StreamedWeights, Streams
 
@@ -64,8 +68,8 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
     groups: dict[int | str, dict[str, TensorRule]] = {"outer": family.outer_tensors(config)}
     groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
     found: dict[int | str, dict[str, ModelTensor]] = {}
-    for key, rules in groups.items():
-        found[key] = {}
+    for key, plain in groups.items():
+        found[key], rules = {}, bundled_rules(plain, container)
         for role, rule in rules.items():
             info = _found(rule, store)
             stored = low_bit.get(info.name)
@@ -118,12 +122,14 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     return [next((table for known, table in made if rope is known), None) for rope in config.ropes]
 
 
-def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False) -> Dims:
+def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
+         spilled_kv: bool = False) -> Dims:
     """The widths that size a workspace."""
     own = config.mixture
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-                max(config.intermediate_size, mixture[2]), config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv)
+                max(config.intermediate_size, mixture[2]), config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled,
+                spilled_kv)
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ class Model:
     """`backends` maps device names to ops; `devices` names each layer's. The embedding and the head run on the host's backend."""
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
-                 mmap: bool = False, container: Container | None = None, streams: Streams | None = None) -> None:
+                 mmap: bool = False, container: Container | None = None, streams: Streams | PagedExperts | None = None) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container)
         self.ropes = rope_tables(config, ctx)
@@ -148,6 +154,7 @@ class Model:
                 if key == "outer" or devices[key] == "cpu"}
         self.pager = ResidentPager(store, host, mmap=mmap) if streams is None else streams.pager(store)
         self.streamed = None if streams is None else StreamedWeights(streams.parts, self.pager)
+        self.paging = Paging(streams, self.pager) if isinstance(streams, PagedExperts) else None
         self.block = families.get(config.family).block
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
@@ -180,22 +187,23 @@ class Model:
             if device != "cpu":
                 roles = self.tensors[layer]
                 raw = {tensor.name: self.store.read(tensor.info) for tensor in roles.values()}
-                self._on_device[layer] = self._layer_weights(roles, raw, self.backends[device])
+                self._on_device[layer] = self._layer_weights(layer, raw, self.backends[device])
                 done += sum(info.nbytes for info in roles.values())
                 yield done, total
 
     def close(self) -> None:
         self._wrapped.clear()
         self._on_device.clear()
+        if self.paging is not None:
+            self.paging.close()
         self.pager.close()
         self.store.close()
 
     # -- weights ---------------------------------------------------------------------------------------------------------------
 
-    def _layer_weights(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
-                       looked_up: Collection[str] = ()) -> LayerWeights:
+    def _layer_weights(self, key: int, raw: Mapping[str, np.ndarray], ops: object, looked_up: Collection[str] = ()) -> LayerWeights:
         """Wrap raw bytes as the records that a block takes."""
-        config = self.config
+        config, roles = self.config, self.tensors[key]
 
         def vector(role: str) -> object | None:
             return None if role not in roles else ops.put(_vector(roles[role], raw), "f32")
@@ -214,12 +222,27 @@ class Model:
             return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
 
         none = Norm("none")
-        experts = tuple(Expert(*(linear(expert_role(expert, role)) for role in ("gate", "up", "down")))
-                        for expert in range(config.mixture.experts if "router" in roles else 0))
+        router, post_norm = linear("router"), norm("post_norm") or none
+        if router is not None and self.paging is not None:
+            experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), post_norm, router)
+        else:
+            experts = tuple(Expert(*(linear(expert_role(expert, role)) for role in ("gate", "up", "down")))
+                            for expert in range(0 if router is None else config.mixture.experts))
         return LayerWeights(input_norm=norm("input_norm") or none, q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
-                            k_norm=norm("k_norm"), o=linear("o"), post_norm=norm("post_norm") or none, gate=linear("gate"),
+                            k_norm=norm("k_norm"), o=linear("o"), post_norm=post_norm, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
-                            sinks=vector("sinks"), router=linear("router"), experts=experts)
+                            sinks=vector("sinks"), router=router, experts=experts, bundles=self._bundles(roles, raw, vector))
+
+    def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray],
+                 vector: Callable[[str], np.ndarray | None]) -> Bundles | None:
+        if BUNDLES not in roles:
+            return None
+        tensor = roles[BUNDLES]
+        layer = None if tensor.name in raw else next(key for key, own in self.tensors.items() if own is roles)
+        layout = layout_of(tensor, self.config, "gate" in roles)
+        holder = ResidentBundles(raw[tensor.name], layout.stride, tensor.shape[0]) if layer is None else self.pager.layers[layer]
+        biases = vector("up_bias") if layout.has_up else None, vector("down_bias")
+        return Bundles(layout.scheme, layout.width, layout.has_up, holder, *biases, vector(THRESHOLDS))
 
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerWeights]:
@@ -235,7 +258,7 @@ class Model:
         raw = {tensor.name: anonymous(tensor.nbytes) for tensor in self.tensors[layer].values()}
         for tensor in self.tensors[layer].values():
             self.store.read_into(tensor.info, raw[tensor.name])
-        return self._layer_weights(self.tensors[layer], raw, self.backends["cpu"])
+        return self._layer_weights(layer, raw, self.backends["cpu"])
 
     def read_norm(self) -> Norm:
         """The norm before the head, straight from the store."""
@@ -280,7 +303,7 @@ class Model:
     def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
         """Records over leased memory; made once while the memory stays where it is."""
         if key not in self._wrapped or self._wrapped[key][0] is not raw:
-            made = self._outer(raw) if key == "outer" else self._layer_weights(self.tensors[key], raw, self.backends["cpu"], self.looked_up)
+            made = self._outer(raw) if key == "outer" else self._layer_weights(key, raw, self.backends["cpu"], self.looked_up)
             self._wrapped[key] = (raw, made)
         return self._wrapped[key][1]
 
@@ -297,8 +320,11 @@ class Model:
 
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap) -> np.ndarray:
-        """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm."""
+    def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True) -> np.ndarray:
+        """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
+
+        Without `commit` the cache holds none of them until the caller says how many.
+        """
         step = cache.begin(len(ids))
         host = self.backends["cpu"]
         if not self.pager.resident:
@@ -315,7 +341,8 @@ class Model:
             if same is None or not host.replay(same, step.position):
                 with host.recording(same):
                     x = self._layers(x, cache, tap)
-        cache.commit()
+        if commit:
+            cache.commit()
         return x
 
     def _layers(self, x: object, cache: KVCache, tap: Tap) -> object:
@@ -329,7 +356,7 @@ class Model:
                 with self.pager.lease(layer) as raw:
                     w = self._lease(layer, raw)
                     x = self.block(ops, w, x, cache.layer(layer), positions, self.ropes[layer], self.config, layer, tap)
-                    if not self.pager.resident:  # its memory may go when the lease ends
+                    if not self.pager.stays:  # its memory may go when the lease ends
                         host.flush()
             else:
                 w = self._on_device[layer]

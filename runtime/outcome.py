@@ -15,9 +15,11 @@ import numpy as np
 
 from ..offload.predict import decode, prompt
 from . import forecast, roofs
+from .paged_experts import PagedExperts
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .speculate import Counts
 
 MISS = 0.25  # a difference that is worth an explanation
 FEW_TOKENS = 16
@@ -44,8 +46,10 @@ class Outcome:
                 "miss": self.miss or None, "reason": self.reason or None}
 
 
-def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, sampling_s: float) -> Outcome:
-    """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it."""
+def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, sampling_s: float,
+            drafted: Counts | None = None) -> Outcome:
+    """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of a
+    pass, times the tokens of a pass where some were drafted."""
     steps = made - 1  # the first token comes out of the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
     waited = prefill_s if prefill_s and not cached else None
@@ -58,18 +62,23 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
         reason = forecast.ON_GPU if on_gpu else forecast.NO_ROOFS if rates is None else forecast.SLOW_DISK
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited else None
+    expected = predicted.tokens_per_s * (drafted.tokens_per_pass if drafted and drafted.passes else 1)
     miss = ""
-    if measured is not None and abs(measured / predicted.tokens_per_s - 1) > MISS:
-        miss = explain(engine, known.machine, measured / predicted.tokens_per_s, steps, decode_s, sampling_s)
-    return Outcome(predicted.tokens_per_s, measured, predicted.error, first and first.seconds, waited, miss)
+    if measured is not None and abs(measured / expected - 1) > MISS:
+        miss = explain(engine, known.machine, measured / expected, steps, decode_s, sampling_s)
+    return Outcome(expected, measured, predicted.error, first and first.seconds, waited, miss)
 
 
 def placed(engine: Engine, found: Outcome) -> dict[str, object]:
     """Where a model lay and how well that was foreseen, for `Stats.placement`."""
-    plan = engine.placement
-    return {"layers": {device: plan.devices.count(device) for device in dict.fromkeys(plan.devices)},
+    plan, streams = engine.placement, engine.prepared.streams
+    made = {"layers": {device: plan.devices.count(device) for device in dict.fromkeys(plan.devices)},
             "pinned_bytes": plan.residency.pinned_nbytes if plan.residency else plan.weights_bytes, "streamed_bytes": plan.streamed_bytes,
             **found.to_json()}
+    if isinstance(streams, PagedExperts):
+        made["pinned_bytes"] = engine.model.pager.nbytes
+        made["experts"] = {**streams.to_json(), **engine.model.pager.tally.to_json()}
+    return made
 
 
 def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, sampling_s: float) -> str:

@@ -20,6 +20,7 @@ from ..offload.checkpoint import TensorInfo, TensorStore
 from ..offload.pager import resident_nbytes
 from ..offload.placement import pieces
 from ..offload.streaming import FETCH_NBYTES, Part, Range
+from .bundles import ROLE as BUNDLES
 from .families import expert_of
 
 if TYPE_CHECKING:  # the module that makes models of parts
@@ -29,7 +30,7 @@ PART_NBYTES = 8 << 20
 LEAST_NBYTES = 16 << 10  # what is smaller stays
 LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut into larger parts; and beyond it a token would take an hour
 CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
-EXPERTS = "the experts of a mixture are not streamed in this version"
+EXPERTS = "its experts do not lie in the files as they run, so they cannot be read one by one"
 STAGES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # of a layer, in the order of use
 
 
@@ -80,7 +81,7 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
     head = outer.get("head", outer["embed"])
     maker.stage([head])
     table = outer["embed"].name if maker.streams(outer["embed"]) else None
-    always = {key: tuple(info for role, tensor in roles.items() for info in maker.staying(tensor, tensor.name == table))
+    always = {key: tuple(info for role, tensor in roles.items() if role != BUNDLES for info in maker.staying(tensor, tensor.name == table))
               for key, roles in tensors.items()}
     kept = [info for infos in always.values() for info in infos]
     whole = sum(info.nbytes for info in kept)
@@ -107,6 +108,13 @@ def sections(tensor: ModelTensor, place: int, first: int, end: int) -> Iterator[
 def fixed_name(name: str) -> str:
     """What the row scales and tables of a matrix in parts are called among the tensors that stay."""
     return f"{name} (row scales)"
+
+
+def fixed_part(tensor: ModelTensor, store: TensorStore) -> TensorInfo:
+    """The row scales and tables of a low-bit matrix, which lie at the end of its blob."""
+    at = tensor.spec.sections(tensor.shape)
+    place, nbytes = store.place(tensor.info), at.nbytes - at.row_scales
+    return replace(tensor.info, name=fixed_name(tensor.name), shape=(nbytes,), offset=place + at.row_scales, nbytes=nbytes)
 
 
 class _Cut:
@@ -158,9 +166,7 @@ class _Cut:
         if not is_table and tensor.name not in self.slices:
             yield tensor.info
         elif not tensor.spec.is_raw:
-            at = tensor.spec.sections(tensor.shape)
-            place, nbytes = self._store.place(tensor.info), at.nbytes - at.row_scales
-            yield replace(tensor.info, name=fixed_name(tensor.name), shape=(nbytes,), offset=place + at.row_scales, nbytes=nbytes)
+            yield fixed_part(tensor, self._store)
 
 
 def _cuts(rows: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:

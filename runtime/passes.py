@@ -40,7 +40,7 @@ def widest(plan_for: Callable[[int], Placement], chunk: int) -> tuple[int, Place
     `plan_for` plans with working memory for so many tokens. Raises what it raises for `chunk`.
     """
     base = plan_for(chunk)
-    if base.residency is None or not base.residency.streamed:
+    if not base.expert_slots and (base.residency is None or not base.residency.streamed):
         return chunk, base
     for times in WIDTHS:
         if times * chunk > -(-base.ctx // PAGE) * PAGE:
@@ -49,6 +49,8 @@ def widest(plan_for: Callable[[int], Placement], chunk: int) -> tuple[int, Place
             wider = plan_for(times * chunk)
         except DoesNotFit:
             continue
-        if wider.ctx == base.ctx and wider.streamed_bytes <= DEARER * base.streamed_bytes:
+        cost, wide = (each.streamed_bytes + each.kv_disk_bytes for each in (base, wider))
+        dearer = base.expert_slots > DEARER * wider.expert_slots if base.expert_slots else wide > DEARER * cost
+        if wider.ctx == base.ctx and not dearer:
             return times * chunk, wider
     return chunk, base

@@ -6,24 +6,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import DoesNotFit, UsageError
+from .. import DoesNotFit, EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
-from ..offload.plan import BlockBytes, Budget, Demand, Placement, plan
+from ..offload.header import is_gguf
+from ..offload.placement import Units
+from ..offload.plan import BlockBytes, Budget, Demand, Placement
+from ..offload.plan_kv import plan_tiers
 from ..offload.size import parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
+from . import kv_disk
+from .bundles import Windows, is_bundled, is_lossy, places
 from .cache import CacheShape, cache_nbytes, layer_codecs
 from .config import ModelConfig, read_config
-from .container import Container
+from .container import Container, read_container
 from .kv_setting import AUTO, chosen, profile_for, refuse_broken
 from .model import check_tensors, dims
+from .paged_experts import PagedExperts, cut_experts, paged
 from .parts import CONVERTED, Parts, cut
 from .passes import widest
 from .source import check_mapping, is_low_bit, open_weights
+from .sparsity_file import load as load_sparsity
+from .speculating import Speculating, decide
 from .streamed import Streams
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
@@ -34,7 +43,10 @@ RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 @dataclass(frozen=True)
 class EngineOptions:
     """How to run. `ctx` None: the smaller of the model's and what fits. Sizes like "6G". `overflow`: error or shift (forget the middle).
-    `kernel`: of low-bit weights and one token, dot products or lookup. `exact`: low-bit weights times float32 activations."""
+    `kernel`: of low-bit weights and one token, dot products or lookup. `exact`: low-bit weights times float32 activations. `spec`: whether
+    tokens are drafted and verified several at a time (`speculate.py`); `draft`: the folder of a model that drafts. `kv_ram`: memory for
+    the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
+    (exact), or few picked and the others estimated (sparse)."""
 
     device: str = "auto"
     threads: int | None = None
@@ -54,17 +66,25 @@ class EngineOptions:
     chunk: int = 512
     kernel: str = "auto"
     exact: bool = False
+    spec: str = "auto"
+    draft: str | None = None
+    kv_ram: str | None = None
+    disk: str | None = None
+    spill_dir: str | None = None
+    kv_read: str = "exact"
 
     def __post_init__(self) -> None:
         choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
-                   "kernel": ("auto", "dot", "lut")}
+                   "kernel": ("auto", "dot", "lut"), "spec": ("auto", "off", "lookup"), "kv_read": ("exact", "sparse")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise UsageError(f"--{name} {getattr(self, name)!r} is not known", f"use {' or '.join(allowed)}")
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)!r} is not known", f"use {' or '.join(allowed)}")
         for name, least in (("threads", 1), ("ctx", 1), ("kv_sink", 0), ("kv_window", 0), ("gpu_layers", 0), ("chunk", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {least}")
+        if self.draft and self.spec == "off":
+            raise UsageError("--draft gives a model to speculate with, --spec off forbids it", "drop one of them")
         if self.exact and self.kernel == "lut":
             raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
         if self.exact:
@@ -92,8 +112,9 @@ class Prepared:
     notices: tuple[str, ...]
     container: Container | None = None
     codecs: tuple[RawCodec | PackedCodec, ...] | None = None
-    streams: Streams | None = None
+    streams: Streams | PagedExperts | None = None
     chunk: int = PAGE
+    speculating: Speculating = Speculating()
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -134,35 +155,61 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     def shape_for(ctx: int, tokens: int) -> CacheShape:
         return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(tokens, -(-ctx // PAGE) * PAGE))
 
+    draft = None
+    if options.draft and device == "cpu":
+        from .draft_model import prepare_draft
+
+        draft = prepare_draft(folder, options)
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
+    ram -= Speculating(draft=draft).draft_nbytes
     budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
-    parts = cut(tensors, store) if device == "cpu" and options.load == "ram" and not options.gpu_layers else None
-    baseline = _baseline(kernel_kinds(container is not None, options))
+    may_stream, own = device == "cpu" and options.load == "ram" and not options.gpu_layers, config.mixture
+    experts = cut_experts(tensors, own.experts, own.per_token, store) if may_stream and own else None
+    parts = cut(tensors, store) if may_stream and experts is None else None
+    kept = experts or parts
+    bundled = is_bundled(container)
+    baseline = _baseline(kernel_kinds(container is not None and container.is_low_bit, options, bundled))
+    neurons = () if parts is None else places(tensors, store)
+    known = load_sparsity(folder, config.num_hidden_layers) if neurons else None
+    units = tuple(Units(place.units, place.unit, () if known is None else known.curve(layer)) for layer, place in enumerate(neurons))
 
     def plan_for(tokens: int) -> Placement:
         """The plan with working memory for passes of so many tokens."""
         shape = shape_for(wanted or config.context_length, tokens)
         fixed, per_page = cache_nbytes(codecs, layout, shape)
-        widths = dims(config, shape.ctx, shape.chunk, LOGIT_ROWS, kv.is_packed)
+        workspace, spilled = (4 * sum(plan_workspace(dims(config, shape.ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, bundled, on_disk),
+                                                     workers).values()) for on_disk in (False, True))
         demand = Demand(
-            baseline=baseline, workspace=4 * sum(plan_workspace(widths, workers).values()),
+            baseline=baseline, workspace=workspace,
             weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
             kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers,
-            blocks=() if parts is None else parts.sizes, always=0 if parts is None else parts.always_nbytes)
-        return plan(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
-                    options.gpu_layers)
+            blocks=() if parts is None else parts.sizes, always=0 if kept is None else kept.always_nbytes,
+            units=units, experts=experts and experts.demand)
+        return plan_tiers(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
+                          options.gpu_layers, kv_disk.spill(options, device, codecs, layout, shape.pages, spilled - workspace))
 
     try:
         tokens, placement = (chunk, plan_for(chunk)) if kv.is_packed else widest(plan_for, chunk)
     except DoesNotFit as error:
         raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
-    streams = None if placement.residency is None else Streams(parts, placement.residency)
+    windows = Windows(neurons, placement.slots) if placement.slots else None
+    notices += kv_disk.notices(options, placement, shape_for(placement.ctx, chunk).pages)
+    streams = None if placement.residency is None else Streams(parts, placement.residency, windows=windows)
+    if placement.expert_slots is not None:
+        streams = paged(experts, placement.expert_slots, tensors, store)
+        notices += streams.notices
     shape = shape_for(placement.ctx, tokens)
     if kv.is_packed and placement.ctx < shape.sinks + shape.window + PAGE:
         notices.append(f"--kv {options.kv}: nothing will be packed in a context of {placement.ctx} tokens, less than the first and newest"
                        f" tokens, which stay exact, and a page ({shape.sinks} + {shape.window} + {PAGE})")
-    return Prepared(folder, config, store, placement, shape, options, tuple(notices) + placement.notes, container, tuple(codecs), streams,
-                    shape_for(placement.ctx, chunk).chunk)
+    speculating, remarks = decide(options, config, placement, draft)
+    made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, tuple(codecs),
+                    streams, shape_for(placement.ctx, chunk).chunk, speculating)
+    if windows is not None and is_lossy(container) and not options.force:
+        from .forecast import refuse_slower
+
+        refuse_slower(made)
+    return made
 
 
 def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
@@ -185,18 +232,25 @@ def may_be_low_bit(options: EngineOptions) -> bool:
     return options.device != "cuda" and not options.gpu_layers
 
 
-def kernel_kinds(low_bit: bool, options: EngineOptions) -> tuple[str, ...]:
+def kernel_kinds(low_bit: bool, options: EngineOptions, bundled: bool = False) -> tuple[str, ...]:
     """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement."""
     from ..kernels import warm
 
     needed = {warm.RAW: True, warm.LOW_BIT: low_bit, warm.EXACT: low_bit and options.exact,
-              warm.LOOKUP: low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed}
+              warm.LOOKUP: low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
+              warm.BUNDLED: bundled, warm.SPARSE: options.kv_read == "sparse"}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
 
 def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
     """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
-    return kernel_kinds(is_low_bit(folder, may_be_low_bit(options)), options)
+    low_bit, bundled = is_low_bit(folder, may_be_low_bit(options)), False
+    if low_bit and not is_gguf(folder):
+        with suppress(EffllmError):  # said when the folder is opened
+            container = read_container(folder)
+            low_bit, bundled = container is None or container.is_low_bit, is_bundled(container)
+    low_bit = low_bit or (options.draft is not None and is_low_bit(Path(options.draft)))
+    return kernel_kinds(low_bit, options, bundled)
 
 
 def _baseline(kinds: Sequence[str]) -> int:

@@ -71,7 +71,8 @@ class Roofs:
         if here is None:
             return None
         return Rates(here.memory, here.token_s, here.layer_s, here.kinds, here.attention,
-                     self.disk.disk.stream_rate if self.disk else None, round(here.unrest, 2))
+                     self.disk.disk.stream_rate if self.disk else None, round(here.unrest, 2),
+                     self.disk.disk.rate_of if self.disk else None, self.disk.disk.single_rate if self.disk else None)
 
 
 @dataclass(frozen=True)

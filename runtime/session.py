@@ -8,24 +8,24 @@ answer looks at between tokens and between chunks of the prompt, so nothing is e
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from .. import EffllmError, UsageError
 from ..offload import hardware
+from .conversation_file import History, load_conversation, save_conversation
 from .engine import Engine
 from .events import Done, Event, Notice, Stats, TextDelta
 from .sampler import Sampler, SamplerSettings
+from .saved_format import Spoken
+from .speculate import Counts
 from .stream_filters import ChannelFilter, StopStrings, ThinkFilter
 from .template import TemplateRefused
 from .text import Tokenizer
-from .whole_file import write_whole
 
-SESSION_FORMAT, SESSION_VERSION = "effllm-session", 1
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 ANSWER_CHANNEL = "<|channel|>final<|message|>"
 EFFORTS = {"on": "high", "off": "low"}  # what templates of the harmony format know instead of a switch
@@ -256,7 +256,7 @@ class Session:
         `history`. Returns its text, whether its tokens say just that, and `think` as it stood at the last of them."""
         engine = self.engine
         started, first_at = time.monotonic(), None
-        before = engine.prefill_s, engine.decode_s, engine.sampling_s
+        before, drafted = (engine.prefill_s, engine.decode_s, engine.sampling_s), engine.speculation and engine.speculation.counts
         tokens: list[int] = []
         shown: list[str] = [said]
         thought: list[str] = []
@@ -310,7 +310,7 @@ class Session:
         self.from_process_start = False
         took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.sampling_s), before)]
         self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids), engine.reused,
-                                (first_at or time.monotonic()) - origin, *took)
+                                (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted))
         if finish == "context":
             yield Notice(f"the context of {engine.n_ctx} tokens is full: "
                          "the answer ends here (-c for a larger one, --overflow shift to go on)")
@@ -318,50 +318,51 @@ class Session:
         return "".join(shown), not stops.hit, stood
 
     def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, cached: int, ttft: float,
-              prefill: float, decode: float, sampling: float) -> Stats:
+              prefill: float, decode: float, sampling: float, drafted: Counts | None) -> Stats:
         from .outcome import outcome, placed  # not on the way to the first token
 
         engine, cache = self.engine, self.engine.cache
-        found = outcome(engine, prompt_tokens, cached, len(tokens), prefill, decode, sampling)
+        found = outcome(engine, prompt_tokens, cached, len(tokens), prefill, decode, sampling, drafted)
         return Stats(
             text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens,
             cached_tokens=cached, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
             weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
             packed_bits=cache.packed_bits, exact_tokens=cache.exact_tokens, packed_tokens=len(engine.tokens) - cache.exact_tokens,
-            disk_bytes_read=engine.model.pager.disk_nbytes, disk_wait_s=engine.model.pager.wait_s,
+            disk_bytes_read=engine.disk_nbytes, disk_wait_s=engine.disk_wait_s,
             placement=placed(engine, found),
-            context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated)
+            context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated,
+            speculation=drafted and drafted.to_json())
 
     # -- files -----------------------------------------------------------------------------------------------------------------
 
+    @property
+    def history(self) -> History:
+        return History(list(self.messages), self.system, self.settings)
+
+    @property
+    def spoken(self) -> Spoken | None:
+        """How the text up to here was cut into tokens, where it is known."""
+        text, ids = self._held
+        last = self._answered
+        whole = last is not None and last.think is None and last.ids == ids and (last.messages, last.system) == (self.messages, self.system)
+        return Spoken(text, tuple(ids), last.prompt if whole else None) if text else None
+
+    def take_up(self, messages: list[Message], system: str | None, spoken: Spoken | None = None) -> None:
+        """Let the conversation be this one."""
+        self.messages, self.system = messages, system
+        self._held = ("", []) if spoken is None else (spoken.text, list(spoken.ids))
+        self._answered = None
+        if spoken is not None and spoken.prompt is not None:
+            self._answered = Answered(list(messages), system, list(spoken.ids), spoken.prompt, None)
+
     def save(self, path: Path) -> None:
         """Write the conversation as JSON, whole or not at all."""
-        settings = {key: value for key, value in asdict(self.settings).items() if value is not None}
-        content = {"format": SESSION_FORMAT, "version": SESSION_VERSION, "system": self.system, "messages": self.messages,
-                   "settings": settings}
-        # escaped: a lone surrogate has no UTF-8
-        write_whole(path, json.dumps(content, indent=2) + "\n", "choose another place: /save FILE")
+        save_conversation(self.history, path)
 
     def load(self, path: Path) -> None:
         """Read a conversation back. Raises EffllmError for a file that is not one; the current conversation is then untouched."""
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise EffllmError(f"cannot read {path}: {error}", "give a file that /save wrote") from None
-        if not isinstance(content, dict) or content.get("format") != SESSION_FORMAT or content.get("version") != SESSION_VERSION:
-            raise EffllmError(f"{path} is not a conversation of this version", "give a file that /save wrote")
-        messages = content.get("messages")
-        if not isinstance(messages, list) or not all(map(_is_message, messages)) or not isinstance(content.get("system"), str | None):
-            raise EffllmError(f"{path}: the messages are malformed", "give a file that /save wrote")
-        try:
-            settings = SamplerSettings(**content.get("settings", {}))
-        except TypeError as error:
-            raise EffllmError(f"{path}: unknown setting ({error})", "give a file that /save wrote") from None
-        self.messages, self.system, self.settings = messages, content.get("system"), settings
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and set(value) == {"role", "content"} and all(isinstance(part, str) for part in value.values())
+        history = load_conversation(path)
+        self.messages, self.system, self.settings = history.messages, history.system, history.settings
 
 
 def _process_start() -> float:

@@ -4,6 +4,7 @@
     <data>/models/<org>--<repo>/refs/<branch>           the commit that a branch stood for when it was pulled
     <data>/folders.json                                 what `quantize -o` has made elsewhere
     <config>/models.yaml                                the person's aliases
+    <state>/sessions/                                   saved conversations and their caches (`session_store.py`)
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ def data_folder(env: Mapping[str, str]) -> Path:
 
 def config_folder(env: Mapping[str, str]) -> Path:
     return _folder(env, "XDG_CONFIG_HOME", ".config", "user_config_path")
+
+
+def sessions_folder(env: Mapping[str, str]) -> Path:
+    """Saved sessions: conversations, and the pages of their caches."""
+    return _folder(env, "XDG_STATE_HOME", ".local/state", "user_state_path") / "sessions"
 
 
 def _folder(env: Mapping[str, str], variable: str, usual: str, elsewhere: str) -> Path:

@@ -14,9 +14,11 @@ import numpy as np
 from ..kernels.tiles import ROWS
 from ..offload.checkpoint import TensorStore
 from ..offload.direct import BLOCK
+from ..offload.neurons import NeuronPager
 from ..offload.placement import Residency
 from ..offload.streaming import FETCH_NBYTES, StreamingPager
 from ..quant.weight import RAW_NUMPY, Rows, Weight
+from .bundles import Windows
 from .parts import Parts, fixed_name, sections
 
 if TYPE_CHECKING:  # the module that asks for weights
@@ -25,15 +27,20 @@ if TYPE_CHECKING:  # the module that asks for weights
 
 @dataclass(frozen=True)
 class Streams:
-    """How a model is streamed: its parts, which of them stay, who may end a wait for the disk, and whether to ask for direct reads."""
+    """How a model is streamed: its parts, which of them stay, who may end a wait for the disk, and whether to ask for direct reads; which
+    neurons come when they are active."""
 
     parts: Parts
     residency: Residency
     cancelled: Callable[[], bool] = lambda: False
     direct: bool = True
+    windows: Windows | None = None
 
-    def pager(self, store: TensorStore) -> StreamingPager:
-        return StreamingPager(store, self.parts.always, self.parts.parts, self.residency, self.cancelled, self.direct)
+    def pager(self, store: TensorStore) -> StreamingPager | NeuronPager:
+        rest = StreamingPager(store, self.parts.always, self.parts.parts, self.residency, self.cancelled, self.direct)
+        if self.windows is None:
+            return rest
+        return NeuronPager(rest, store, self.windows.places, self.windows.slots, self.cancelled, self.direct)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class StreamedWeights:
     """Makes the weights of one model."""
 
     parts: Parts
-    pager: StreamingPager
+    pager: StreamingPager | NeuronPager
 
     def holds(self, tensor: ModelTensor) -> bool:
         """Is this a matrix in parts?"""

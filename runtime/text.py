@@ -123,6 +123,10 @@ class Tokenizer:
         """Entries of the vocabulary, added tokens included (the model's table may have more rows, for padding)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's text, added tokens included, and its number."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     @cached_property
     def _added(self) -> dict[str, int]:
         return {token.content: number for number, token in self._backend.get_added_tokens_decoder().items()}

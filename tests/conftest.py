@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def folders_of_nobody() -> Iterator[None]:
     """Models that a test keeps and aliases that it writes are seen by tests alone. The cache of compiled kernels is the machine's."""
-    before = {name: os.environ.get(name) for name in VARIABLES}
+    before = {name: os.environ.get(name) for name in (*VARIABLES, NO_PROFILE)}
     with tempfile.TemporaryDirectory(prefix="effllm-tests-") as place:
         os.environ.update({name: str(Path(place) / name) for name in VARIABLES})
+        os.environ[NO_PROFILE] = "1"
         yield
     for name, value in before.items():
         if value is None:

@@ -2,15 +2,20 @@
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 import effllm
+from effllm.offload.experts import Choice
 from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.model import check_tensors
+from effllm.runtime.paged_experts import PagedExperts, cut_experts
 from effllm.runtime.parts import cut
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.streamed import Streams
@@ -41,10 +46,38 @@ def streaming(folder: Path, keep: int = 0, ring: int | None = None, direct: bool
     return engine
 
 
-def larger_than_memory(folder: Path, layers: int = 8) -> Path:
+def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, **options: object) -> Engine:
+    """An engine that holds `slots` of its experts."""
+    asked = EngineOptions(device="cpu", **options)
+    prepared = prepare(folder, asked)
+    own = prepared.config.mixture
+    parts = cut_experts(check_tensors(prepared.config, prepared.store, prepared.container), own.experts, own.per_token, prepared.store)
+    engine = Engine(replace(prepared, streams=PagedExperts(parts, slots, Choice(policy, 0.5), direct=direct)))
+    for _ in engine.model.load():
+        continue
+    return engine
+
+
+def larger_than_memory(folder: Path, layers: int = 8, **changes: object) -> Path:
     """A model of a quarter of a gigabyte with random weights and the packaged model's tokenizer, in bf16."""
-    shape = {**json.loads((FABLE / "config.json").read_text()), "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers,
-             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False}
+    return random_model(folder, **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": layers, "num_attention_heads": 16,
+                                   "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False, **changes})
+
+
+def long_context(folder: Path) -> Path:
+    """A small model with a large cache: 8 KiB a token at 16 bits."""
+    return random_model(folder, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, head_dim=128,
+                        max_position_embeddings=16_384)
+
+
+def random_model(folder: Path, **changes: object) -> Path:
+    """The packaged model's config with changes, random weights, its tokenizer."""
+    return random_folder(folder, {**json.loads((FABLE / "config.json").read_text()), **changes})
+
+
+def random_folder(folder: Path, shape: Mapping[str, object],
+                  change: Callable[[str, np.ndarray], np.ndarray] = lambda _, values: values) -> Path:
+    """Random weights for a config, the packaged model's tokenizer; `change` makes other bytes of a tensor's."""
     folder.mkdir()
     for path in FABLE.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
@@ -57,5 +90,5 @@ def larger_than_memory(folder: Path, layers: int = 8) -> Path:
         for name, place in plan.places.items():
             if name in store.tensors:
                 out.seek(place)
-                out.write(store.read(store.tensors[name]).data)
+                out.write(change(name, store.read(store.tensors[name])).data)
     return folder

@@ -54,8 +54,8 @@ class Chat:
         return self.terminal.exitstatus
 
     def saved(self, name: str = "chat") -> dict:
-        assert f"{name}.json" in self.say(f"/save {name}")
-        return json.loads((self.home / "effllm" / "chats" / f"{name}.json").read_text())
+        assert f"as {name}" in self.say(f"/save {name}")
+        return json.loads((self.home / "effllm" / "sessions" / f"{name}.json").read_text())["conversation"]
 
     def used(self) -> int:
         return int(re.search(r"context (\d+) of 2048 tokens", self.say("/show"))[1])
@@ -169,9 +169,11 @@ def test_saved_chats_come_back(chat: Chat) -> None:
     chat.say(STORY)
     kept = chat.saved("tale")["messages"]
     chat.say("/clear")
-    assert "no such chat" in chat.say("/load tail") and "tale" in chat.say("/load tail")
-    assert "loaded 2 messages" in chat.say("/load tale")
+    assert "there is no session 'tail'" in chat.say("/load tail") and "tale" in chat.say("/load tail")
+    assert re.search(r"session tale: 2 messages, \d+ tokens restored", chat.say("/load tale"))
     assert chat.saved()["messages"] == kept
+    assert "saved 2 messages to" in chat.say(f"/save {chat.home}/tale.json")
+    assert "loaded 2 messages" in chat.say(f"/load {chat.home}/tale.json")
     assert "needs a name" in chat.say("/save")
     assert "effllm:" in chat.say("/save /proc/nowhere/all.json")
 

@@ -52,7 +52,7 @@ class Chat:
 
     def messages(self) -> list[dict]:
         assert "saved" in self.say("/save now")
-        return json.loads((self.folder / "state" / "effllm" / "chats" / "now.json").read_text())["messages"]
+        return json.loads((self.folder / "state" / "effllm" / "sessions" / "now.json").read_text())["conversation"]["messages"]
 
     def leave(self) -> None:
         self.terminal.send(CTRL_D)
@@ -178,7 +178,7 @@ def test_saved_chats_without_a_place_to_live_are_one_line(tmp_path: Path) -> Non
     chat = Chat(tmp_path)
     chat.say(STORY)
     answer = chat.say("/save tale")
-    assert "cannot write" in answer and "hint: choose another place" in answer and "Traceback" not in answer
+    assert "session tale cannot be saved: Not a directory" in answer and "hint: check its folder" in answer and "Traceback" not in answer
     chat.leave()
 
 

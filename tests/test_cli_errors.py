@@ -127,6 +127,7 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["show"], 2, "'MODEL'"),
     (["bench"], 2, "--synthetic"),
     (["bench", "--synthetic", "gpt-9"], 2, "tinyllama-1.1b"),
+    (["bench", "fable", "-d", "0,x"], 2, "several"),
     (["eval"], 2, "missing command"),
     (["eval", "ppl", "fable"], 2, "--text"),
 ])

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from effllm.cli.environment import Environment
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.writer import partial_folder
 from effllm.quant.spec import QuantSpec
+from effllm.runtime.config import read_config
+from effllm.runtime.kv_profile_file import load_profile
 from effllm.runtime.on_load import LOCK, PREFIX
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
@@ -52,6 +55,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("quantize") / "fable-4bit"
     assert Ran("quantize", "fable", "-o", out, "--bits", "4").code == 0
     return out
+
+
+@pytest.mark.slow
+def test_a_profile_for_packed_caches_comes_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
+    ran = Ran("quantize", "fable", "-o", tmp_path / "out", "--bits", "4")
+    assert ran.code == 0 and "no profile" not in ran.err, ran.err
+    assert load_profile(tmp_path / "out", read_config(tmp_path / "out")).tokens > 500
+
+
+def test_a_profile_that_cannot_be_recorded_costs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
+    shutil.copytree(FABLE, tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    ran = Ran("quantize", tmp_path / "mute", "-o", tmp_path / "out", "--bits", "4")
+    assert ran.code == 0 and "no profile for --kv: " in ran.err, ran.err
+    assert (tmp_path / "out" / "effllm.json").is_file() and not [*(tmp_path / "out").glob("kv_profile*")]
 
 
 @pytest.fixture

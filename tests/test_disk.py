@@ -3,6 +3,7 @@
 import errno
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,22 @@ def test_every_size_and_depth_is_read(file: Path) -> None:
     assert found.stream_rate == max(read.rate for read in found.reads if read.nbytes == disk.STREAMED)
 
 
+def test_the_rate_of_a_size_lies_between_those_measured() -> None:
+    reads = [(16 * KIB, 8, 0.4e9), (16 * KIB, 1, 0.1e9), (128 * KIB, 8, 1.0e9), (2 * MIB, 8, 1.2e9), (2 * MIB, 1, 1.1e9)]
+    found = disk.Disk("", "", True, tuple(disk.DiskRead(*read) for read in reads))
+    assert found.rate_of(16 * KIB) == pytest.approx(0.4e9)
+    assert found.rate_of(128 * KIB) == pytest.approx(1.0e9)
+    rates = [found.rate_of(size * KIB) for size in (4, 8, 16, 32, 64, 256, 1024, 4096)]
+    assert rates == sorted(rates) and rates[-1] <= 1.2e9
+    assert replace(found, reads=found.reads[-1:]).rate_of(4096) == 1.1e9
+
+
 @pytest.mark.parametrize("nbytes", (1, 4096, 5000, 300 * KIB))
 def test_a_file_smaller_than_the_reads(tmp_path: Path, nbytes: int) -> None:
     (tmp_path / "small").write_bytes(b"x" * nbytes)
     found = probe(tmp_path / "small", seconds=0.02, depths=(1, 2))
     assert all(read.rate > 0 for read in found.reads)
-    assert {read.nbytes for read in found.reads} == ({128 * KIB} if nbytes > 128 * KIB else {4096})
+    assert {read.nbytes for read in found.reads} == ({16 * KIB, 128 * KIB} if nbytes > 128 * KIB else {4096})
 
 
 def test_where_direct_reads_are_refused_it_says_so(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,21 +91,22 @@ def test_log_softmax_sums_to_one():
 
 
 def test_bench_counts_what_it_ran():
-    options = BenchOptions(prompt=140, gen=4, depth=200, repetitions=2)
+    options = BenchOptions(prompt=(140,), gen=(4, 0), depth=(200, 0), repetitions=2)
     engine_options = context_for(EngineOptions(device="cpu"), options)
     engine = list(open_prepared(lambda: prepare_synthetic(str(FABLE / "config.json"), engine_options), ("raw",)))[-1]
     rows = [row for row in bench(engine, options, "fable") if isinstance(row, BenchRow)]
     engine.close()
-    assert [row.test for row in rows] == ["pp140 @ d200", "tg4 @ d200"]
+    assert [row.test for row in rows] == ["pp140 @ d200", "tg4 @ d200", "pp140", "tg4"]
     for row in rows:
         assert len(row.samples_ts) == 2 and min(row.samples_ts) <= row.median_ts <= max(row.samples_ts) and row.avg_ts > 0
         assert row.model_size == 11_540_992 and row.model_n_params == 5_770_496 and row.type_k == "16bit"
-    writing = rows[1].to_json()
-    assert writing["bytes_per_pass"] == 11_540_992 + 204 * 2 * 2 * 6 * 128 and writing["roof_bandwidth"] > 1e9
+    for row, held in ((rows[1], 204), (rows[3], 4)):
+        writing = row.to_json()
+        assert writing["bytes_per_pass"] == 11_540_992 + held * 2 * 2 * 6 * 128 and writing["roof_bandwidth"] > 1e9
 
 
 def test_bench_refuses_nonsense():
-    for bad in ({"prompt": 0, "gen": 0}, {"repetitions": 0}, {"depth": -1}, {"columns": 0}, {"columns": 40}):
+    for bad in ({"prompt": (0,), "gen": (0,)}, {"repetitions": 0}, {"depth": (0, -1)}, {"columns": 0}, {"columns": 40}):
         with pytest.raises(UsageError):
             BenchOptions(**bad)
 

@@ -137,7 +137,7 @@ def test_plan_predicts_and_advises(known: None) -> None:
     assert plan["suggestion"]["flag"] == "--bits 4" and plan["tiers"]["memory"]["weights_bytes"] == plan["weights_bytes"]
     assert plan["per_token"]["disk_bytes"] == 0 and plan["machine"]["date"] == "2026-01-01 12:00" and plan["disk"]["bytes_per_s"] == 1e9
     text = ran("plan", "fable", "--device", "cpu", "-t", "2")[1]
-    for said in ("█", "tokens/s (± 15%)", "the memory limits it", "--bits 4: ", "for a prompt of 512 tokens", "memory 20.0 GB/s"):
+    for said in ("█", "tokens/s (± 45%)", "the memory limits it", "--bits 4: ", "for a prompt of 512 tokens", "memory 20.0 GB/s"):
         assert said in text, said
 
 

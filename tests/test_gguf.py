@@ -16,6 +16,7 @@ from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.gguf import BLOCKS
+from effllm.quant.imports import mxfp4
 from effllm.quant.imports.gguf import DECODERS, KEPT, dequantize
 from effllm.quant.weight import Weight
 from effllm.runtime.config import read_config
@@ -72,9 +73,11 @@ def small(folder: Path, family: str, **changes: object) -> Path:
 
 @pytest.mark.parametrize("kind", [*DECODERS])
 def test_blocks_mean_what_the_gguf_package_says(kind: str) -> None:
-    """Bit for bit, on any bytes."""
+    """Bit for bit, on any bytes but MXFP4's scale that is NaN, which the package takes for a number."""
     values, nbytes = BLOCKS[kind]
     raw = np.random.default_rng(3).integers(0, 256, (64, 3 * nbytes), np.uint8)
+    if kind == "MXFP4":
+        raw.reshape(-1, nbytes)[:, 0] %= mxfp4.NOT_A_NUMBER
     with np.errstate(all="ignore"):
         wanted = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
     np.testing.assert_array_equal(dequantize(raw, kind, 3 * values), wanted)
@@ -157,17 +160,24 @@ def test_a_file_that_llama_cpp_quantized_answers_as_its_widened_weights(tmp_path
     assert clear.sum() >= 5 and np.array_equal(found[False].argmax(1)[clear], wanted.argmax(1)[clear])
 
 
-@pytest.mark.parametrize(("kind", "at"), [("Q4_0", 18), ("Q4_K", 144 + 2), ("Q6_K", 208)])
-def test_a_scale_that_is_no_number_is_named(tmp_path: Path, kind: str, at: int) -> None:
+INFINITY = b"\x00\x7c"
+
+
+@pytest.mark.parametrize(("kind", "at", "wrong"), [("Q4_0", 18, INFINITY), ("Q4_1", 20, INFINITY), ("Q4_K", 144 + 2, INFINITY),
+                                                   ("Q6_K", 208, INFINITY), ("MXFP4", 17, b"\xff"), ("MXFP4", 17, b"\xfe\x77")])
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path, kind: str, at: int, wrong: bytes) -> None:
     path = tmp_path / "m.gguf"
     fable_gguf(path, kind)
     with open_gguf_store(path, low_bit=True) as store:
         info = store.tensors["model.layers.1.mlp.up_proj.weight"]
     raw = bytearray(path.read_bytes())
-    raw[info.offset + at : info.offset + at + 2] = b"\x00\x7c"  # infinity
+    raw[info.offset + at : info.offset + at + len(wrong)] = wrong
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="blk.1.ffn_up.weight"):
-        opened(path)
+    with open_gguf_store(path) as store, pytest.raises(CheckpointError, match="blk.1.ffn_up.weight"):
+        store.read(store.tensors[info.name])
+    if kind != "MXFP4" or len(wrong) == 1:  # the other's scale is a number, its products with the larger codes are none
+        with pytest.raises(CheckpointError, match="blk.1.ffn_up.weight"):
+            opened(path)
 
 
 @pytest.mark.parametrize(("family", "arch", "changes"), [

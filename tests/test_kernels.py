@@ -54,7 +54,7 @@ def run_all(ops: CpuOps, parts: dict[str, Linear], norm: Norm, x: np.ndarray, ac
 
 
 @pytest.mark.parametrize("stored", ("f32", "f16", "bf16"))
-@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu", "clamped_swish"))
+@pytest.mark.parametrize("act", ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"))
 def test_matrix_ops_match_the_reference(pool, stored, act):
     rng = np.random.default_rng(1)
     parts = linears(rng, stored)

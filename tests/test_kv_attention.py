@@ -142,6 +142,7 @@ def test_a_head_size_that_no_record_takes_is_refused():
     assert caught.value.hint == "--kv 16bit"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not X86 or INSTRUCTION_SET == "portable", reason="there is no other set to force")
 def test_without_wide_vectors(tmp_path):
     child("import kv_samples; kv_samples.check_all()", tmp_path, forced="portable")

@@ -253,7 +253,7 @@ def test_lookup_gives_the_same_answers(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [None, "4bit"])
 def test_a_synthetic_mixture_is_measured(source: Path, bits: str | None) -> None:
-    given, asked = EngineOptions(device="cpu", ctx=256), BenchOptions(prompt=40, gen=4, repetitions=1)
+    given, asked = EngineOptions(device="cpu", ctx=256), BenchOptions(prompt=(40,), gen=(4,), repetitions=1)
     prepared = prepare_synthetic(str(source / "config.json"), given, bits)
     *_, engine = open_prepared(lambda: prepared, kernel_kinds(bits is not None, given))
     try:

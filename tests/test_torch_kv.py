@@ -157,3 +157,30 @@ def test_a_record_has_the_bytes_of_the_host(ops: TorchOps) -> None:
     k, v = (x[64 : 64 + PAGE].astype(np.float16).astype(np.float32).swapaxes(0, 1) for x in (passes.k, passes.v))
     want = encode(k, v, 4, 4, made.basis, layer=0, first_token=64)
     np.testing.assert_array_equal(layer.records[0].cpu().numpy(), want.reshape(-1))
+
+
+@pytest.mark.parametrize("kv", ["16bit", "4bit"])
+def test_pages_that_are_put_back_give_the_same_bits(ops: TorchOps, kv: str) -> None:
+    """What is computed from pages that came from outside is what was computed from the cache's own."""
+    spec, shape = AttnSpec(4, 2, 64, 0.125), CacheShape(1024, sink=64, window=16, chunk=PAGE)
+    first, second = (open_cache([ops], [spec], codec(kv), shape) for _ in range(2))
+    rng = np.random.default_rng(0)
+
+    def step(cache, data):
+        cache.begin(len(data[0]))
+        out = cache.layer(0).attend(*map(ops.from_host, data)).cpu().numpy().copy()
+        cache.commit()
+        return out
+
+    def some(count):
+        return [rng.standard_normal((count, width)).astype(np.float32) for width in (256, 128, 128)]
+
+    for piece in list(first.pieces(420)):
+        step(first, some(piece))
+    second.adopt(first.n, first.sealed)
+    for page in (*range(first.sealed), *(page for page, _ in first.exact_blocks())):
+        second.write(page, first.read(page))
+    assert first.sealed == 2 and [len(second.read(page)[0]) for page in (0, -1)] == [len(first.read(page)[0]) for page in (0, -1)]
+    for count in (1, 20):
+        data = some(count)
+        np.testing.assert_array_equal(step(first, data), step(second, data))

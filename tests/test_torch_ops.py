@@ -125,7 +125,7 @@ def test_linear_add_is_in_place(ops: TorchOps, stored: str) -> None:
     close(ops.to_host(result), residual + weight(x))
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "clamped_swish"])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swish"])
 @pytest.mark.parametrize("stored", STORED)
 def test_gated_mlp(ops: TorchOps, act: str, stored: str) -> None:
     x, (norm, meaning) = normal(8, 3, 32), norm_pair(ops, "rms", 32)

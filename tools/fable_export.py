@@ -1,17 +1,19 @@
-"""Writes a trained `fable` as a Hugging Face folder: bf16 safetensors, config, tokenizer with its chat template, and the card.
+"""Writes a trained `fable` as a Hugging Face folder: bf16 safetensors, config, tokenizer with its chat template, and the card; and
+reads such a folder, to go on from it.
 
 Any engine that reads Llama reads this folder; nothing in it belongs to effllm. bf16 halves the file and is what large models ship.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from fable_data import Corpus
-from fable_model import NORM_EPS, ROPE_THETA, Model, Shape, perplexity, recall_accuracy
+from fable_model import NORM_EPS, ROPE_THETA, Model, Shape, perplexity, recall_accuracy, sparsity
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>' }}{% endfor %}"
@@ -54,6 +56,56 @@ def export(model: Model, tokenizer: Tokenizer, out: Path, card: str) -> None:
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
+def load(folder: Path, act: str | None = None) -> Model:
+    """The model in a folder that `export` wrote, in float32; `act` puts another activation in its FFN."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shape = Shape(vocab=config["vocab_size"], dim=config["hidden_size"], layers=config["num_hidden_layers"],
+                  heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"],
+                  ffn=config["intermediate_size"], context=config["max_position_embeddings"], act=act or config["hidden_act"])
+    model = Model(shape)
+    stored = load_file(folder / "model.safetensors")
+    model.load_state_dict({ours: stored[theirs].float() for ours, theirs in _names(shape)}, strict=True)
+    return model
+
+
+def write_sparse_card(model: Model, base: Model, corpus: Corpus, name: str, seen: int, weight: float, device: str) -> str:
+    """`write_card` for a model that was made sparse from `base`, called `name`; `weight` is that of the pressure at the end."""
+    shape = model.shape
+    half = shape.context // 2
+    before, after = (perplexity(each, corpus, half, 60, device) for each in (base, model))
+    zeros = sparsity(model, corpus, half, 30, device)
+    layers = " | ".join(str(layer) for layer in range(shape.layers))
+    shares = " | ".join(f"{share:.1%}" for share in zeros)
+    recalls = "\n".join(
+        f"| {n} | {spread:.0%} | {recall_accuracy(model, corpus, n, spread, 20, device):.3f} |"
+        for n in (half, shape.context)
+        for spread in (0.3, 0.95)
+    )
+    return f"""# {name}-{shape.act}
+
+`{name}` with {shape.act.upper()} in place of {base.shape.act} in its FFN, fine-tuned with `tools/train_fable.py --from` until most gates
+are exactly zero: a real model for what leaves out inactive neurons (their rows of `up` and columns of `down` need not be read).
+Everything else is `{name}`'s: shape, tokenizer, chat template, what it knows. Licence of the weights: Apache-2.0.
+
+Only the MLPs learned, on {seen / 1e3:,.0f} thousand tokens of the same text, and what they learned was {name}'s own distribution.
+The loss had a second term, the sum over layers of the mean over tokens of |gate|_1 / (sqrt({shape.ffn}) |gate|_2); its weight,
+steered towards the share of zeros that was asked for, was {weight:.3g} at the end.
+
+Held-out perplexity (the windows of `{name}`'s card): {after:.2f}, {name} {before:.2f} ({after / before - 1:+.1%}).
+Share of gates that are zero, on held-out text: {sum(zeros) / len(zeros):.1%}; by layer:
+
+| {layers} |
+|{"---|" * shape.layers}
+| {shares} |
+
+Recall of stated numbers, share of digits right (chance 0.1):
+
+| context | facts spread over | accuracy |
+|---|---|---|
+{recalls}
+"""
+
+
 def write_card(model: Model, corpus: Corpus, minutes: float, seen: int, device: str) -> str:
     """Measure the model and describe it; `seen` is the number of training tokens."""
     shape = model.shape
@@ -84,13 +136,18 @@ Recall of stated numbers, share of digits right (chance 0.1):
 """
 
 
+def _names(shape: Shape) -> Iterator[tuple[str, str]]:
+    """Our name and Hugging Face's of every tensor."""
+    yield "embed.weight", "model.embed_tokens.weight"
+    yield "norm.weight", "model.norm.weight"
+    for layer in range(shape.layers):
+        for ours, theirs in LAYER_NAMES.items():
+            yield f"blocks.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
+
+
 def _hf_tensors(model: Model) -> dict[str, torch.Tensor]:
     state = model.state_dict()
-    tensors = {"model.embed_tokens.weight": state["embed.weight"], "model.norm.weight": state["norm.weight"]}
-    for layer in range(model.shape.layers):
-        for ours, theirs in LAYER_NAMES.items():
-            tensors[f"model.layers.{layer}.{theirs}.weight"] = state[f"blocks.{layer}.{ours}.weight"]
-    return tensors
+    return {theirs: state[ours] for ours, theirs in _names(model.shape)}
 
 
 def _config(shape: Shape, end_of_text: int, end: int) -> dict[str, object]:

@@ -66,7 +66,7 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.ffn, shape.dim, bias=False)
         self.input_norm, self.post_norm = Norm(shape.dim), Norm(shape.dim)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, gates: list[Tensor] | None = None) -> Tensor:
         normed = self.input_norm(x)
         q = rotate(self._split(self.q(normed), self.heads), cos, sin)
         k = rotate(self._split(self.k(normed), self.kv_heads), cos, sin)
@@ -75,7 +75,10 @@ class Block(nn.Module):
         # [B, H, T, D] -> [B, T, H * D]
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         normed = self.post_norm(x)
-        return x + self.down(self.act(self.gate(normed)) * self.up(normed))
+        gate = self.act(self.gate(normed))
+        if gates is not None:
+            gates.append(gate)
+        return x + self.down(gate * self.up(normed))
 
     def _split(self, y: Tensor, heads: int) -> Tensor:
         """[B, T, heads * D] -> [B, heads, T, D]"""
@@ -102,12 +105,12 @@ class Model(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, T] -> logits [B, T, vocab]"""
+    def forward(self, ids: Tensor, gates: list[Tensor] | None = None) -> Tensor:
+        """ids [B, T] -> logits [B, T, vocab]; each layer's activated gate [B, T, ffn] is appended to `gates`."""
         x = self.embed(ids)
         tokens = ids.shape[1]
         for block in self.blocks:
-            x = block(x, self.cos[:tokens].to(x.dtype), self.sin[:tokens].to(x.dtype))
+            x = block(x, self.cos[:tokens].to(x.dtype), self.sin[:tokens].to(x.dtype), gates)
         return F.linear(self.norm(x), self.embed.weight)
 
     def split_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -116,6 +119,27 @@ class Model(nn.Module):
         matrices = [p for p in self.parameters() if p.dim() == 2 and p is not embedding]
         others = [p for p in self.parameters() if p.dim() != 2 or p is embedding]
         return matrices, others
+
+
+def crowding(gates: list[Tensor]) -> Tensor:
+    """How far gates are from sparse: the sum over layers of the mean L1 norm over L2 norm of a token's gates, as a share of its most.
+
+    A share s of equal gates costs sqrt(s). Unlike L1 alone it cannot be paid by making gates small and `up` large.
+    """
+    return sum((gate.abs().sum(-1) / (gate.square().sum(-1) * gate.shape[-1] + NORM_EPS).sqrt()).mean() for gate in gates)
+
+
+@torch.no_grad()
+def sparsity(model: Model, corpus: Corpus, n: int, windows: int, device: str) -> list[float]:
+    """Each layer's share of gates that are exactly zero, over `windows` windows of `n` held-out tokens."""
+    generator = np.random.RandomState(1)
+    zeros = [0.0] * model.shape.layers
+    for _ in range(windows):
+        start = generator.randint(0, len(corpus.heldout) - n - 1)
+        gates: list[Tensor] = []
+        model(torch.tensor(corpus.heldout[start : start + n].astype(np.int64), device=device)[None], gates)
+        zeros = [total + (gate == 0).float().mean().item() / windows for total, gate in zip(zeros, gates, strict=True)]
+    return zeros
 
 
 @torch.no_grad()

@@ -60,12 +60,13 @@ def command_status(shell: pexpect.spawn) -> int:
 
 
 def shown(raw: str) -> Text:
-    """What a terminal shows in the end: of a line that was redrawn, the last state; no codes but colours."""
+    """What a terminal shows in the end: of a line that was redrawn, the last state; no codes but colours; long lines cut at its edge."""
     lines = []
     for line in raw.replace(PROMPT, "$ ").replace("\r\n", "\n").split("\n")[:-1]:  # the last is a prompt at which nothing was typed
         last = re.sub(r"\x1b\[[0-9;]*[A-HJ-KSTfhl]", "\r", line).rsplit("\r", 1)[-1]
         lines.append(last)
-    return Text.from_ansi("\n".join(lines))
+    whole = [Text.from_ansi(line) for line in lines]
+    return Text("\n").join(piece for line in whole for piece in line.divide(range(COLUMNS, max(len(line), 1), COLUMNS)))
 
 
 def svg(text: Text, title: str) -> str:

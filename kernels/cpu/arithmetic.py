@@ -22,6 +22,7 @@ from ..layout import (
     NORM_NONE,
     NORM_RMS_PLUS_ONE,
     RELU,
+    RELU2,
     SILU,
     SWISH_LIMIT,
     SWISH_SLOPE,
@@ -69,6 +70,8 @@ def activate(x, kind):
         return x / (ONE + exp(-x))
     if kind == RELU:
         return max(x, ZERO)
+    if kind == RELU2:
+        return max(x, ZERO) * max(x, ZERO)
     if kind == GELU_TANH:
         inner = TANH_INNER * (x + GELU_CUBE * x * x * x)
         return x * (ONE - ONE / (ONE + exp(inner + inner)))

@@ -7,6 +7,9 @@ depend on which thread computed a block or where its bytes live. Two kernels imp
 
 A head may have a sink: a learned logit that takes part in the softmax without a value. It joins the sum once, after the last block.
 
+A call sees rows FROM to TO of the table, so the table can be gone through in turns while pages come from a disk: partials have their
+places by row, and `attend_many` takes up where the call before it stopped. Bits do not depend on the turns.
+
 Query rows are ordered token-major within a KV head: row = t * group + g.
 """
 
@@ -16,15 +19,18 @@ from numba import float32
 
 from ..compile import inlined, kernel
 from ..layout import F32, HEADER_NBYTES, PAGE
+from ..workspace import Dims
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, row_maximum, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 
 # Slots of the argument block of the attend kernels.
-Q, OUT, TOKENS, POSITION, BLOCKS, TABLE, HEADS = range(7)  # these change from call to call
-KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(7, 16)
-EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE = range(16, 21)
-SINKS, ATTEND_SLOTS = 21, 22  # address of a float32 logit per query head, 0 for none
+# these change from call to call; FROM and TO bound the rows of the table that a call sees
+Q, OUT, TOKENS, POSITION, BLOCKS, TABLE, HEADS, FROM, TO = range(9)
+KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(9, 18)
+EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE = range(18, 23)
+SINKS = 23  # address of a float32 logit per query head, 0 for none
+STATE, ATTEND_SLOTS = 24, 25  # where `attend_many` keeps what it has so far, when several calls see the table between them; 0 for one
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
 QUERY_TILE = 32
@@ -159,7 +165,7 @@ def attend_few(args, worker, counter):
     Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D]; rows in multiples of LOW_ROWS.
     """
     a = i64_at(args)
-    tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
+    tokens, heads, kv_heads, depth, seen = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[TO] - a[FROM]
     group = heads // kv_heads
     rows = tokens * group
     padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
@@ -173,14 +179,14 @@ def attend_few(args, worker, counter):
     loaded = -1
     while True:
         job = fetch_add(counter, 1)
-        if job >= kv_heads * blocks:
+        if job >= kv_heads * seen:
             return
-        kv, block = job // blocks, job % blocks
+        kv, block = job // seen, a[FROM] + job % seen
         entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
         if entry[SEALED] and not a[PAGES]:
             continue
         first, count = entry[FIRST], entry[COUNT]
-        partial = a[PARTIALS] + 4 * job * rows * (depth + 2)
+        partial = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
         if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):
             for r in range(rows):
                 f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
@@ -239,7 +245,7 @@ def attend_many(args, worker, counter):
     """A tile of QUERY_TILE tokens of one KV head at a time, all blocks in order.
 
     Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D],
-    (m, l)[rows] of all blocks so far, (m, l)[rows] of the last.
+    (m, l)[rows] of all blocks so far, (m, l)[rows] of the last. In turns, the last three lie in STATE, for every tile.
     """
     a = i64_at(args)
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
@@ -252,8 +258,6 @@ def attend_many(args, worker, counter):
     values = keys + 4 * depth * PAGE
     scores = values + 4 * PAGE * broad
     part = scores + 4 * capacity * PAGE
-    o = part + 4 * capacity * broad
-    stats = f32_at(o + 4 * capacity * depth)
     tiles = (tokens + QUERY_TILE - 1) // QUERY_TILE
     while True:
         job = fetch_add(counter, 1)
@@ -265,11 +269,16 @@ def attend_many(args, worker, counter):
         here = min(QUERY_TILE, tokens - begin_token)
         rows = here * group
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+        o = part + 4 * capacity * broad
+        if a[STATE] != 0:
+            o = a[STATE] + 4 * (kv * tiles + tile) * capacity * (depth + 4)
+        stats = f32_at(o + 4 * capacity * depth)
         _load_queries(a, query, kv, begin_token, rows, padded)
-        for r in range(rows):
-            stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
+        if a[FROM] == 0:
+            for r in range(rows):
+                stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
         position = a[POSITION] + begin_token
-        for block in range(a[BLOCKS]):
+        for block in range(a[FROM], a[TO]):
             entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
             first, count = entry[FIRST], entry[COUNT]
             if not _visible(first, count, position, here, a[WINDOW]):
@@ -292,6 +301,8 @@ def attend_many(args, worker, counter):
                 m, l = _merge(f32_at(o + 4 * r * depth), stats[2 * r], stats[2 * r + 1], f32_at(part + 4 * r * broad),
                               stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1], depth)
                 stats[2 * r], stats[2 * r + 1] = m, l
+        if a[TO] < a[BLOCKS]:
+            continue
         for r in range(rows):
             head = kv * group + r % group
             target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + head) * depth)
@@ -305,6 +316,13 @@ def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     capacity = -(-QUERY_TILE * (heads // kv_heads) // TILE_ROWS) * TILE_ROWS
     return capacity * (2 * head_dim + broad + PAGE + 4) + PAGE * (head_dim + broad)
+
+
+def attend_many_state(tokens: int, dims: Dims) -> int:
+    """Floats that a prompt's chunk of `tokens` tokens needs between turns, here or in `kv_attention.attend_packed_many`."""
+    tiles, unit = -(-tokens // QUERY_TILE), TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS
+    capacity = -(-QUERY_TILE * (dims.heads // dims.kv_heads) // unit) * unit
+    return dims.kv_heads * tiles * capacity * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
 
 
 def attend_few_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:

@@ -20,6 +20,7 @@ from .attention import (
     COLUMNS,
     COUNT,
     FIRST,
+    FROM,
     HEAD_DIM,
     HEADS,
     INDEX,
@@ -33,7 +34,9 @@ from .attention import (
     SCRATCH_STRIDE,
     SEALED,
     SOFTCAP,
+    STATE,
     TABLE,
+    TO,
     TOKENS,
     WINDOW,
     _begin,
@@ -101,7 +104,7 @@ def attend_packed(args, worker, counter):
     steps[20], an opened record.
     """
     a = i64_at(args)
-    tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
+    tokens, heads, kv_heads, depth, seen = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[TO] - a[FROM]
     group = heads // kv_heads
     rows = tokens * group
     padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
@@ -119,14 +122,14 @@ def attend_packed(args, worker, counter):
     loaded = -1
     while True:
         job = fetch_add(counter, 1)
-        if job >= kv_heads * blocks:
+        if job >= kv_heads * seen:
             return
-        kv, block = job // blocks, job % blocks
+        kv, block = job // seen, a[FROM] + job % seen
         entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
         if not entry[SEALED]:
             continue
         first, count = entry[FIRST], entry[COUNT]
-        partial = a[PARTIALS] + 4 * job * rows * (depth + 2)
+        partial = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
         if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):
             for r in range(rows):
                 f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
@@ -140,7 +143,7 @@ def attend_packed(args, worker, counter):
                 count_of[padded + r] = _round(query + 4 * r * depth, numbers + 2 * (padded + r) * depth, depth)
             loaded = kv
         record, parts = _record(a, entry, kv), _parts(a, kv)
-        if block + AHEAD < blocks:
+        if block + AHEAD < a[TO]:
             following = i64_at(a[TABLE] + 8 * COLUMNS * (block + AHEAD))
             if following[SEALED]:
                 prefetch(_record(a, following, kv), i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1])
@@ -211,6 +214,7 @@ def merge_packed(args, worker, counter):
 @kernel({"contract"})
 def attend_packed_many(args, worker, counter):
     """`attention.attend_many` where sealed pages are packed: they are opened as floats, for a tile of QUERY_TILE tokens of one KV head.
+    In turns, O and the (m, l) behind it lie in STATE.
 
     Scratch per worker: Q[rows, D], turned Q[rows, wide D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O exact and
     packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[20], an opened record.
@@ -227,9 +231,7 @@ def attend_packed_many(args, worker, counter):
     values = keys + 4 * depth * PAGE
     scores = values + 4 * PAGE * broad
     part = scores + 4 * capacity * PAGE
-    outputs = part + 4 * capacity * broad
-    stats = f32_at(outputs + 8 * capacity * depth)
-    steps = outputs + 8 * capacity * depth + 24 * capacity
+    steps = part + 4 * capacity * broad + 8 * capacity * depth + 24 * capacity
     opened = steps + 128
     tiles = (tokens + QUERY_TILE - 1) // QUERY_TILE
     while True:
@@ -244,13 +246,18 @@ def attend_packed_many(args, worker, counter):
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         _load_queries(a, query, kv, begin_token, rows, capacity)
         _turn(capacity, query, a[TURN] + 4 * kv * depth * broad, turned, depth, broad)
-        zeros = f32_at(outputs)
-        for i in range(2 * capacity * depth):
-            zeros[i] = ZERO
-        for r in range(2 * capacity):
-            stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
+        outputs = part + 4 * capacity * broad
+        if a[STATE] != 0:
+            outputs = a[STATE] + 4 * (kv * tiles + tile) * capacity * (2 * depth + 6)
+        stats = f32_at(outputs + 8 * capacity * depth)
+        if a[FROM] == 0:
+            zeros = f32_at(outputs)
+            for i in range(2 * capacity * depth):
+                zeros[i] = ZERO
+            for r in range(2 * capacity):
+                stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
         position = a[POSITION] + begin_token
-        for block in range(a[BLOCKS]):
+        for block in range(a[FROM], a[TO]):
             entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
             first, count, sealed = entry[FIRST], entry[COUNT], entry[SEALED]
             if not _visible(first, count, position, here, a[WINDOW]):
@@ -282,6 +289,8 @@ def attend_packed_many(args, worker, counter):
                 m, l = _merge(f32_at(outputs + 4 * (side + r) * depth), stats[2 * (side + r)], stats[2 * (side + r) + 1],
                               f32_at(part + 4 * r * broad), stats[4 * capacity + 2 * r], stats[4 * capacity + 2 * r + 1], depth)
                 stats[2 * (side + r)], stats[2 * (side + r) + 1] = m, l
+        if a[TO] < a[BLOCKS]:
+            continue
         _turn(capacity, outputs + 4 * capacity * depth, a[BACK] + 4 * kv * depth * broad, part, depth, broad)
         for r in range(rows):
             result = f32_at(outputs + 4 * r * depth)

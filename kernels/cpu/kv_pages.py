@@ -18,6 +18,7 @@ from .pages import LayerPages
 class Basis(Protocol):
     """What turns queries and outputs (`quant/kv_basis.py`): [H, D, D] each, and K's channel scales [H, D]."""
 
+    v_matrix: np.ndarray
     k_inverse: np.ndarray
     v_inverse: np.ndarray
     k_scale: np.ndarray
@@ -38,6 +39,7 @@ class PackedPages(LayerPages):
 
     many, merge = kv_attention.attend_packed_many, kv_attention.merge_packed
     few = (attention.attend_few, kv_attention.attend_packed)
+    base = kv_attention.PACKED
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: Codec) -> None:
@@ -57,17 +59,21 @@ class PackedPages(LayerPages):
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
         """Pack exact slot `slot` into record place `page`, or let `sealed_by` note it."""
-        size, place = self.layout.layer_page_nbytes, self.packed.layer_page_nbytes
-        self.sealed_by.seal(self.exact[slot * size : (slot + 1) * size], self.layout, layer, first_token,
-                        self.records[page * place : (page + 1) * place])
+        self._abstract(slot, page)
+        self.sealed_by.seal(self._slot(slot), self.layout, layer, first_token, self._place(page))
+
+    @property
+    def stride(self) -> int:
+        return self.packed.layer_page_nbytes
+
+    def _held(self, page: int) -> np.ndarray:
+        return self.records[page * self.stride : (page + 1) * self.stride]
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V, float32 [PAGE, KVH, D], of a block."""
         if not sealed:
             return super().sides(sealed, index)
-        size = self.packed.layer_page_nbytes
-        page = self.records[index * size : (index + 1) * size]
-        k, v = self.codec.open(page, self.layout.kv_heads, self.layout.head_dim)
+        k, v = self.codec.open(self._sealed_page(index), self.layout.kv_heads, self.layout.head_dim)
         return k.swapaxes(0, 1), v.swapaxes(0, 1)
 
 

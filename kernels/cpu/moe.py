@@ -2,7 +2,8 @@
 
 For a few tokens all of it is noted beforehand and runs without coming back to Python: a kernel picks the experts and writes the argument
 blocks of their products, which then run as one job (`experts.py`). Only what is picked is read. For more tokens Python asks who goes
-where and notes the products of one expert after the other, each expert's weights being read once for all of its tokens.
+where and notes the products of one expert after the other, each expert's weights being read once for all of its tokens. Experts of
+which only some are in memory take the way of `moe_paged.py`, through the same kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from . import linear, low_bit, lut, packed
 
 if TYPE_CHECKING:
     from ...quant.weight import Expert, Linear, Norm
+    from ..expert_pages import ExpertPages
     from .ops import CpuOps
 
 MOST_STAGES = 1024
@@ -35,8 +37,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.experts:
         return {}
     visits, jobs = chunk * dims.top_k, _most_jobs(dims.experts, packed.MOST_COLUMNS * dims.top_k)
-    return {"routes": chunk * dims.experts, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1), "rows": visits * dims.hidden,
-            "hidden": visits * dims.expert_ffn, "products": 2 * jobs}
+    return {"routes": chunk * dims.experts, "routes_ahead": dims.experts, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
+            "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs}
 
 
 def _most_jobs(experts: int, visits: int) -> int:
@@ -46,17 +48,20 @@ def _most_jobs(experts: int, visits: int) -> int:
 
 @dataclass(frozen=True)
 class Table:
-    """A layer's experts as records for `group_visits`; `columns`: the most tokens that it may prepare, 0 where Python has to."""
+    """A layer's experts as records for `group_visits`; `columns`: the most tokens that it may prepare, 0 where Python has to. `width`:
+    outputs of a gate."""
 
     experts: Sequence[Expert]
     gated: np.ndarray
     down: np.ndarray
     columns: int
+    width: int
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A prepared stage of a few tokens, for when the same objects meet again. `kept` is what its jobs read."""
+    """A prepared stage of a few tokens, for when the same objects meet again. `kept` is what its jobs read, `chosen` int64 [T k] what they
+    write first, `lists` the addresses of blocks and counters of the products (`moe_paged.py`)."""
 
     x: np.ndarray
     norm: Norm
@@ -66,6 +71,8 @@ class Stage:
     kept: tuple[np.ndarray, ...]
     routed: Routed
     table: Table
+    chosen: np.ndarray
+    lists: tuple[int, int]
 
 
 class Prepared:
@@ -76,12 +83,17 @@ class Prepared:
         self.stages: dict[tuple[int, int], Stage] = {}
 
 
-def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
-        see: See | None = None) -> np.ndarray:
-    """x + sum over the `top_k` experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place.
+def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, top_k: int,
+        renormalise: bool, act: str, see: See | None = None) -> np.ndarray:
+    """x + sum over the `top_k` experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place. Experts that are not a
+    tuple are brought when they are needed.
 
     `see` is shown the visits; what its arrays hold may be read when the collected jobs have run.
     """
+    if not isinstance(experts, tuple):
+        from . import moe_paged
+
+        return moe_paged.run(self, x, norm, router, experts, (top_k, renormalise, act), see)
     return self.registry.select(Call("moe", act=act)).candidate.run(self, x, norm, router, experts, (top_k, renormalise, act), see)
 
 
@@ -96,14 +108,7 @@ def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, expert
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
         see: See | None) -> np.ndarray:
-    if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
-        few = len(x) <= _table(ops, experts, asked[2]).columns  # then all tokens of a stage are routed as one alone would be
-        ops._matrix(x, norm, [router], [ops.workspace.take("routes", len(x), len(experts))], linear.PLAIN, "none", int(few))
-    stage = ops.mixtures.stages.get((id(experts), len(x)))
-    if stage is None or stage.x is not x or stage.norm is not norm or stage.router is not router or stage.asked != asked:
-        stage = _prepared(ops, x, norm, router, experts, asked)
-    for kept in stage.kept:
-        ops.keep(kept)
+    stage = routed_stage(ops, x, norm, router, experts, asked, _table)
     for kernel, where, parallel in stage.jobs:
         ops.run(kernel, where, parallel)
     if len(x) > stage.table.columns:
@@ -112,6 +117,20 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequenc
     if see is not None:
         see(stage.routed)
     return x
+
+
+def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
+                 table: Callable) -> Stage:
+    """Note the router's product; the stage whose jobs come next. `table` makes or finds the records of the experts."""
+    if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
+        few = len(x) <= table(ops, experts, asked[2]).columns  # then all tokens of a stage are routed as one alone would be
+        ops._matrix(x, norm, [router], [ops.workspace.take("routes", len(x), len(experts))], linear.PLAIN, "none", int(few))
+    stage = ops.mixtures.stages.get((id(experts), len(x)))
+    if stage is None or stage.x is not x or stage.norm is not norm or stage.router is not router or stage.asked != asked:
+        stage = _prepared(ops, x, norm, router, experts, asked, table(ops, experts, asked[2]))
+    for kept in stage.kept:
+        ops.keep(kept)
+    return stage
 
 
 def _products(ops: CpuOps, norm: Norm, experts: Sequence[Expert], stage: Stage, act: str) -> None:
@@ -127,11 +146,11 @@ def _products(ops: CpuOps, norm: Norm, experts: Sequence[Expert], stage: Stage, 
         ops._matrix(hidden[begin:end], None, [expert.down], [rows[begin:end]], linear.PLAIN, "none", columns)
 
 
-def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str]) -> Stage:
+def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
+              table: Table) -> Stage:
     """The jobs of a stage up to where Python is needed; remembered for a few tokens."""
     top_k, renormalise, act = asked
-    (tokens, depth), count, width = x.shape, len(experts), experts[0].gate.weight.shape[0]
-    table = _table(ops, experts, act)
+    (tokens, depth), count, width = x.shape, len(experts), table.width
     visits, few, take = tokens * top_k, tokens <= table.columns, ops.workspace.take
     numbers = take("visits", 2 * (3 * visits + count + 1)).view(np.int64)
     chosen, places, owners, offsets = np.split(numbers, [visits, 2 * visits, 3 * visits])
@@ -151,7 +170,7 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     if few:
         jobs += [(kernels.each_product, products, True), (kernels.each_product, products + 8 * (1 + 3 * most), True),
                  (kernels.combine_visits, where, tokens > 1)]
-    made = Stage(x, norm, router, asked, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table)
+    made = Stage(x, norm, router, asked, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table, chosen, (blocks, counters))
     if few and ops.workspace.holds(x):
         if len(ops.mixtures.stages) >= MOST_STAGES:
             ops.mixtures.stages.clear()
@@ -172,22 +191,27 @@ def _table(ops: CpuOps, experts: Sequence[Expert], act: str) -> Table:
     """The records of a layer's experts, made once."""
     known = ops.mixtures.tables.get(id(experts))
     if known is None:
-        columns = _columns(ops, experts, act)
+        columns = columns_of(ops, experts, act)
         gated = np.zeros((len(experts), kernels.GATED_RECORD), np.int64)
         down = np.zeros((len(experts), kernels.DOWN_RECORD), np.int64)
         for e, expert in enumerate(experts if columns else ()):
-            for record, linears in ((gated[e], (expert.gate, expert.up)), (down[e], (expert.down,))):
-                fields = [_kernel(linears[0]).address]
-                for each in linears:
-                    fields += _fields(each)
-                record[: len(fields)] = fields
+            write_records(expert, gated[e], down[e])
         if len(ops.mixtures.tables) >= MOST_STAGES:
             ops.mixtures.tables.clear()
-        known = ops.mixtures.tables[id(experts)] = Table(experts, gated, down, columns)
+        known = ops.mixtures.tables[id(experts)] = Table(experts, gated, down, columns, experts[0].gate.weight.shape[0])
     return known
 
 
-def _columns(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
+def write_records(expert: Expert, gated: np.ndarray, down: np.ndarray) -> None:
+    """An expert's two records."""
+    for record, linears in ((gated, (expert.gate, expert.up)), (down, (expert.down,))):
+        values = [_kernel(linears[0]).address]
+        for each in linears:
+            values += fields(each)
+        record[: len(values)] = values
+
+
+def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
     """For how many tokens the products of all experts are single jobs of the kernels for a few columns."""
     from .ops import FEW
     from .ops import CpuOps as Ops  # which holds `moe`
@@ -212,7 +236,7 @@ def _kernel(each: Linear) -> Kernel:
     return lut.looked_up_columns if each.weight.looked_up else packed.packed_columns
 
 
-def _fields(each: Linear) -> list[int]:
+def fields(each: Linear) -> list[int]:
     """A matrix in an argument block, its output's address left open."""
     if each.weight.spec.is_raw:
         return [*each.fields, 0, each.weight.shape[0]]

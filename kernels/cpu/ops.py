@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
 from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, in_parts, linear, low_bit, moe, packed, rows
+from . import attention, bundled, in_parts, linear, low_bit, moe, packed, rows
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -49,12 +49,15 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
                   attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
     blocks = dims.ctx // attention.PAGE + 3
+    # Where attention takes turns, every token of a few has its own partials, and a prompt's tiles wait between two turns.
+    calls, state = FEW if dims.spilled_kv else 1, attention.attend_many_state(chunk, dims) if dims.spilled_kv else 0
     # y0 takes the queries, and later in a layer a branch on its way to the stream
     return {"x": chunk * dims.hidden, "y0": chunk * max(dims.heads * dims.head_dim, dims.hidden),
             "y1": chunk * dims.kv_heads * dims.head_dim, "y2": chunk * dims.kv_heads * dims.head_dim,
             "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": dims.kv_heads * blocks * group * (dims.head_dim + 2), **moe.plan_workspace(dims, chunk)}
+            "partials": calls * dims.kv_heads * blocks * group * (dims.head_dim + 2), "state": state, **moe.plan_workspace(dims, chunk),
+            **bundled.plan_workspace(dims, chunk)}
 
 
 def _compiled(call: Call) -> str:
@@ -211,6 +214,7 @@ class CpuOps(Jobs):
         return self.linear_add(outs[0], down, x, after, factor)
 
     moe = moe.moe
+    bundled_mlp = bundled.bundled_mlp
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""

@@ -3,10 +3,15 @@
 Exact (open) pages sit in numbered slots, sealed pages in the layer's extent; raw pages of both kinds have the layout of
 `layout.PageLayout`, so one kernel reads either. A block list is an int64 array `[n, 4]`: sealed (0 or 1), slot or page index, first
 position, tokens held; it is the same for every layer of a step.
+
+Sealed pages may lie on a disk from some page on (`Spilled`). Attention then goes through the table in turns: what is in memory first, then
+run after run of pages for as long as each is leased, then the open pages. Every kernel does in turns what it does at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +22,7 @@ from ..registry import Call
 from ..workspace import address
 from . import attention
 from .ops import FEW, SHARE_FROM, CpuOps
+from .selective import Selective
 
 
 class Codec(Protocol):
@@ -25,11 +31,40 @@ class Codec(Protocol):
     def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None: ...
 
 
+class Spilled(Protocol):
+    """The pages of one layer that lie on a disk (`offload/page_stream.py`): those from `first` on. `staging` is where the next one of them
+    is sealed, `lead` the rows of a block table before that of page 0."""
+
+    first: int
+    lead: int
+    staging: np.ndarray
+
+    def runs(self) -> Sequence[tuple[int, int]]:
+        """Which of them the pass in hand reads, as (first page, the one behind the last), in order."""
+
+    def lease(self, run: tuple[int, int]) -> AbstractContextManager[int]:
+        """The address of a run's first page; the others follow it."""
+
+    def page(self, index: int) -> np.ndarray:
+        """A copy of one page."""
+
+    most: int  # pages that `fetch` gives at once; 0 where all are read in runs
+
+    def fetch(self, pages: Sequence[int], before_wait: Callable[[], None]) -> Iterator[tuple[int, int]]:
+        """(page, address) of each, those first that need no wait."""
+
+    def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
+        """Pages that may be fetched next."""
+
+
 class LayerPages:
     """`exact` and `sealed` are uint8 memory; scale, window (None: all) and softcap are the layer's attention."""
 
     # For many tokens; for one: partials, then merging.
     many, few, merge = attention.attend_many, (attention.attend_few,), attention.merge_few
+    base = attention.PAGES  # the slot with the address of page 0
+    spilled: Spilled | None = None
+    selective: Selective | None = None
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None) -> None:
@@ -62,9 +97,44 @@ class LayerPages:
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`."""
-        size = self.layout.layer_page_nbytes
-        exact, sealed = self.exact[slot * size : (slot + 1) * size], self.sealed[page * size : (page + 1) * size]
-        codec.seal(exact, self.layout, layer, first_token, sealed)
+        self._abstract(slot, page)
+        codec.seal(self._slot(slot), self.layout, layer, first_token, self._place(page))
+
+    def _abstract(self, slot: int, page: int) -> None:
+        if self.selective is not None and page >= self.spilled.first:
+            self.selective.note(page, *self.sides(0, slot))
+
+    def read_page(self, page: int) -> np.ndarray:
+        """The bytes of a sealed page, uint8, a copy: what `write_page` of another storage of this layout takes."""
+        return self._sealed_page(page).copy()
+
+    def write_page(self, page: int, data: np.ndarray) -> None:
+        """Put the bytes of a sealed page in its place."""
+        self._place(page)[:] = data
+
+    def read_slot(self, slot: int) -> np.ndarray:
+        """The bytes of an exact slot, uint8 `[layout.layer_page_nbytes]`, a copy."""
+        return self._slot(slot).copy()
+
+    def write_slot(self, slot: int, data: np.ndarray) -> None:
+        self._slot(slot)[:] = data
+
+    def _slot(self, slot: int) -> np.ndarray:
+        return self.exact[slot * self.layout.layer_page_nbytes : (slot + 1) * self.layout.layer_page_nbytes]
+
+    def _place(self, page: int) -> np.ndarray:
+        """Where a page is sealed."""
+        return self.spilled.staging if self._is_spilled(page) else self._held(page)
+
+    def _sealed_page(self, page: int) -> np.ndarray:
+        """What a sealed page holds; of one on the disk a copy."""
+        return self.spilled.page(page) if self._is_spilled(page) else self._held(page)
+
+    def _is_spilled(self, page: int) -> bool:
+        return self.spilled is not None and page >= self.spilled.first
+
+    def _held(self, page: int) -> np.ndarray:
+        return self.sealed[page * self.stride : (page + 1) * self.stride]
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
         """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`. `sinks`: a logit per head, float32 `[H]`, as in
@@ -79,18 +149,76 @@ class LayerPages:
         q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
         heads = width // self.layout.head_dim
         block[attention.SINKS] = address(sinks)
+        if self.spilled is not None:
+            if runs := self.spilled.runs():
+                self._in_turns(runs, q, position, blocks, table, out)
+                return
+            if self.selective is not None and self.window is None and (end := int(blocks[:, attention.SEALED].sum())) > self.spilled.first:
+                self.selective.attend(q, position, blocks, table, out, end)
+                return
+        every = 0, len(blocks)
         if len(q) > FEW:
-            block[: attention.HEADS + 1] = q_at, out_at, len(q), position, len(blocks), table, heads
+            block[: attention.TO + 1] = q_at, out_at, len(q), position, len(blocks), table, heads, *every
             ops.run(self.many, self._attend_at)
             return
         changing = block if len(q) > 1 else None
         if changing is None:
             ops.refresh(self._move)
         for t in range(len(q)):
-            block[: attention.HEADS + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads
+            block[: attention.TO + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads, *every
             for partials in self.few:
                 ops.run(partials, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM, changing)
             ops.run(self.merge, self._attend_at, width * len(blocks) >= SHARE_FROM, changing)
+
+    def _in_turns(self, runs: Sequence[tuple[int, int]], q: np.ndarray, position: int, blocks: np.ndarray, table: int,
+                  out: np.ndarray) -> None:
+        """`compiled` where pages of the disk lie between those in memory. What was noted so far runs while the first of them come."""
+        calls = self.calls(q, position, blocks, table, out)
+        lead, at = self.spilled.lead, int(self._attend[self.base])
+        self.turn(calls, 0, lead + runs[0][0])
+        self.ops.flush()
+        for run in runs:
+            with self.spilled.lease(run) as where:
+                for call in calls:
+                    call[self.base] = where - run[0] * self.stride
+                self.turn(calls, lead + run[0], lead + run[1])
+                self.ops.flush()
+        for call in calls:
+            call[self.base] = at
+        self.turn(calls, lead + runs[-1][1], len(blocks))
+        self.merged(calls)
+
+    def calls(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> list[np.ndarray]:
+        """Argument blocks for taking turns: one for each of a few tokens, or one for many."""
+        ops, (tokens, width) = self.ops, q.shape
+        heads, few = width // self.layout.head_dim, tokens <= FEW
+        calls = [self._attend.copy() for _ in range(tokens if few else 1)]
+        for t, call in enumerate(calls):
+            call[: attention.HEADS + 1] = (ops.at(q) + 4 * t * width, ops.at(out) + 4 * t * width, 1 if few else tokens, position + t,
+                                           len(blocks), table, heads)
+            if few:  # partials of a token: a row and its (m, l) for every head and block
+                call[attention.PARTIALS] += 4 * t * len(blocks) * (width + 2 * heads)
+            else:
+                call[attention.STATE] = address(ops.workspace.take("state", 1))
+        return calls
+
+    def turn(self, calls: Sequence[np.ndarray], begin: int, end: int) -> None:
+        """Note attention over rows [begin, end) of the table."""
+        for call in calls if begin < end else ():
+            call[attention.FROM], call[attention.TO] = begin, end
+            for kernel in self.few if call[attention.STATE] == 0 else (self.many,):
+                self.ops.run(kernel, address(call), True, call)
+
+    def merged(self, calls: Sequence[np.ndarray]) -> None:
+        """Note the merging of partials, for a few tokens."""
+        for call in calls:
+            if call[attention.STATE] == 0:
+                self.ops.run(self.merge, address(call), True, call)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a sealed page to the next."""
+        return self.layout.layer_page_nbytes
 
     def _move(self, position: int) -> None:
         self._attend[attention.POSITION] = position
@@ -112,7 +240,8 @@ class LayerPages:
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V as stored, [PAGE, KVH, D], of a block."""
         layout = self.layout
-        page = (self.sealed if sealed else self.exact)[index * layout.layer_page_nbytes : (index + 1) * layout.layer_page_nbytes]
+        size = layout.layer_page_nbytes
+        page = self._sealed_page(index) if sealed else self.exact[index * size : (index + 1) * size]
         kind = np.float32 if layout.stored == F32 else np.float16
         bodies = [page[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
                   for head in range(layout.kv_heads)]

@@ -71,10 +71,18 @@ class TorchPackedPages(TorchLayerPages):
         size = self.layout.layer_page_nbytes
         record = np.zeros(self.packed.layer_page_nbytes, np.uint8)
         self.codec.seal(self.exact[slot * size : (slot + 1) * size].cpu().numpy(), self.layout, layer, first_token, record)
-        self.records[page] = torch.from_numpy(record).to(self.records.device)
+        self.write_page(page, record)
+
+    def write_page(self, page: int, data: np.ndarray) -> None:
+        """Put the bytes of a sealed page in its place, and note what its headers say."""
+        super().write_page(page, data)
+        record = np.array(data)
         tails = [TAIL.unpack_from(record, at + TAIL_OFFSET) for at in self.packed.head_offsets[:-1]]
         groups = self.layout.head_dim // CHANNELS
         self._tails[page] = [(flags & ROTATED_K > 0, unpack_widths(widths, groups)) for _, flags, widths in tails]
+
+    def _sealed_page(self, page: int) -> torch.Tensor:
+        return self.records[page]
 
     def attend(self, q: torch.Tensor, position: int, blocks: np.ndarray, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """As for raw pages. The pages of a run, packed or exact, are computed some at a time: how many depends on the shape alone."""

@@ -79,6 +79,27 @@ class TorchLayerPages:
         codec.seal(self.exact[slot * size : (slot + 1) * size].cpu().numpy(), self.layout, layer, first_token, record)
         self.sealed[page * size : (page + 1) * size] = torch.from_numpy(record).to(self.sealed.device)
 
+    def read_page(self, page: int) -> np.ndarray:
+        """The bytes of a sealed page, uint8 on the host: what `write_page` of another storage of this layout takes."""
+        return self._sealed_page(page).cpu().numpy().copy()
+
+    def write_page(self, page: int, data: np.ndarray) -> None:
+        """Put the bytes of a sealed page in its place."""
+        self._sealed_page(page).copy_(torch.from_numpy(np.array(data)))
+
+    def read_slot(self, slot: int) -> np.ndarray:
+        """The bytes of an exact slot, uint8 on the host."""
+        return self._slot(slot).cpu().numpy().copy()
+
+    def write_slot(self, slot: int, data: np.ndarray) -> None:
+        self._slot(slot).copy_(torch.from_numpy(np.array(data)))
+
+    def _slot(self, slot: int) -> torch.Tensor:
+        return self.exact[slot * self.layout.layer_page_nbytes : (slot + 1) * self.layout.layer_page_nbytes]
+
+    def _sealed_page(self, page: int) -> torch.Tensor:
+        return self.sealed[page * self.layout.layer_page_nbytes : (page + 1) * self.layout.layer_page_nbytes]
+
     def attend(self, q: torch.Tensor, position: int, blocks: np.ndarray, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """q `[T, H * D]` at positions `position`... over the blocks, in position order -> `[T, H * D]`. `sinks`: logits `[H]`."""
         tokens, span = len(q), visible_span(blocks, position, len(q), self.window)

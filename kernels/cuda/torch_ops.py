@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # records of the layer above; this backend reads their fields
 TILE = 1 << 24  # weights widened at once: 64 MiB of float32
 UPLOADS = 4  # index arrays of one step, and one to spare
 NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-ACTIVATE = {"silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu, "none": lambda x: x,
+ACTIVATE = {"silu": functional.silu, "relu": functional.relu, "relu2": lambda x: functional.relu(x).square(),
+            "gelu": functional.gelu, "none": lambda x: x,
             "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "clamped_swish": lambda x: _clamped_swish(x)}
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ..codes import Codes
 from ..levels import MXFP
 from ..spec import QuantSpec
+from .mxfp4 import NOT_A_NUMBER
 
 U8 = np.uint8
 NON_LINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)  # IQ4_NL's levels
@@ -32,7 +33,7 @@ class Blocks:
         """float32 [n, values]."""
         n, groups = self.scales.shape
         grouped = self.codes.reshape(n, groups, -1)
-        with np.errstate(invalid="ignore"):  # a damaged file's infinite scale times zero; whoever runs the model finds the NaN
+        with np.errstate(invalid="ignore", over="ignore"):  # a damaged file's scales; whoever reads it refuses what is no number
             out = self.scales[:, :, None] * grouped
             if self.minima is not None:
                 out -= self.minima[:, :, None]
@@ -152,7 +153,8 @@ def _q6_k(b: np.ndarray) -> Blocks:
 
 
 def _mxfp4(b: np.ndarray) -> Blocks:
-    return Blocks(MXFP[_nibbles(b[:, 1:])], np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128))
+    scales = np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128)
+    return Blocks(MXFP[_nibbles(b[:, 1:])], np.where(b[:, :1] == NOT_A_NUMBER, np.float32(np.nan), scales))
 
 
 def kept(raw: np.ndarray, kind: str) -> Codes:

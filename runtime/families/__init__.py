@@ -5,8 +5,8 @@ one: a file with the members of `Family`, and its name in FAMILIES (a test compa
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
 post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sinks are logits of attention, one a query head. In a mixture
-router and `experts.<number>.<role>` take the place of gate, up and down. Outside the layers: embed, positions (learned ones), norm, head
-(absent where it is the embedding).
+router and `experts.<number>.<role>` take the place of gate, up and down, in a bundled folder `bundles` that of up and down. Outside the
+layers: embed, positions (learned ones), norm, head (absent where it is the embedding).
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's.
 """
@@ -23,7 +23,7 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Expert, Linear, Norm
+    from ...quant.weight import Bundles, Expert, Linear, Norm
     from ..cache import LayerCache
     from ..config import ModelConfig
     from ..rope import RopeTable
@@ -51,7 +51,7 @@ class LayerWeights:
     """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
 
     A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
-    has neither gate, up nor down. `sinks`: float32 [H].
+    has neither gate, up nor down. `sinks`: float32 [H]. `bundles` take the place of down, and of up where there is a gate.
     """
 
     input_norm: Norm
@@ -70,6 +70,7 @@ class LayerWeights:
     sinks: object | None = None
     router: Linear | None = None
     experts: tuple[Expert, ...] = ()
+    bundles: Bundles | None = None
 
 
 def expert_role(expert: int, role: str) -> str:

@@ -74,7 +74,10 @@ def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np
         x = ops.moe(x, w.post_norm, w.router, w.experts, own.per_token, own.renormalise, config.hidden_act, see)
     else:
         see, factor = partial(tap, "mlp_hidden", layer), config.residual_multiplier
-        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor)
+        if w.bundles is not None:
+            x = ops.bundled_mlp(x, w.post_norm, w.gate, w.bundles, config.hidden_act, see, w.down_norm, factor)
+        else:
+            x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, w.down_norm, factor)
     tap("block_out", layer, x)
     return x
 

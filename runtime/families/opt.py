@@ -72,7 +72,11 @@ def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np
     """x[T, D] -> x[T, D], with the taps of `llama.block`."""
     x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
     tap("mlp_in", layer, x)
-    x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
+    see = partial(tap, "mlp_hidden", layer)
+    if w.bundles is not None:
+        x = ops.bundled_mlp(x, w.post_norm, w.up, w.bundles, config.hidden_act, see)
+    else:
+        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, see)
     tap("block_out", layer, x)
     return x
 

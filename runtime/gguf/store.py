@@ -8,16 +8,15 @@ load needs a few megabytes beside what it keeps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from ... import EffllmError
-from ...kernels.tiles import ROWS
 from ...offload.checkpoint import OpenFile, TensorStore
 from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
@@ -29,12 +28,12 @@ from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
+from ..made_store import MadeStore
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 from .split import close_all, open_parts
 
 RAW = ("F32", "F16", "BF16")
-BLOCK_NBYTES = 4 << 20  # of what one step of a conversion makes
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class GgufFile:
     factors: Factors
 
 
-class GgufStore(TensorStore):
+class GgufStore(MadeStore):
     """`wide`: the raw type that blocks become, `low_bit`: but for those that kernels multiply, whose formats `container` then lists.
 
     Rows are those of the checkpoint: a row of the file may lie elsewhere in its head.
@@ -96,6 +95,7 @@ class GgufStore(TensorStore):
                 nbytes = prod(source.shape) * (4 if dtype == "F32" else 2)
                 tensors[name] = TensorInfo(name, dtype, source.shape, tensor.file, tensor.offset, nbytes)
         super().__init__(self._path, tensors, dict(file.opened))
+        self.made = self._sources
         self.container = _container(file, stored, self._sources) if stored else None
         self.notices = tuple(self._said(wide, stored))
 
@@ -130,74 +130,30 @@ class GgufStore(TensorStore):
             return None
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
-    def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
-        """As of any store: bytes of rows of the tensor as `tensors` describes it."""
-        if info.dtype == "U8":
-            blob = np.zeros(info.nbytes, np.uint8)
-            self.read_into(info, blob)
-            return blob[row_begin:row_end]
-        rows = info.shape[0]
-        row_end = rows if row_end is None else row_end
-        if not 0 <= row_begin <= row_end <= rows:
-            raise ValueError(f"rows {row_begin}:{row_end} of {info.name}, which has {rows}")
-        out = np.empty((row_end - row_begin) * (info.nbytes // rows), np.uint8)
-        if out.size:
-            self._fill(info, row_begin, row_end, out)
-        return out
-
-    def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
-        for step, _ in self.reads(info, np.frombuffer(out, np.uint8)):
-            step()
-
-    def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
-        if out.nbytes != info.nbytes:
-            raise ValueError(f"{info.name} has {info.nbytes} bytes, the buffer {out.nbytes}")
-        if info.dtype == "U8":
-            yield from self._low_bit_reads(info, out)
-            return
-        rows, row = info.shape[0], info.nbytes // info.shape[0]
-        step = max(1, BLOCK_NBYTES // row)
-        for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            yield partial(self._fill, info, begin, end, out[begin * row : end * row]), (end - begin) * row
-
-    def _low_bit_reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
-        """Parts of a blob: some row blocks each."""
-        n, width = self._sources[info.name].shape
-        step = max(ROWS, BLOCK_NBYTES // width // ROWS * ROWS)
-        share = 0
-        for begin in range(0, n, step):
-            end = min(begin + step, n)
-            nbytes = info.nbytes * end // n - share
-            share += nbytes
-            yield partial(self._put_blocks, info.name, begin, end, out), nbytes
-
-    def _put_blocks(self, name: str, begin: int, end: int, blob: np.ndarray) -> None:
-        """Rows [begin, end), `begin` on a row block, into their places in a blob."""
-        source = self._sources[name]
+    def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
+        source = self._sources[info.name]
         tensor = source.tensor
         codes = kept(self._rows(source, begin, end, tensor.row_nbytes), tensor.type)
         halves = codes.scales if codes.supers is None else codes.supers
         finite = np.isfinite(halves.view(np.float16)) if codes.levels is None else codes.scales < mxfp4.NOT_A_NUMBER
         if not finite.all():
-            raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with a scale of NaN or infinity",
-                                  "the file is damaged: download it again")
+            self._refuse(tensor, "a scale of NaN or infinity")
         put_rows(blob, KEPT[tensor.type], source.shape, begin, codes)
         if codes.levels is not None:
             put_tables(blob, KEPT[tensor.type], source.shape, codes)
 
-    def _fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
+    def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         source = self._sources[info.name]
         tensor = source.tensor
         width, nbytes = tensor.shape[-1] if len(tensor.shape) > 1 else 1, tensor.nbytes // tensor.shape[0]
         if len(tensor.shape) == 1 and tensor.type not in RAW:  # a vector of blocks has no rows to speak of
             raw = np.empty(tensor.nbytes, np.uint8)
             self.read_at(tensor.file, tensor.offset, memoryview(raw))
-            out[:] = dequantize(raw, tensor.type, tensor.shape[0]).reshape(-1)[begin:end].view(np.uint8)
+            out[:] = self._dequantized(raw, tensor, tensor.shape[0]).reshape(-1)[begin:end].view(np.uint8)
             return
         raw = self._rows(source, begin, end, nbytes)
         if tensor.type not in RAW:
-            values = dequantize(raw, tensor.type, width)
+            values = self._dequantized(raw, tensor, width)
         elif source.offset:
             scheme = tensor.type.lower()
             values = to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme) - np.float32(source.offset)
@@ -206,9 +162,18 @@ class GgufStore(TensorStore):
             return
         made = from_f32(values, info.dtype.lower())
         if info.dtype == "F16" and np.isinf(made.view(np.float16)).any() and np.isfinite(values).all():
-            raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with weights beyond what 16 bits hold",
-                                  "the file is damaged: download it again")
+            self._refuse(tensor, "weights beyond what 16 bits hold")
         out[:] = made.reshape(-1).view(np.uint8)
+
+    def _dequantized(self, raw: np.ndarray, tensor: GgufTensor, width: int) -> np.ndarray:
+        """float32 [rows, width] of blocks."""
+        values = dequantize(raw, tensor.type, width)
+        if not np.isfinite(values).all():
+            self._refuse(tensor, "a scale of NaN or infinity")
+        return values
+
+    def _refuse(self, tensor: GgufTensor, what: str) -> NoReturn:
+        raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} with {what}", "the file is damaged: download it again")
 
     def _rows(self, source: Source, begin: int, end: int, nbytes: int) -> np.ndarray:
         """Bytes [rows, nbytes] of the rows [begin, end) in a checkpoint's order."""

@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""A KV cache twice as large as its memory: tokens a second with all pages read, and with few picked, against everything in memory.
+
+Random weights of 4 bits and 4-bit pages at the shape of Llama 3.2 1B, 32,768 tokens deep. Pages are filled with copies of one that a prompt
+made, which changes no speed where every page is read; where few are picked, the abstracts are of keys moved at random, so that tokens drawn
+at random want pages at random, as many as they may have: text wants the same ones again. Sides take turns of a few tokens in one process;
+the disk's rate B is that of the very reads of a token with nothing computed beside, before and after every turn. --quality measures on
+fable what picking costs beside what the 4-bit pages cost, token by token, with all sealed pages on the disk.
+
+    python benchmarks/kv_tiers.py [--ctx 32768] [--rounds 3] [--spill-dir DIR] [--publish]
+    python benchmarks/kv_tiers.py --quality --text heldout.txt [--windows 8] [--publish]
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+import effllm
+from effllm.kernels.layout import PAGE
+from effllm.offload.size import format_size
+from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import Engine, open_engine, open_prepared
+from effllm.runtime.evaluate import log_softmax, windows
+from effllm.runtime.events import Notice
+from effllm.runtime.kv_disk import picked
+from effllm.runtime.prepare import EngineOptions, Prepared, folder_kinds, prepare
+from effllm.runtime.text import Tokenizer
+from report import Figure, publish
+
+SHAPE, TURN = "llama3.2-1b", 6
+TOKENS = np.random.default_rng(2)
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+SPEED = ("Random weights of 4 bits, 4-bit pages; half of the cache in memory, half in a file that is read past the page cache. Sides take "
+         "turns in one process.")
+QUALITY = "KL divergence from the same weights with an exact cache, token by token; all sealed pages on the disk. Means over windows."
+
+
+def opened(items: object) -> Engine:
+    """The engine that a generator ends with."""
+    for item in items:
+        if isinstance(item, Notice):
+            print(item.text, file=sys.stderr, flush=True)
+    return item
+
+
+def synthetic(ctx: int, **more: object) -> Engine:
+    def prepare() -> Prepared:
+        return prepare_synthetic(SHAPE, EngineOptions(device="cpu", ctx=ctx, kv="4bit", kernel="dot", **more), "4bit")
+
+    return opened(open_prepared(prepare, ("raw", "low-bit", "kv", "sparse")))
+
+
+def deepen(engine: Engine) -> None:
+    """Fill the context with copies of a page that a prompt made, all but a few tokens of it."""
+    ids = np.random.default_rng(0).integers(0, engine.config.vocab_size, 640).tolist()
+    for _ in engine.prefill(ids):
+        continue
+    cache = engine.cache
+    pages, last = [cache.pool.page(layer, 0).copy() for layer in range(len(cache.codecs))], cache.sealed
+    shift = (engine.n_ctx - cache.n) // PAGE - 1
+    picks, rng = cache.pool.picks, np.random.default_rng(1)
+    sides = [cache.layer(layer).pages.sides(1, 0) for layer in range(len(pages))] if picks else []
+    for index in range(last, last + shift):
+        for layer, page in enumerate(pages):
+            cache.pool.place(layer, index)[:] = page
+            if picks and index >= cache.pool.first:
+                k, v = sides[layer]
+                cache.layer(layer).pages.selective.note(index, k + k.std() * rng.standard_normal((1, *k.shape[1:])), v)
+        cache.pool.keep(index)
+    cache._slot_of = {page + shift if page >= 0 else page: slot for page, slot in cache._slot_of.items()}
+    cache.sealed, cache.n, cache._changed = last + shift, cache.n + shift * PAGE, True
+    engine.tokens = (engine.tokens * (engine.n_ctx // len(engine.tokens) + 1))[: cache.n]
+
+
+def turn(engine: Engine, tokens: int = TURN) -> tuple[float, float]:
+    """(seconds, bytes from the disk) of a token, the median of some; the cache is then as before."""
+    seconds, read, held = [], engine.cache.pool.traffic.nbytes, engine.cache.n
+    for token in TOKENS.integers(0, engine.config.vocab_size, tokens).tolist():
+        started = time.perf_counter()
+        engine.forward_logits([token])
+        seconds.append(time.perf_counter() - started)
+    engine.cache.truncate(held)
+    del engine.tokens[held:]
+    return median(seconds), (engine.cache.pool.traffic.nbytes - read) / tokens
+
+
+def disk_rate(engine: Engine) -> float:
+    """Bytes a second of what a token reads, in its order, with nothing computed."""
+    stream = engine.cache.pool.stream
+    engine.cache.begin(2 if engine.cache.pool.picks else 1)  # two tokens read all pages
+    runs = [run for layer in range(len(stream.page_nbytes)) for run in stream.runs(layer)]
+    for number in range(2):
+        if number:
+            before, started = stream.traffic.nbytes, time.perf_counter()
+        for run in runs:
+            with stream.lease(run):
+                continue
+    return (stream.traffic.nbytes - before) / (time.perf_counter() - started)
+
+
+def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
+    memory = synthetic(ctx)
+    total = memory.placement.kv_bytes
+    half = {"kv_ram": str(total // 2), "spill_dir": folder}
+    sides = {"memory": memory, "exact": synthetic(ctx, **half), "sparse": synthetic(ctx, kv_read="sparse", **half)}
+    for engine in sides.values():
+        deepen(engine)
+    cache = sides["exact"].cache
+    page, on_disk = sum(cache.pool.page_nbytes), cache.sealed - cache.pool.first
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    shares, kept, rates, read = [], [], [], []
+    for number in range(rounds + 1):
+        rate = disk_rate(sides["exact"])
+        found = {name: turn(engine) for name, engine in sides.items()}
+        rate = (rate + disk_rate(sides["exact"])) / 2
+        if not number:  # wakes the threads, fills slots
+            continue
+        for name, (each, _) in found.items():
+            seconds[name].append(each)
+        rates.append(rate)
+        shares.append(max(on_disk * page / rate, found["memory"][0]) / found["exact"][0])
+        kept.append(found["memory"][0] / found["sparse"][0])
+        read.append(found["sparse"][1] / (cache.sealed * page))
+    under = f"{format_size(total)} of cache, {format_size(total // 2)} of memory for it, {cache.n} tokens"
+    few = sides["sparse"].placement
+    figures = [Figure("exact_share", "all pages read: of the disk's rate", under, median(shares), ""),
+               Figure("exact_tps", "all pages read", f"{format_size(on_disk * page)} from the disk a token", 1 / median(seconds["exact"]),
+                      "tokens/s"),
+               Figure("memory_tps", "all in memory", f"{cache.n} tokens", 1 / median(seconds["memory"]), "tokens/s"),
+               Figure("sparse_kept", "few picked: of the rate in memory", under, median(kept), ""),
+               Figure("sparse_tps", "few picked", f"at most {picked(sides['sparse'].prepared.shape.pages)} pages a layer, "
+                      f"{few.kv_pages} in memory", 1 / median(seconds["sparse"]), "tokens/s"),
+               Figure("sparse_read", "few picked: read from the disk", "share of the cache's bytes a token", median(read), ""),
+               Figure("disk_gbps", "B", "the reads of a token, nothing computed", median(rates) / 1e9, "GB/s")]
+    for engine in sides.values():
+        engine.close()
+    publish("kv-tiers", "A cache larger than its memory", SPEED, figures, keep=keep)
+
+
+def single_tokens(engine: Engine, window: Sequence[int], first: int) -> np.ndarray:
+    """Log-probabilities of a window, float64 [tokens, V], each token from `first` on by itself, as an answer is written."""
+    engine.reset()
+    rows = [log_softmax(engine.forward_logits([token]).copy()) for token in window[:first]]
+    return np.concatenate([*rows, *(log_softmax(engine.forward_logits([token]).copy()) for token in window[first:])])
+
+
+def on_disk(prepared: Prepared) -> Prepared:
+    """The plan with all sealed pages on the disk: fable's cache is smaller than the buffers that reading takes, so no budget gives that."""
+    return replace(prepared, placement=replace(prepared.placement, kv_pages=0))
+
+
+def quality(text: Path, count: int, keep: bool) -> None:
+    plan = EngineOptions(device="cpu", ctx=2048, exact=True)
+    base = {**vars(plan), "kv": "4bit"}
+    sides = {"exact": EngineOptions(**{**vars(plan), "kv": "32bit"}), "codec": EngineOptions(**base)}
+    engines = {name: opened(open_engine(FABLE, options)) for name, options in sides.items()}
+    sparse = EngineOptions(**{**base, "kv_read": "sparse"})
+    engines["sparse"] = opened(open_prepared(lambda: on_disk(prepare(FABLE, sparse)), folder_kinds(FABLE, sparse)))
+    tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
+    cut = [window for window in windows(tokenizer, text.read_text(encoding="utf-8"), 2048) if len(window) == 2048][:count]
+    cost: dict[str, list[float]] = {"codec": [], "sparse": []}
+    cache = engines["sparse"].cache
+    first = cache.shape.sinks + cache.shape.window + PAGE * (cache.pool.first + 1)
+    for window in cut:
+        scored = {name: single_tokens(engine, window, 1) for name, engine in engines.items()}
+        wanted = scored["exact"][first:]
+        for name in cost:
+            cost[name].append(float((np.exp(wanted) * (wanted - scored[name][first:])).sum(-1).mean()))
+        print(cost["codec"][-1], cost["sparse"][-1], file=sys.stderr, flush=True)
+    stream = cache.pool.stream
+    share = sum(slots.asked for slots in stream.slots) / max(1, len(cut) * sum(range(1, cache.sealed - cache.pool.first + 1)) * PAGE * 6)
+    codec, sparse = (sum(cost[name]) / len(cut) for name in ("codec", "sparse"))
+    under = f"fable, {len(cut)} windows of 2048 tokens"
+    figures = [Figure("codec_kld", "4-bit pages, all read", under, codec, "nats"),
+               Figure("sparse_kld", "4-bit pages, few picked", under, sparse, "nats"),
+               Figure("added", "what picking adds", "share of what the codec costs", sparse / codec - 1, ""),
+               Figure("pages", "pages picked", "share of those on the disk", share, "")]
+    for engine in engines.values():
+        engine.close()
+    publish("kv-tiers-quality", "What picking pages costs", QUALITY, figures, keep=keep)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ctx", type=int, default=32768)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--spill-dir")
+    parser.add_argument("--quality", action="store_true")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--publish", action="store_true", help="keep the result")
+    asked = parser.parse_args()
+    if asked.quality:
+        quality(asked.text, asked.windows, asked.publish)
+    else:
+        speed(asked.ctx, asked.rounds, asked.spill_dir, asked.publish)
+
+
+if __name__ == "__main__":
+    main()

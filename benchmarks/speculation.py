@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""What speculation makes of a model that is larger than its memory: tokens a pass, and tokens a second against the same run without.
+
+The model is one of random weights, larger than the budget, whose every pass reads the disk; what it would say is noise, so the text comes
+from elsewhere. Repeating set: the answers of `speculation_texts.py` are replayed, a sampler says them token by token in the tokenizer
+that --vocabulary names, whatever the logits are. Stories: the packaged model says what comes next and is sampled as usual, the large model
+runs beside it for what a pass costs. Drafts come from the text and from past passes, as in any run; on the repeating set those of past
+passes rest on random logits and are hardly ever right.
+
+Passes with and without take turns within every text, so that a disk that changes its pace changes both.
+
+    python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama
+    python benchmarks/speculation.py /data/tinyllama --ram 1.2G --vocabulary llama.gguf --publish tinyllama
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import geometric_mean
+
+import numpy as np
+
+import effllm
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.speculate import Counts
+from effllm.runtime.text import Tokenizer
+from offload import evict
+from report import Figure, publish
+from speculation_texts import EXCHANGES
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+CONTEXT = 1024
+WITH, WITHOUT = 5, 5  # passes in turn
+STORIES = ("Tell me a story about the fox and the king.", "Tell me a story about a girl who finds a lamp.",
+           "Tell me a story about two friends and a boat.")
+INTRO = ("Random weights larger than the budget, read from the disk for every pass; passes with and without speculation take turns in the "
+         "same text. Repeating set: written answers, replayed. Stories: what the packaged model says, sampled as usual.")
+
+
+@dataclass
+class Spent:
+    """Seconds and tokens of passes with speculation and without."""
+
+    seconds: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    tokens: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    counts: Counts = Counts()
+
+    def rate(self, speculates: bool) -> float:
+        return self.tokens[speculates] / self.seconds[speculates]
+
+    @property
+    def gain(self) -> float:
+        return self.rate(True) / self.rate(False)
+
+
+class Replay:
+    """A sampler that says a text."""
+
+    def __init__(self, first: int, tokens: Sequence[int]) -> None:
+        self._first, self._tokens = first, tokens
+
+    def sample(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
+        """The token that the text has behind `history`."""
+        return self._tokens[len(history) - self._first]
+
+
+class Beside:
+    """Lets a small engine say what comes, while the large one runs the same passes."""
+
+    def __init__(self, large: Engine, small: Engine) -> None:
+        self._large, self._small = large, small
+        self._pass, self._hold = large.run_ahead, large.take
+
+    def __enter__(self) -> None:
+        self._large.run_ahead, self._large.take, self._large._after = self._run, self._take, self._next
+
+    def __exit__(self, *error: object) -> None:
+        for name in ("run_ahead", "take", "_after"):
+            delattr(self._large, name)
+
+    def _run(self, ids: Sequence[int]) -> np.ndarray:
+        self._pass(ids)
+        return self._small.run_ahead(ids)
+
+    def _take(self, token: int) -> None:
+        self._hold(token)
+        self._small.take(token)
+
+    def _next(self, token: int, left: int | None) -> np.ndarray:
+        if self._large.speculation is not None:
+            return self._large.speculation.after(self._large, token, left)
+        rows = self._run([token])
+        self._take(token)
+        return rows[0]
+
+
+def opened(folder: Path, **asked: object) -> Engine:
+    engine = None
+    for item in open_engine(folder, EngineOptions(device="cpu", ctx=CONTEXT, **asked)):
+        if isinstance(item, Notice):
+            print(item.text, file=sys.stderr, flush=True)
+        engine = item
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def say(engine: Engine, speculation: object, sampler: object, most: int, spent: Spent, until: float) -> None:
+    """An answer after what was prefilled, passes with and without in turn; the time of each token goes to the kind of its pass."""
+    speculates, passes, before = False, 0, speculation.counts
+    engine.speculation = None
+    steps: Iterator[object] = engine.generate(sampler, most, frozenset())
+    next(steps)  # from the prompt's pass
+    while time.monotonic() < until:
+        if not (speculates and speculation.waiting):
+            if passes == (WITH if speculates else WITHOUT):
+                speculates, passes = not speculates, 0
+            engine.speculation = speculation if speculates else None
+            passes += 1
+        started = time.perf_counter()
+        if next(steps, None) is None:
+            break
+        spent.seconds[speculates] += time.perf_counter() - started
+        spent.tokens[speculates] += 1
+    spent.counts += speculation.counts.since(before)
+
+
+def repeating(engine: Engine, vocabulary: Path, seconds: float) -> dict[str, Spent]:
+    """The exchanges, replayed."""
+    tokenizer, found, speculation = Tokenizer.load(vocabulary, engine.config), {}, engine.speculation
+    for exchange in EXCHANGES:
+        prompt, answer = tokenizer.encode(exchange.prompt), tokenizer.encode(exchange.answer, add_special_tokens=False)
+        for _ in engine.prefill(prompt):
+            continue
+        spent = found[exchange.name] = Spent()
+        say(engine, speculation, Replay(len(prompt), answer), len(answer), spent, time.monotonic() + seconds / len(EXCHANGES))
+        print(f"{exchange.name}: {len(answer)} tokens, {spent.counts}, {spent.gain:.2f} x", file=sys.stderr, flush=True)
+    return found
+
+
+def stories(engine: Engine, seconds: float) -> Spent:
+    """Stories of the packaged model, one after the other."""
+    small, spent, speculation = opened(FABLE, spec="off"), Spent(), engine.speculation
+    tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
+    for number, story in enumerate(STORIES):
+        prompt = tokenizer.encode_chat([{"role": "user", "content": story}], add_generation_prompt=True)
+        for each in (engine, small):
+            for _ in each.prefill(prompt):
+                continue
+        engine._logits = small._logits
+        sampler = Sampler(SamplerSettings(temperature=0.8, top_k=40, seed=number), small.config.vocab_size)
+        with Beside(engine, small):
+            say(engine, speculation, sampler, 250, spent, time.monotonic() + seconds / len(STORIES))
+        print(f"story {number + 1}: {spent.counts}, {spent.gain:.2f} x", file=sys.stderr, flush=True)
+    small.close()
+    return spent
+
+
+def told(key: str, what: str, spent: Spent) -> list[Figure]:
+    under = f"{spent.tokens[True]} tokens with, {spent.tokens[False]} without"
+    right = f"{spent.counts.accepted} of {spent.counts.drafted} drafted were right"
+    return [Figure(f"{key}_tokens_per_pass", f"{what}: tokens a pass", right, spent.counts.tokens_per_pass, ""),
+            Figure(f"{key}_tokens_per_s", f"{what}: with speculation", under, spent.rate(True), "tokens/s"),
+            Figure(f"{key}_without_tokens_per_s", f"{what}: without", under, spent.rate(False), "tokens/s"),
+            Figure(f"{key}_gain", f"{what}: with over without", under, spent.gain, "x")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ram", default="1.2G")
+    parser.add_argument("--vocabulary", type=Path, help="folder or GGUF file whose tokenizer cuts the repeating set")
+    parser.add_argument("--seconds", type=float, default=150.0, help="for each set")
+    parser.add_argument("--sets", default="repeating,stories")
+    parser.add_argument("--publish", metavar="NAME", help="keep the result under this name")
+    asked = parser.parse_args()
+    sets = asked.sets.split(",")
+    evict(sorted(asked.folder.glob("*.safetensors")))
+    engine = opened(asked.folder, ram=asked.ram)
+    assert engine.speculation is not None and engine.prepared.placement.streamed_bytes, "these weights fit in this memory"
+    figures = []
+    if "repeating" in sets:
+        if not asked.vocabulary:
+            parser.error("the repeating set needs a --vocabulary")
+        found = repeating(engine, asked.vocabulary, asked.seconds)
+        for name, spent in found.items():
+            figures += told(name.split()[0], name, spent)
+        figures.append(Figure("repeating_gain", "repeating set: with over without", "geometric mean",
+                              geometric_mean(spent.gain for spent in found.values()), "x"))
+    if "stories" in sets:
+        figures += told("stories", "stories", stories(engine, asked.seconds))
+    engine.close()
+    publish(f"speculation-{asked.publish}" if asked.publish else "speculation", f"Speculation: {asked.folder.name} in {asked.ram}", INTRO,
+            figures, keep=bool(asked.publish))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""A model of another shape that computes what a small one does: its weights in the corner of large matrices, noise where it has no say.
+
+Its layers are as wide as asked, its gates are copies of the small model's, so it activates on any text what the small one does: the trace
+of a real sparse model drives matrices of a size that has to be read from a disk. Copies of a neuron lie as far apart as they can, so that
+neighbours are not active together more often than in the small one.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from effllm.offload.shards import Planned, index_json, plan_files
+from effllm.quant.weight import from_f32, to_f32
+from effllm.runtime.source import open_store
+
+COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+SMALL, USUAL = 0x33, 0x3C  # high bytes of bf16 noise: below 5e-8, about 0.01
+
+
+class Widened:
+    """`small`: the folder of a Llama with tied embeddings; the rest is the shape, with as many KV heads as query heads."""
+
+    def __init__(self, small: Path, hidden: int, ffn: int, heads: int) -> None:
+        self.config = json.loads((small / "config.json").read_text())
+        self.hidden, self.ffn, self.heads, self.head_dim = hidden, ffn, heads, hidden // heads
+        self.own, self.own_ffn, self.layers = (self.config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+        self.own_heads, self.own_kv, self.own_dim = (self.config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        if self.head_dim % self.own_dim or hidden < self.own or ffn < self.own_ffn or heads < self.own_heads:
+            raise SystemExit("the shape is not a wider one, or its heads are no multiple of the small model's")
+        with open_store(small) as store:
+            self.weights = {name: to_f32(store.read(info).view(np.uint16), "bf16").reshape(info.shape)
+                            for name, info in store.tensors.items()}
+        self.rng = np.random.default_rng(1)
+        step = self.head_dim // self.own_dim
+        # RoPE turns channel i with i + D/2 at theta ** (-2i/D): the small model's frequencies are every `step`-th of the wide one's.
+        half = np.arange(self.own_dim // 2) * step
+        self.turned = np.concatenate([half, half + self.head_dim // 2])
+
+    def noise(self, rows: int, columns: int, high: int = USUAL) -> np.ndarray:
+        """bf16 of random signs and mantissas."""
+        bits = np.frombuffer(self.rng.bytes(2 * rows * columns), np.uint16).reshape(rows, columns)
+        return (bits & np.uint16(0x807F)) | np.uint16(high << 8 | 0x80)
+
+    def head(self, name: str, head: int) -> np.ndarray:
+        rows = self.weights[name].reshape(-1, self.own_dim, self.own)
+        return rows[head if len(rows) == self.own_heads else head * len(rows) // self.own_heads]
+
+    def projection(self, layer: int, role: str) -> np.ndarray:
+        """q, k or v: heads that the small model lacks are noise, and `o` does not listen to them."""
+        out = self.noise(self.heads * self.head_dim, self.hidden)
+        factor = np.sqrt(self.head_dim / self.own_dim) if role == "q" else 1.0  # scores are divided by the root of the wide head
+        for head in range(self.own_heads):
+            block = np.zeros((self.head_dim, self.own), np.float32)
+            block[self.turned] = factor * self.head(f"model.layers.{layer}.self_attn.{role}_proj.weight", head)
+            out[head * self.head_dim : (head + 1) * self.head_dim, : self.own] = from_f32(block, "bf16")
+        return out
+
+    def output(self, layer: int) -> np.ndarray:
+        out = self.noise(self.hidden, self.heads * self.head_dim, SMALL)
+        own = self.weights[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        block = np.zeros((self.own, self.heads * self.head_dim), np.float32)
+        for head in range(self.own_heads):
+            block[:, head * self.head_dim + self.turned] = own[:, head * self.own_dim : (head + 1) * self.own_dim]
+        out[: self.own] = from_f32(block, "bf16")
+        return out
+
+    def copied(self, layer: int, role: str) -> np.ndarray:
+        """gate, or up: copies of the small model's neurons, one after the other."""
+        out = self.noise(self.ffn, self.hidden)
+        own = self.weights[f"model.layers.{layer}.mlp.{role}_proj.weight"]
+        out[:, : self.own] = from_f32(own, "bf16")[np.arange(self.ffn) % self.own_ffn]
+        return out
+
+    def down(self, layer: int) -> np.ndarray:
+        """Every copy carries its share."""
+        out = self.noise(self.hidden, self.ffn, SMALL)
+        own, source = self.weights[f"model.layers.{layer}.mlp.down_proj.weight"], np.arange(self.ffn) % self.own_ffn
+        out[: self.own] = from_f32((own / np.bincount(source))[:, source], "bf16")
+        return out
+
+    def norm(self, name: str) -> np.ndarray:
+        """The mean of squares is over all channels, of which the others are nothing."""
+        out = np.zeros(self.hidden, np.float32)
+        out[: self.own] = self.weights[name] * np.sqrt(self.own / self.hidden)
+        return from_f32(out, "bf16")
+
+    def embedding(self) -> np.ndarray:
+        own = self.weights["model.embed_tokens.weight"]
+        out = self.noise(len(own), self.hidden, SMALL)
+        out[:, : self.own] = from_f32(own, "bf16")
+        return out
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], object]]:
+        """Name -> shape and what makes it."""
+        wide, hidden, ffn = self.heads * self.head_dim, self.hidden, self.ffn
+        found = {"model.embed_tokens.weight": ((self.config["vocab_size"], hidden), self.embedding),
+                 "model.norm.weight": ((hidden,), lambda: self.norm("model.norm.weight"))}
+        for i in range(self.layers):
+            prefix = f"model.layers.{i}."
+            for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+                found[prefix + norm] = ((hidden,), lambda name=prefix + norm: self.norm(name))
+            for role in "qkv":
+                found[f"{prefix}self_attn.{role}_proj.weight"] = ((wide, hidden), lambda i=i, role=role: self.projection(i, role))
+            found[f"{prefix}self_attn.o_proj.weight"] = ((hidden, wide), lambda i=i: self.output(i))
+            for role in ("gate", "up"):
+                found[f"{prefix}mlp.{role}_proj.weight"] = ((ffn, hidden), lambda i=i, role=role: self.copied(i, role))
+            found[f"{prefix}mlp.down_proj.weight"] = ((hidden, ffn), lambda i=i: self.down(i))
+        return found
+
+    def write(self, small: Path, folder: Path) -> None:
+        """The folder of the wide model."""
+        folder.mkdir(parents=True)
+        tensors = self.tensors()
+        files = plan_files([[Planned(name, "BF16", shape, 2 * int(np.prod(shape)))] for name, (shape, _) in tensors.items()], {})
+        for file in files:
+            with (folder / file.name).open("wb") as out:
+                out.write(file.head)
+                for name, place in file.places.items():
+                    if name in tensors:
+                        out.seek(place)
+                        out.write(np.ascontiguousarray(tensors[name][1]()).data)
+                out.truncate(file.size)
+        if len(files) > 1:
+            (folder / "model.safetensors.index.json").write_text(index_json(files))
+        changed = {"hidden_size": self.hidden, "intermediate_size": self.ffn, "num_attention_heads": self.heads, "head_dim": self.head_dim,
+                   "num_key_value_heads": self.heads, "rms_norm_eps": self.config["rms_norm_eps"] * self.own / self.hidden}
+        (folder / "config.json").write_text(json.dumps({**self.config, **changed}))
+        for name in COPIED:
+            shutil.copy(small / name, folder)

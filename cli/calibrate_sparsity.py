@@ -1,0 +1,73 @@
+"""`effllm calibrate-sparsity MODEL`: which share of its neurons a text activates, and what a window over them would read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import UsageError
+from .eval import named, read_text
+from .flags import add_command, flag
+from .loading import find, follow, last, open_with_progress
+from .options import COMPUTE, OUTPUT, Json, Model
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.sparsity_file import Sparsity
+
+EXAMPLES = """examples
+
+  effllm calibrate-sparsity ./neurons
+  effllm calibrate-sparsity ./my-relu-model --text story.txt --trace story.npz --json
+"""
+TEXT = "text"
+
+Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record on, - is standard input (a sample)")]
+Tokens = Annotated[int | None, flag(TEXT, "--tokens", "N", "tokens of it (2048)")]
+Trace = Annotated[str | None, flag(OUTPUT, "--trace", "FILE", "keep which neurons every token activates, as an .npz file")]
+Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "calibrate-sparsity", "measure", calibrate_sparsity, EXAMPLES)
+
+
+def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None, tokens: Tokens = None, trace: Trace = None,
+                       threads: Threads = None, json: Json = False) -> None:
+    """Record which neurons of a ReLU model a text activates, and keep beside it what a window would read: plan predicts with it."""
+    from ..runtime import sparsity, sparsity_file
+    from ..runtime.bundles import together_of
+    from ..runtime.calibrate import built_in_text
+    from ..runtime.prepare import EngineOptions
+    from ..runtime.text import Tokenizer
+
+    screen = Screen(context.obj)
+    if tokens is not None and tokens < sparsity.LEAST:
+        raise UsageError(f"--tokens {tokens} is too few to show anything", f"at least {sparsity.LEAST}, {sparsity.TOKENS} do well")
+    content = built_in_text() if text is None else read_text(text, screen)
+    ref = find(model, screen)
+    engine = open_with_progress(ref.folder, EngineOptions(device="cpu", threads=threads, kv="32bit", ctx=None), screen)
+    try:
+        ids = Tokenizer.load(ref.folder, engine.config).encode(content)[: tokens or sparsity.TOKENS]
+        recorded = last(follow(sparsity.record(engine, ids), screen, sparsity.Trace))
+        together = together_of(engine.model.tensors, engine.config)
+    finally:
+        engine.close()
+    if trace is not None:
+        recorded.save(Path(trace))
+    found = sparsity.measured(recorded, together)
+    file = sparsity_file.save(found, ref.folder)
+    if json:
+        screen.json(found.to_json() | {"file": str(file), "neurons": recorded.neurons, "together": together})
+    else:
+        say(found, file, "the sample" if text is None else named(text), screen)
+
+
+def say(found: Sparsity, file: Path, source: str, screen: Screen) -> None:
+    whole = sum(found.active) / len(found.active)
+    screen.pairs((("recorded on", f"{found.tokens} tokens of {source}"), ("kept in", str(file)),
+                  ("active", f"{whole:.1%} of the neurons; by layer {', '.join(f'{share:.1%}' for share in found.active)}")))
+    screen.table(("in memory", "read per token"), [(f"{share:.0%} of up and down", f"{found.missed_at(share):.2%} of them")
+                                                   for share in sorted(found.missed)], right=(1,))

@@ -1,0 +1,67 @@
+"""The session that a run or a chat keeps under a name: looked at before the weights are read, taken up, saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .loading import follow, last
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.catalog import ModelRef
+    from ..runtime.saved_format import SavedSession
+    from ..runtime.session import Session
+    from .options import SessionFlags
+
+
+class Keeper:
+    """`name` is None where nothing is kept unless a person says so."""
+
+    def __init__(self, screen: Screen, ref: ModelRef, flags: SessionFlags, strict: bool = False) -> None:
+        """Raises what a session of that name gives reason to, as far as it can be known now."""
+        from ..offload.size import parse_size
+        from ..runtime.saved import SavedSessions
+        from ..runtime.session_store import DISK, SessionStore, check_name
+
+        self.screen, self.name = screen, flags.session
+        self.store = SessionStore(screen.environment.sessions_folder)
+        self.sessions = SavedSessions(self.store, ref.text, parse_size(flags.session_disk or DISK))
+        self._saved: list[object] = []
+        if self.name is not None:
+            check_name(self.name)
+            self.sessions.check(self.name, ref.folder, strict)
+
+    def begin(self, session: Session) -> None:
+        """Take up the session of the name that was given, if there is one; a system prompt that was given stays."""
+        if self.name is None:
+            return
+        given = session.system
+        if self.store.has(self.name):
+            self.load(session, self.name, settings=False)
+            session.system = session.system if given is None else given
+        else:
+            self.screen.note(f"session {self.name} is new")
+        self.sessions.lend_to(session.engine)
+
+    def load(self, session: Session, name: str, settings: bool = True) -> None:
+        for _ in follow(self.sessions.load(session, name, settings), self.screen, type(None)):
+            continue
+        self._saved = list(session.messages)
+
+    def save(self, session: Session, name: str) -> SavedSession:
+        from ..runtime.saved_format import SavedSession
+
+        saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
+        if name == self.name:
+            self._saved = list(session.messages)
+        return saved
+
+    def keep(self, session: Session) -> None:
+        """Save under the name that was given, where something was said since."""
+        if self.name is not None and session.messages and session.messages != self._saved:
+            self.save(session, self.name)
+
+    @property
+    def folder(self) -> Path:
+        return self.store.folder

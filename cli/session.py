@@ -1,0 +1,78 @@
+"""`effllm session list|rm`: what --session and /save have kept."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from .. import UsageError
+from .flags import add_command, flag
+from .help import PlainGroup
+from .options import OUTPUT, Json, Yes, complete_session
+from .screen import Screen, duration
+
+EXAMPLES = """examples
+
+  effllm run fable --session tale "Tell me a story about a fox."
+  effllm session list
+  effllm session rm tale --cache
+"""
+
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="sessions", autocompletion=complete_session, show_default=False)]
+Cache = Annotated[bool, flag(OUTPUT, "--cache", "", "remove the KV cache alone: the conversation stays, and is read again when it goes on")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Conversations that were saved, with their KV cache.")
+    add_command(group, "list", "commands", list_sessions, EXAMPLES)
+    add_command(group, "rm", "commands", rm, EXAMPLES)
+    app.add_typer(group, name="session", rich_help_panel="talk to a model")
+
+
+def list_sessions(context: typer.Context, json: Json = False) -> None:
+    """The sessions on this machine, the newest first."""
+    from ..offload.size import format_size
+    from ..runtime.session_store import SessionStore
+
+    screen = Screen(context.obj)
+    store = SessionStore(screen.environment.sessions_folder)
+    found, now = store.listed(), time.time()
+    if json:
+        screen.json({"folder": str(store.folder), "bytes": store.nbytes(), "sessions": [
+            {"name": each.name, "model": each.model, "messages": each.messages, "tokens": each.tokens, "kv": each.kv or None,
+             "size_bytes": each.nbytes, "own_bytes": each.own_nbytes, "saved": each.saved, "problem": each.problem or None}
+            for each in found]})
+        return
+    screen.table(("session", "model", "messages", "tokens", "cache", "size", "its own", "saved"),
+                 [(each.name, each.model, str(each.messages), str(each.tokens), each.kv or "-", format_size(each.nbytes),
+                   format_size(each.own_nbytes), f"{duration(max(0.0, now - each.saved))} ago")
+                  for each in found if not each.problem], right=(2, 3, 5, 6))
+    for each in found:
+        if each.problem:
+            screen.note(each.problem)
+    screen.note(f"{format_size(store.nbytes())} in {store.folder}" if found else
+                "no session is saved: effllm run MODEL --session NAME saves one")
+
+
+def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = False, json: Json = False) -> None:
+    """Remove sessions. Asks first, or takes -y."""
+    from ..offload.size import format_size
+    from ..runtime.session_store import SessionStore
+
+    screen = Screen(context.obj)
+    store = SessionStore(screen.environment.sessions_folder)
+    store.demand(names)
+    if not cache and not yes:
+        what = f"{', '.join(names)}: {'this conversation' if len(names) == 1 else 'these conversations'} would be gone"
+        if not screen.environment.can_ask:
+            raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: effllm session rm {' '.join(names)} -y")
+        if not screen.ask(f"{what}. Remove?", bare=False):
+            screen.note("nothing was removed")
+            return
+    freed = store.remove(names, cache)
+    if json:
+        screen.json({"removed": list(names), "cache_only": cache, "freed_bytes": freed})
+    else:
+        screen.note(f"{', '.join(names)}: {'cache ' if cache else ''}removed, {format_size(freed)} freed")

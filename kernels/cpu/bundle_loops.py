@@ -1,0 +1,102 @@
+"""Two loops over vectors for neurons that lie one by one: a scaled column added to sums, and the end of a sum that was kept in lanes.
+
+Both repeat what `inner_loops.dot_rows` does to one output, operation for operation, so that leaving zeros out changes no bit.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..compile import inlined
+from ..layout import BF16, F16
+from .arithmetic import widen
+from .inner_loops import FLOATS, VECTOR, _function, _load, _plain_f32, _widen_bf16, _widen_f16
+from .intrinsics import F32, HAS_HALF, I32, I64, f32_at
+
+
+def _splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    undefined = ir.Constant(FLOATS, ir.Undefined)
+    one = builder.insert_element(undefined, value, I32(0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))
+
+
+def _add_scaled(convert, item: int):
+    """A loop for a stored type of `item` bytes."""
+
+    @intrinsic
+    def add_scaled(typingctx, weights, factor, sums, vectors):
+        """sums[i] = fma(weights[i], factor, sums[i]) for `vectors` >= 1 times VECTOR values; addresses, and a float32."""
+
+        def codegen(context, builder, signature, args):
+            weights, factor, sums, vectors = args
+            fma = _function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+            scale = _splat(builder, factor)
+            entry = builder.basic_block
+            loop, done = builder.append_basic_block("scaled"), builder.append_basic_block("scaled.done")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            step = builder.phi(I64)
+            step.add_incoming(I64(0), entry)
+            place = builder.add(sums, builder.mul(step, I64(4 * VECTOR)))
+            value = convert(builder, builder.add(weights, builder.mul(step, I64(item * VECTOR))))
+            total = builder.call(fma, [value, scale, _load(builder, place, FLOATS, 4)])
+            builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+            following = builder.add(step, I64(1))
+            step.add_incoming(following, loop)
+            builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.float32, types.int64, types.int64), codegen
+
+    return add_scaled
+
+
+_add_bf16, _add_f16, _add_f32 = _add_scaled(_widen_bf16, 2), _add_scaled(_widen_f16, 2), _add_scaled(_plain_f32, 4)
+
+if HAS_HALF:
+
+    @inlined()
+    def _add_half(weights, factor, sums, vectors):
+        _add_f16(weights, factor, sums, vectors)
+else:
+
+    @inlined()
+    def _add_half(weights, factor, sums, vectors):
+        """Halves by shifts, not fused: the product of whole rows is not bit for bit this one where the processor converts no halves."""
+        for i in range(vectors * VECTOR):
+            f32_at(sums)[i] += widen(weights, F16, i) * factor
+
+
+@inlined()
+def add_scaled(weights, dtype, factor, sums, vectors):
+    """`vectors` * VECTOR stored values times `factor`, added to as many float32 sums."""
+    if dtype == BF16:
+        _add_bf16(weights, factor, sums, vectors)
+    elif dtype == F16:
+        _add_half(weights, factor, sums, vectors)
+    else:
+        _add_f32(weights, factor, sums, vectors)
+
+
+def _lane_sum(parts: int):
+    @intrinsic
+    def lane_sum(typingctx, lanes):
+        """The sum of `parts` * VECTOR float32 at an address, as `dot_rows` adds up its lanes."""
+
+        def codegen(context, builder, signature, args):
+            vectors = [_load(builder, builder.add(args[0], I64(4 * VECTOR * part)), FLOATS, 4) for part in range(parts)]
+            total = vectors[0]
+            for vector in vectors[1:]:
+                total = builder.fadd(total, vector)
+            reduce = _function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
+            return builder.call(reduce, [F32(0.0), total], fastmath=("reassoc",))
+
+        return types.float32(types.int64), codegen
+
+    return lane_sum
+
+
+sum_of_two, sum_of_four = _lane_sum(2), _lane_sum(4)

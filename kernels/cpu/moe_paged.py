@@ -1,0 +1,181 @@
+"""A mixture of which only some experts are in memory: the router's outcome first, then products in the order in which experts arrive.
+
+The kernels and the order of every sum are those of `moe.py`: an expert's products see its own visits alone, and results are added at the
+end, so the bits do not depend on which expert came when. The processor multiplies what is there while the disk reads what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..workspace import address
+from . import experts as kernels
+from . import linear
+from .moe import MOST_STAGES, Stage, Table, columns_of, fields, routed_stage, write_records
+
+if TYPE_CHECKING:
+    from ...quant.weight import Linear, Norm
+    from ..expert_pages import ExpertPages
+    from .moe import See
+    from .ops import CpuOps
+
+BIAS = 3  # of a matrix's fields, raw or low-bit
+
+
+@dataclass(frozen=True)
+class PagedTable(Table):
+    """`moe.Table` over slots. `moved`: per expert which fields of its two records lie in the slot; `where`: how far they have been moved
+    from the first slot, in bytes."""
+
+    moved: Sequence[tuple[np.ndarray, np.ndarray]]
+    where: list[int]
+
+    def place(self, expert: int, slot: int) -> None:
+        """Point an expert's records at a slot."""
+        by = slot * self.experts.slot_nbytes - self.where[expert]
+        if by:
+            self.gated[expert] += by * self.moved[expert][0]
+            self.down[expert] += by * self.moved[expert][1]
+            self.where[expert] += by
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What experts of one kind have in common: records in the first slot, which of their fields lie there, fields of a gate, and what
+    `columns_of` says."""
+
+    gated: np.ndarray
+    down: np.ndarray
+    moved: tuple[np.ndarray, np.ndarray]
+    gate_fields: int
+    columns: int
+    width: int
+
+
+def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, asked: tuple[int, bool, str],
+        see: See | None) -> np.ndarray:
+    """`moe.run` for experts in slots."""
+    stage = routed_stage(ops, x, norm, router, pages, asked, _table)
+    before = [job for job in stage.jobs if job[0] is kernels.route_tokens]
+    grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]
+    for job in before:
+        ops.run(*job)
+    ahead = _note_next(ops, x, pages) if len(x) == 1 else None
+    few = len(x) <= stage.table.columns
+    if not few:
+        for job in grouping:
+            ops.run(*job)
+    ops.flush()  # who goes where is known; everything that earlier layers noted has run
+    if few:
+        _few(ops, stage, pages, grouping)
+    else:
+        _many(ops, norm, pages, stage, asked[2])
+    ops.run(kernels.combine_visits, address(stage.kept[0]), len(x) > 1)
+    if ahead is not None:
+        pages.look_ahead(ahead)
+    if see is not None:
+        see(stage.routed)
+    return x
+
+
+def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages) -> np.ndarray | None:
+    """The next layer's router over this layer's state."""
+    found = pages.next_router()
+    if found is None:
+        return None
+    norm, router = found
+    out = ops.workspace.take("routes_ahead", 1, len(pages))
+    if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
+        ops._matrix(x, norm, [router], [out], linear.PLAIN, "none")
+    return out[0]
+
+
+def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple]) -> None:
+    """Products of a few tokens, as argument blocks that `group_visits` writes."""
+    table = stage.table
+    if len(stage.x) == 1:
+        needed, tokens = stage.chosen.tolist(), None
+    else:
+        tokens = np.bincount(stage.chosen, minlength=len(pages))
+        needed = np.flatnonzero(tokens).tolist()
+    visit = pages.visit(needed, tokens)
+    for expert, slot in visit.slots.items():
+        table.place(expert, slot)
+    for job in grouping:
+        ops.run(*job)
+    number = {expert: i for i, expert in enumerate(needed)}
+    _note_products(ops, stage, visit.ready, number)
+    for expert in visit.coming:
+        ops.flush()
+        visit.wait(expert)
+        _note_products(ops, stage, (expert,), number)
+
+
+def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Mapping[int, int]) -> None:
+    """Both products of some visited experts as two jobs; `number`: their places among the visited."""
+    most = min(len(stage.table.experts), len(stage.chosen))
+    blocks, counters = stage.lists
+    for which, records in enumerate((stage.table.gated, stage.table.down)):
+        entries = [0]
+        for expert in experts:
+            at = which * most + number[expert]
+            entries += (int(records[expert, 0]), blocks + 8 * kernels.BLOCK * at, counters + 8 * kernels.LINE * at)
+        entries[0] = len(entries) // 3
+        if entries[0]:
+            job = np.array(entries, np.int64)
+            ops.keep(job)
+            ops.run(kernels.each_product, address(job), True)
+
+
+def _many(ops: CpuOps, norm: Norm, pages: ExpertPages, stage: Stage, act: str) -> None:
+    """Products of a chunk, each expert's over its own rows in the numerics of the whole chunk, as `moe._products`."""
+    columns, offsets = len(stage.x), stage.routed.offsets
+    visits, depth, width = len(stage.routed.tokens), stage.x.shape[1], stage.routed.hidden.shape[1]
+    rows, hidden = ops.workspace.take("rows", visits, depth), ops.workspace.take("hidden", visits, width)
+    tokens = np.diff(offsets)
+    visit = pages.visit(np.flatnonzero(tokens).tolist(), tokens if columns > 1 else None)
+    ready = len(visit.ready)
+    for place, number in enumerate((*visit.ready, *visit.coming)):
+        ops.flush()
+        if place >= ready:
+            visit.wait(number)
+        begin, end, expert = offsets[number], offsets[number + 1], pages.expert(number, visit.slots[number])
+        ops._matrix(rows[begin:end], norm, [expert.gate, expert.up], [hidden[begin:end]], linear.GATED, act, columns)
+        ops._matrix(hidden[begin:end], None, [expert.down], [rows[begin:end]], linear.PLAIN, "none", columns)
+
+
+def _table(ops: CpuOps, pages: ExpertPages, act: str) -> PagedTable:
+    """Records of a layer's experts as they would be in the first slot, made once."""
+    known = ops.mixtures.tables.get(id(pages))
+    if known is None:
+        count, kinds = len(pages), {}
+        gated, down = (np.zeros((count, width), np.int64) for width in (kernels.GATED_RECORD, kernels.DOWN_RECORD))
+        own = []
+        for e in range(count):
+            key = pages.kind(e)
+            if key not in kinds:
+                kinds[key] = _kind(ops, pages, e, act)
+            own.append(kinds[key])
+            gated[e], down[e] = own[e].gated, own[e].down
+            gate, up, last = map(address, pages.biases(e))
+            gated[e, 1 + BIAS], gated[e, 1 + own[e].gate_fields + BIAS], down[e, 1 + BIAS] = gate, up, last
+        if len(ops.mixtures.tables) >= MOST_STAGES:
+            ops.mixtures.tables.clear()
+        known = ops.mixtures.tables[id(pages)] = PagedTable(pages, gated, down, min(each.columns for each in own), own[0].width,
+                                                            [each.moved for each in own], [0] * count)
+    return known
+
+
+def _kind(ops: CpuOps, pages: ExpertPages, number: int, act: str) -> _Kind:
+    expert = pages.expert(number, 0)
+    gated, down = np.zeros(kernels.GATED_RECORD, np.int64), np.zeros(kernels.DOWN_RECORD, np.int64)
+    columns = columns_of(ops, (expert,), act)
+    if columns:
+        write_records(expert, gated, down)
+    begin = pages.slots_begin
+    moved = tuple((record >= begin) & (record < begin + pages.slot_nbytes) for record in (gated, down))
+    return _Kind(gated, down, moved, len(fields(expert.gate)), columns, expert.gate.weight.shape[0])

@@ -1,0 +1,290 @@
+"""Weights of a mixture of which everything stays in memory but its experts: those share a pool of slots and come from the disk on demand.
+
+One token's experts get slots for good, whose places a policy finds (`experts.py`). A chunk of a prompt visits most experts of a layer
+once: as many as are the layer's share of the pool stay, the rest goes through a few slots, so that each is read at most once for a chunk
+and what decoding has gathered is not lost. What is guessed to be needed next is read only while the disk has nothing else to do, and
+gives way: its reads are queued behind all that is waited for, and taken back where they have not begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from .checkpoint import CheckpointError, TensorInfo, TensorStore
+from .direct import READ_NBYTES, Ticket
+from .experts import Policy, Slots
+from .memory import anonymous
+from .placement import Residency
+from .streaming import Part, StreamingPager, lay_out, reads_of, views
+
+ONE_READ_NBYTES = 4 << 20  # an expert of up to so many bytes is one read, a larger one several side by side
+TRACE_TOKENS = 512  # the newest that a trace holds
+AHEAD = 2  # experts that may be read on a guess, per layer
+GUESSES = 64  # after which guessing is judged
+WORTH = 2  # guesses that came true for each that did not: fewer cost more of the disk than they hide
+
+
+@dataclass
+class Tally:
+    """Experts that single tokens needed, and found because they had been needed before; what became of those that were read on a guess;
+    `chunk_reads`: for prompts."""
+
+    uses: int = 0
+    hits: int = 0
+    guessed: int = 0
+    useful: int = 0
+    wasted: int = 0
+    chunk_reads: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.uses if self.uses else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {"needed": self.uses, "found": self.hits, "hit_rate": self.hit_rate if self.uses else None, "read_for_prompts":
+                self.chunk_reads, "guessed": self.guessed, "guesses_used": self.useful, "guesses_wasted": self.wasted}
+
+    @property
+    def guessing_pays(self) -> bool:
+        return self.useful + self.wasted < GUESSES or self.useful >= WORTH * self.wasted
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Slots of the experts of a visit; `ready` are in memory, `coming` are to be waited for in this order."""
+
+    slots: Mapping[int, int]
+    ready: Sequence[int]
+    coming: Sequence[int]
+
+
+class ExpertPager(StreamingPager):
+    """`parts` are experts, `experts` of each layer, layer after layer; `slots` of them fit in memory, at least twice the `per_token` of all
+    layers. The rest is as in `StreamingPager`, with no other parts."""
+
+    stays = True
+
+    def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], experts: int,
+                 per_token: int, slots: int, policy: Policy, cancelled: Callable[[], bool] = lambda: False, direct: bool = True) -> None:
+        super().__init__(store, always, (), Residency((), (), 0, 0, 0), cancelled, direct)
+        self.experts, self.per_token, self.layers = experts, per_token, len(parts) // experts
+        self.slot_nbytes = max(part.nbytes for part in parts)
+        self.pool, self.tally = Slots(slots, policy), Tally()
+        self.memory = anonymous(slots * self.slot_nbytes)
+        self.nbytes += self.memory.nbytes
+        self._experts_of = tuple(parts)
+        self._width = min(2 * per_token, experts)  # slots of the passage
+        self._room = max(0, slots - self._width)  # that a chunk's experts may hold beside it
+        self._share, self._residents = self._room // self.layers, [0] * self.layers
+        self._tickets: dict[int, Ticket] = {}  # of keys on their way
+        self._guessed: set[int] = set()  # keys that nobody has asked for yet
+        self._busy: frozenset[int] = frozenset()  # keys of the visit whose products may not have run
+        self._passage: list[int] = []  # slots through which a chunk's experts go
+        self._through: list[int] = []  # experts of the visit that go through those
+        self._passing: dict[int, Ticket] = {}  # those of them that have been asked for
+        self._stuck: list[tuple[int, Ticket]] = []  # slots that a read given up still writes to
+        self._layer = 0
+        self._trace = np.zeros((TRACE_TOKENS, self.layers, per_token), np.uint16)
+        self._tokens = 0
+
+    def views(self, key: int, slot: int) -> tuple[np.ndarray, ...]:
+        """Where the ranges of an expert lie in a slot, as uint8 arrays."""
+        part = self._experts_of[key]
+        return views(self.memory, part, self._laid_out(part, slot)[1])
+
+    def places(self, key: int) -> tuple[int, ...]:
+        """Where the ranges of an expert begin in any slot."""
+        return tuple(lay_out(self._experts_of[key].ranges)[2])
+
+    # -- a visit ---------------------------------------------------------------------------------------------------------------
+
+    def visit(self, layer: int, needed: Sequence[int], tokens: np.ndarray | None = None) -> Brought:
+        """Have a layer's experts `needed` read where they are not in memory. `tokens` [experts]: how many tokens of a chunk go to each;
+        None: these are one token's. Everything of earlier visits may be given up."""
+        base, one = layer * self.experts, tokens is None
+        self._settle(frozenset(base + expert for expert in needed))
+        self._layer = layer
+        self.pool.policy.enter(layer)
+        if one:
+            self._record(layer, needed)
+            self.pool.free += self._passage
+            self._passage = []
+        slots, ready, coming, missing, guessed = {}, [], [], [], self.tally.useful
+        for expert in needed:
+            key = base + expert
+            slot = self.pool.find(key)
+            if slot is None:
+                missing.append(expert)
+                continue
+            slots[expert] = slot
+            if key in self._guessed:
+                self._guessed.remove(key)
+                self.tally.useful += 1
+            ticket = self._tickets.get(key)
+            if ticket is not None and not ticket.left and ticket.error is None:
+                del self._tickets[key]
+                ticket = None
+            (ready if ticket is None else coming).append(expert)
+        if one:
+            self.tally.uses += len(needed)
+            self.tally.hits += len(needed) - len(missing) - (self.tally.useful - guessed)
+            for expert in missing:
+                slots[expert] = self._bring(base + expert, urgent=True)
+            return Brought(slots, ready, coming + missing)
+        while len(ready) + len(coming) > self._room:  # the passage needs slots too
+            missing.append((ready or coming).pop())
+            self._give_back(base + missing[-1])
+        self.tally.chunk_reads += len(missing)
+        missing.sort(key=lambda expert: (-int(tokens[expert]), expert))
+        stay = max(0, min(len(self.pool.free) + len(self._passage) - self._width, self._share - self._residents[layer]))
+        for expert in reversed(missing[:stay]):  # what most tokens visit comes last: it then counts as the newest
+            coming.append(expert)
+            slots[expert] = self._bring(base + expert, urgent=True)
+        self._pass_through(missing[stay:], slots)
+        return Brought(slots, ready, coming + missing[stay:])
+
+    def wait(self, expert: int) -> None:
+        """Until an expert of the visit is there. The products of those before it must have run."""
+        key = self._layer * self.experts + expert
+        if expert not in self._passing:
+            try:
+                self._turns.wait(self._tickets[key])
+            except CheckpointError:
+                self._give_back(key)
+                raise
+            del self._tickets[key]
+            return
+        place = self._through.index(expert)
+        following = place - 1 + len(self._passage)  # into the slot of the one before, which has been multiplied
+        if place and following < len(self._through):
+            self._ask(following)
+        self._turns.wait(self._passing[expert])
+
+    def _pass_through(self, through: Sequence[int], slots: dict[int, int]) -> None:
+        """Give experts slots of the passage in turn, and have the first of each read."""
+        while len(self._passage) < min(len(through), self._width):
+            self._passage.append(self._free_slot(self._busy))
+        self._through = list(through)
+        for place, expert in enumerate(through):
+            slots[expert] = self._passage[place % len(self._passage)]
+        for place in range(min(len(through), len(self._passage))):
+            self._ask(place)
+
+    def _ask(self, place: int) -> None:
+        """Have an expert of the passage read, over the one that was in its slot."""
+        expert, slot = self._through[place], self._passage[place % len(self._passage)]
+        self._passing[expert] = self._read(self._layer * self.experts + expert, slot, urgent=True)
+
+    # -- slots -----------------------------------------------------------------------------------------------------------------
+
+    def _bring(self, key: int, urgent: bool, spared: frozenset[int] | None = None) -> int:
+        """Give a key a slot and have it read; no key of `spared` (the visit's, if none are said) loses its own."""
+        self.pool.free.append(self._free_slot(self._busy if spared is None else spared))
+        slot, _ = self.pool.take(key, ())
+        self._residents[key // self.experts] += 1
+        self._tickets[key] = self._read(key, slot, urgent)
+        return slot
+
+    def _free_slot(self, busy: frozenset[int]) -> int:
+        """A slot that nobody writes to or reads from, a victim's if need be."""
+        while True:
+            if self.pool.free:
+                return self.pool.free.pop()
+            victim = self.pool.policy.victim(busy)
+            if victim is not None:
+                self._give_back(victim)
+            else:
+                with suppress(CheckpointError):  # only reads that were given up hold slots still
+                    self._turns.wait(self._stuck[0][1])
+                self._reclaim()
+
+    def _give_back(self, key: int) -> None:
+        """Take a key out of its slot, which is free as soon as no read writes to it."""
+        slot, ticket = self.pool.drop(key), self._tickets.pop(key, None)
+        self._residents[key // self.experts] -= 1
+        if key in self._guessed:
+            self._guessed.remove(key)
+            self.tally.wasted += 1
+        self._let_go(slot, ticket)
+
+    def _let_go(self, slot: int, ticket: Ticket | None) -> None:
+        if ticket is not None:
+            self._reader.drop(ticket)
+        if ticket is not None and ticket.left:
+            self._stuck.append((slot, ticket))
+        else:
+            self.pool.free.append(slot)
+
+    def _settle(self, busy: frozenset[int]) -> None:
+        """Leave the last visit, which may have been broken off; take back guesses that have not begun and are not needed."""
+        for expert, ticket in self._passing.items():
+            slot = self._passage[self._through.index(expert) % len(self._passage)] if ticket.left else -1
+            self._reader.drop(ticket)
+            if ticket.left:
+                self._stuck.append((slot, ticket))
+        for slot in {slot for slot, _ in self._stuck}.intersection(self._passage):
+            self._passage.remove(slot)
+        self._passing, self._through, self._busy = {}, [], busy
+        for key in [key for key in self._guessed if key in self._tickets and key not in busy]:
+            ticket = self._tickets[key]
+            asked = ticket.left
+            self._reader.drop(ticket)
+            if ticket.left < asked:  # some of it will not come; it has cost little
+                self._guessed.remove(key)
+                self.tally.guessed -= 1
+                self._give_back(key)
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        self.pool.free += [slot for slot, ticket in self._stuck if not ticket.left]
+        self._stuck = [each for each in self._stuck if each[1].left]
+
+    def _read(self, key: int, slot: int, urgent: bool) -> Ticket:
+        extents, _ = self._laid_out(self._experts_of[key], slot)
+        most = ONE_READ_NBYTES if max(each.nbytes for each in extents) <= ONE_READ_NBYTES else READ_NBYTES
+        return self._reader.submit(reads_of(extents, self.memory, most), urgent)
+
+    def _laid_out(self, part: Part, slot: int) -> tuple[list, list[int]]:
+        extents, _, places = lay_out(part.ranges, slot * self.slot_nbytes)
+        return extents, places
+
+    # -- guesses ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def guesses(self) -> bool:
+        """Is it worth knowing what the next layer may need?"""
+        return self.tally.guessing_pays and len(self.pool) < self.layers * self.experts
+
+    def look_ahead(self, layer: int, likely: Sequence[int]) -> None:
+        """Read experts that a layer will probably need, likeliest first, if the disk idles."""
+        if not self._reader.idle:
+            return
+        keys = [layer * self.experts + expert for expert in likely]
+        spared = self._busy.union(keys)
+        for key in [key for key in keys if key not in self.pool][:AHEAD]:
+            if not self.pool.free and self.pool.policy.victim(spared) is None:
+                return
+            self._bring(key, urgent=False, spared=spared)
+            self._guessed.add(key)
+            self.tally.guessed += 1
+
+    # -- the trace -------------------------------------------------------------------------------------------------------------
+
+    def _record(self, layer: int, needed: Sequence[int]) -> None:
+        self._trace[self._tokens % TRACE_TOKENS, layer] = needed
+        if layer == self.layers - 1:
+            self._tokens += 1
+
+    def trace(self) -> np.ndarray:
+        """The experts that the newest single tokens visited, uint16 [tokens, layers, per_token], oldest first."""
+        if self._tokens <= TRACE_TOKENS:
+            return self._trace[: self._tokens].copy()
+        return np.roll(self._trace, -(self._tokens % TRACE_TOKENS), axis=0)
+
+    def resident_arrays(self) -> Iterator[np.ndarray]:
+        """Weights that stay, which lie in memory for certain."""
+        yield from self._always.resident_arrays()

@@ -1,0 +1,38 @@
+"""A plan for a mixture of which not all experts fit: everything else stays, and what memory is left is slots for experts."""
+
+from .. import DoesNotFit
+from .plan import AUTO_CTX, Budget, Demand, Placement, kv_nbytes, largest, with_slack
+from .size import format_size
+
+
+def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
+    """All on the host; the context comes before slots.
+
+    Raises DoesNotFit with the number of slots that the budget holds and the least that is of use: with fewer than the experts of two
+    tokens, every token drives out what the next one needs, whatever the policy.
+    """
+    experts = demand.experts
+    least = experts.least * experts.slot_nbytes
+
+    def fixed(ctx: int) -> int:
+        return with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx, quantum)) + demand.always
+
+    ctx = ctx_wanted or largest(lambda ctx: fixed(ctx) + least <= budget.ram, min(ctx_max, AUTO_CTX), quantum)
+    needed = fixed(ctx or min(quantum, ctx_max))
+    if not ctx or needed + least > budget.ram:
+        held = max(0, budget.ram - needed) // experts.slot_nbytes
+        shorter = largest(lambda ctx: fixed(ctx) + least <= budget.ram, min(ctx_max, ctx), quantum)
+        raise DoesNotFit(
+            f"{format_size(budget.ram)} of memory hold {held} of {experts.count} experts beside {format_size(needed)} of all else; it "
+            f"takes {experts.least}, {-(-experts.least // experts.layers)} a layer, and {format_size(needed + least)}",
+            f"-c {shorter} fits" if shorter else f"it takes --ram {-(-(needed + least) // 2**20)}Mi, fewer bits, or a smaller model")
+    slots = min(experts.count, (budget.ram - needed) // experts.slot_nbytes)
+    notes = [f"{slots} of {experts.count} experts stay in memory, the others are read from the disk when a token needs them"
+             if slots < experts.count else "the embedding stays on the disk: a token reads its row"]
+    if ctx > ctx_max:
+        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
+    elif ctx_wanted is None and ctx < ctx_max:
+        notes.append(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for experts (-c for another)")
+    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), kv_nbytes(demand, ctx, quantum),
+                     demand.workspace, demand.baseline, needed + slots * experts.slot_nbytes, budget, tuple(notes),
+                     kv_bytes_per_token=demand.kv_bytes_per_token, expert_slots=slots)

@@ -1,0 +1,302 @@
+"""Which experts of a mixture stay in memory: slots, policies that say whose slot is given away, and the replay of a recorded trace. Pure.
+
+An expert of a layer is a key, layer * experts + number. A pass goes through the layers in order and needs some keys of each at the same
+time. Every policy finds its victim in constant time: a scan of all slots for each miss made larger caches slower elsewhere. No policy
+is right for every model, so the one that would have done best on this model's own routing is taken (`choose`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+LRU, LFU, LEAST_STALE, PINNED_HOT = "lru", "decayed-lfu", "least-stale", "pinned-hot"
+POLICIES = (LRU, LFU, LEAST_STALE, PINNED_HOT)  # of equals the first is chosen
+MOST_COUNT = 15  # of uses that decayed LFU tells apart
+HALVE_AFTER = 8  # uses per slot after which it halves its counts
+HOT_SHARE = 0.5  # of the slots that pinned-hot keeps for the experts that were used most
+MOST_REPLAYED = 30_000  # uses of a trace that are replayed: some layers stand for all
+LEAST_TOKENS = 32  # of a trace that says anything
+
+
+class Policy(Protocol):
+    """What happens to keys in slots, and which one goes."""
+
+    def enter(self, layer: int) -> None:
+        """A pass comes to a layer."""
+
+    def use(self, key: int) -> None:
+        """A key in a slot is needed, or has just been given one."""
+
+    def forget(self, key: int) -> None:
+        """A key has left its slot."""
+
+    def victim(self, busy: Collection[int]) -> int | None:
+        """The key, none of `busy`, whose slot is to be given away; None where all are busy."""
+
+
+class _Order(OrderedDict):
+    """Keys from the longest unused to the newest."""
+
+    def use(self, key: int) -> None:
+        self[key] = None
+        self.move_to_end(key)
+
+    def oldest(self, busy: Collection[int]) -> int | None:
+        return next((key for key in self if key not in busy), None)  # what is busy was used last, so it lies at the end
+
+
+class LeastRecent(Policy):
+    """LRU."""
+
+    def __init__(self) -> None:
+        self._order = _Order()
+
+    def enter(self, layer: int) -> None:
+        """Layers are alike."""
+
+    def use(self, key: int) -> None:
+        self._order.use(key)
+
+    def forget(self, key: int) -> None:
+        del self._order[key]
+
+    def victim(self, busy: Collection[int]) -> int | None:
+        return self._order.oldest(busy)
+
+
+class DecayedFrequency(Policy):
+    """LFU with counts up to MOST_COUNT, also of keys without a slot, halved after HALVE_AFTER uses a slot; of equals the longest unused."""
+
+    def __init__(self, slots: int) -> None:
+        self._period, self._uses = HALVE_AFTER * slots, 0
+        self._counts: dict[int, int] = {}
+        self._by_count = [_Order() for _ in range(MOST_COUNT + 1)]
+
+    def enter(self, layer: int) -> None:
+        """Layers are alike."""
+
+    def use(self, key: int) -> None:
+        before = self._counts.get(key, 0)
+        after = self._counts[key] = min(MOST_COUNT, before + 1)
+        self._by_count[before].pop(key, None)
+        self._by_count[after].use(key)
+        self._uses += 1
+        if self._uses >= self._period:
+            self._halve()
+
+    def forget(self, key: int) -> None:
+        del self._by_count[self._counts.get(key, 0)][key]
+
+    def victim(self, busy: Collection[int]) -> int | None:
+        return next((key for order in self._by_count if (key := order.oldest(busy)) is not None), None)
+
+    def _halve(self) -> None:
+        self._uses = 0
+        self._counts = {key: count // 2 for key, count in self._counts.items() if count > 1}
+        merged = [_Order() for _ in self._by_count]
+        for count, order in enumerate(self._by_count):
+            merged[count // 2].update(order)
+        self._by_count = merged
+
+
+class LeastStale(Policy):
+    """What belongs to layers that a pass has left is needed last, the layer just left last of all: of that one the keys that it did not
+    use go first, longest unused first. The idea is SpecMD's (arXiv 2602.03921). Where nothing is stale, LRU."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._experts, self._here = experts, 0
+        self._order, self._rows = _Order(), [_Order() for _ in range(layers)]
+        self._visits, self._used = [0] * layers, {}  # of layers; the visit in which a key was last used
+        self._left: OrderedDict[int, None] = OrderedDict()  # layers with stale keys perhaps, in the order in which they were left
+
+    def enter(self, layer: int) -> None:
+        if layer != self._here:
+            self._left[self._here] = None
+            self._left.move_to_end(self._here)
+            self._here = layer
+        self._left.pop(layer, None)
+        self._visits[layer] += 1
+
+    def use(self, key: int) -> None:
+        layer = key // self._experts
+        self._order.use(key)
+        self._rows[layer].use(key)
+        self._used[key] = self._visits[layer]
+
+    def forget(self, key: int) -> None:
+        del self._order[key], self._rows[key // self._experts][key], self._used[key]
+
+    def victim(self, busy: Collection[int]) -> int | None:
+        while self._left:
+            layer = next(reversed(self._left))
+            key = self._rows[layer].oldest(busy)
+            if key is not None and self._used[key] < self._visits[layer]:
+                return key
+            del self._left[layer]
+        return self._order.oldest(busy)
+
+
+class PinnedHot(Policy):
+    """LRU among all but the `hot` keys; those go last."""
+
+    def __init__(self, hot: Collection[int]) -> None:
+        self._hot, self._orders = frozenset(hot), (_Order(), _Order())
+
+    def enter(self, layer: int) -> None:
+        """Layers are alike."""
+
+    def use(self, key: int) -> None:
+        self._orders[key in self._hot].use(key)
+
+    def forget(self, key: int) -> None:
+        del self._orders[key in self._hot][key]
+
+    def victim(self, busy: Collection[int]) -> int | None:
+        cold, hot = self._orders
+        return found if (found := cold.oldest(busy)) is not None else hot.oldest(busy)
+
+
+def policy(name: str, slots: int, layers: int, experts: int, hot: Collection[int] = ()) -> Policy:
+    """The policy of a name; `hot` is for pinned-hot alone."""
+    if name == LFU:
+        return DecayedFrequency(slots)
+    if name == LEAST_STALE:
+        return LeastStale(layers, experts)
+    if name == PINNED_HOT:
+        return PinnedHot(hot)
+    if name != LRU:
+        raise ValueError(f"no policy {name!r}")
+    return LeastRecent()
+
+
+class Slots:
+    """Numbered slots and the keys in them."""
+
+    def __init__(self, count: int, policy: Policy) -> None:
+        self.policy = policy
+        self.free = list(range(count - 1, -1, -1))
+        self._slots: dict[int, int] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._slots
+
+    def __len__(self) -> int:
+        """Slots with a key."""
+        return len(self._slots)
+
+    def find(self, key: int) -> int | None:
+        """The slot of a key that is needed now."""
+        slot = self._slots.get(key)
+        if slot is not None:
+            self.policy.use(key)
+        return slot
+
+    def take(self, key: int, busy: Collection[int]) -> tuple[int, int | None] | None:
+        """A slot for a key that has none, and the key that lost it. None where all are busy."""
+        victim = None
+        if self.free:
+            slot = self.free.pop()
+        else:
+            victim = self.policy.victim(busy)
+            if victim is None:
+                return None
+            slot = self.drop(victim)
+        self._slots[key] = slot
+        self.policy.use(key)
+        return slot, victim
+
+    def drop(self, key: int) -> int:
+        """Take a key out; its slot is the caller's, to fill or to give back to `free`."""
+        self.policy.forget(key)
+        return self._slots.pop(key)
+
+
+def hottest(trace: np.ndarray, experts: int, count: int) -> frozenset[int]:
+    """The `count` keys that a trace [tokens, layers, k] uses most."""
+    uses = Counter((trace.astype(np.int64) + experts * np.arange(trace.shape[1])[:, None]).reshape(-1).tolist())
+    return frozenset(key for key, _ in uses.most_common(count))
+
+
+def replay(trace: np.ndarray, experts: int, slots: int, name: str, warm: int = 0) -> float:
+    """The share of uses that find their key in a slot, from token `warm` on, of a trace [tokens, layers, k] of expert numbers; pinned-hot
+    pins what the tokens before `warm` used most."""
+    hot = hottest(trace[:warm], experts, round(HOT_SHARE * slots)) if name == PINNED_HOT else ()
+    held, hits, uses = Slots(slots, policy(name, slots, trace.shape[1], experts, hot)), 0, 0
+    for token, layers in enumerate(trace.tolist()):
+        for layer, numbers in enumerate(layers):
+            held.policy.enter(layer)
+            keys = [layer * experts + number for number in numbers]
+            missing = [key for key in keys if held.find(key) is None]
+            for key in missing:
+                held.take(key, keys)
+            if token >= warm:
+                uses += len(keys)
+                hits += len(keys) - len(missing)
+    return hits / uses if uses else 0.0
+
+
+def belady(trace: np.ndarray, experts: int, slots: int, warm: int = 0) -> float:
+    """What `replay` would give a policy that knows the future: whose next use is farthest goes (L. Belady, 1966)."""
+    steps = [[layer * experts + number for number in numbers] for layers in trace.tolist() for layer, numbers in enumerate(layers)]
+    never, width = len(steps), trace.shape[1]
+    following: list[dict[int, int]] = [{} for _ in steps]
+    upcoming: dict[int, int] = {}
+    for at in range(len(steps) - 1, -1, -1):
+        for key in steps[at]:
+            following[at][key] = upcoming.get(key, never)
+        upcoming.update(dict.fromkeys(steps[at], at))
+    held: dict[int, int] = {}  # key -> its next use
+    heap: list[tuple[int, int]] = []
+    hits = uses = 0
+    for at, keys in enumerate(steps):
+        hit = sum(key in held for key in keys)
+        if at // width >= warm:
+            uses, hits = uses + len(keys), hits + hit
+        for key in keys:
+            held[key] = following[at][key]
+        while len(held) > slots:
+            distance, key = heapq.heappop(heap)
+            if held.get(key) == -distance and key not in following[at]:
+                del held[key]
+        for key in keys:
+            heapq.heappush(heap, (-held[key], key))
+    return hits / uses if uses else 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy and the hit rate to expect of it; `rates` of all that were tried, empty where there was no trace. `hot`: for pinned-hot."""
+
+    policy: str
+    hit_rate: float
+    rates: tuple[tuple[str, float], ...] = ()
+    hot: frozenset[int] = frozenset()
+
+
+def choose(trace: np.ndarray | None, experts: int, slots: int, layers: int) -> Choice:
+    """The policy that would have hit most on a trace [tokens, layers, k]: warmed on its first half, judged on the second. Without one
+    LRU, and the hit rate of routing without any pattern."""
+    if trace is None or len(trace) < LEAST_TOKENS:
+        return Choice(LRU, min(1.0, slots / (experts * layers)))
+    if slots >= experts * layers:
+        return Choice(LRU, 1.0)
+    some, own = sample(trace, slots)
+    rates = tuple((name, replay(some, experts, own, name, len(some) // 2)) for name in POLICIES)
+    best, rate = max(rates, key=lambda each: each[1])
+    hot = hottest(trace, experts, round(HOT_SHARE * slots)) if best == PINNED_HOT else frozenset()
+    return Choice(best, rate, rates, hot)
+
+
+def sample(trace: np.ndarray, slots: int) -> tuple[np.ndarray, int]:
+    """At most MOST_REPLAYED uses of a trace: its newest tokens, in layers spread evenly through the depth, and their share of the slots."""
+    tokens, layers, top = trace.shape
+    count = min(layers, max(1, MOST_REPLAYED // (top * min(tokens, 512))))
+    chosen = np.linspace(0, layers - 1, count).round().astype(int)
+    newest = max(LEAST_TOKENS, MOST_REPLAYED // (top * count))
+    return trace[-newest:, chosen], max(2 * top * count, slots * count // layers)

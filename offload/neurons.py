@@ -1,0 +1,321 @@
+"""Neurons of an MLP that come from the disk when they are active, and stay while they were so lately (LLM in a flash, 2312.11514).
+
+Every layer has a fixed number of slots, all in one mapping that is made once. A slot holds a unit: one neuron's bundle, or as many small
+ones as fill a block. The window of a layer is its last tokens, as many as the slots hold: a unit that no token of the window used is free,
+and what is missing goes where free units lie, whatever the order, so that nothing is moved and a replacement costs the same whatever the
+window holds. Reads are urgent, direct, of neighbours together.
+
+A prompt uses every neuron: its groups go through the slots in halves, one read while the other is used, and the window begins anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .checkpoint import CheckpointError, TensorStore
+from .direct import BLOCK, READ_NBYTES, Interrupted, Read, Reader, Ticket, Traffic
+from .memory import anonymous
+from .streaming import StreamingPager
+
+THREADS = 8  # small reads want a deeper queue than large ones
+MOST_TOGETHER = 16  # reads that a thread takes at a time
+MOST_VECTORS = 256  # slots that one read fills
+GROUP_NBYTES = 8 << 20  # of a prompt's neurons at a time
+MOST_TOKENS = 64  # of a window that are told apart; older ones are one
+NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class BundlePlace:
+    """Where a layer's bundles lie: `count` neurons of `stride` bytes from `offset` of a file on, a multiple of BLOCK."""
+
+    file: Path
+    offset: int
+    stride: int
+    count: int
+
+    @property
+    def together(self) -> int:
+        return max(1, BLOCK // self.stride)
+
+    @property
+    def unit(self) -> int:
+        """Bytes of a unit."""
+        return self.stride * self.together
+
+    @property
+    def units(self) -> int:
+        return -(-self.count // self.together)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.stride
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Active neurons, ascending, whose bundles lie in memory until the next batch: `ready` at once, `late` after `wait`."""
+
+    neurons: np.ndarray
+    ready: np.ndarray
+    late: np.ndarray
+    last: bool
+    addresses: Callable[[np.ndarray], np.ndarray]
+    wait: Callable[[], None]
+
+
+class ResidentBundles:
+    """Bundles that are all in memory, one after the other."""
+
+    def __init__(self, memory: np.ndarray, stride: int, count: int) -> None:
+        self._memory, self._stride, self._count = memory, stride, count
+        self._base = memory.ctypes.data
+
+    def few(self, active: np.ndarray) -> Iterator[Batch]:
+        yield Batch(active, active, NONE, True, self._addresses, _nothing)
+
+    def groups(self) -> Iterator[tuple[int, int, int, int]]:
+        """(first, neurons, address, bytes between two) of runs that together are all."""
+        each = max(1, GROUP_NBYTES // self._stride)
+        for first in range(0, self._count, each):
+            yield first, min(each, self._count - first), self._base + first * self._stride, self._stride
+
+    def _addresses(self, neurons: np.ndarray) -> np.ndarray:
+        return self._base + neurons * self._stride
+
+
+@dataclass
+class WindowTraffic:
+    """What decoding asked of all layers: units used, those that were missing, and passes of a layer."""
+
+    used: int = 0
+    missed: int = 0
+    passes: int = 0
+
+
+@dataclass
+class Window:
+    """Which units a layer's slots hold. `uses`: by how many tokens of the window; `free` slots are a stack."""
+
+    slot_of: np.ndarray
+    uses: np.ndarray
+    free: np.ndarray
+    top: int
+    tokens: deque[np.ndarray] = field(default_factory=deque)
+
+    @classmethod
+    def empty(cls, units: int, slots: int) -> Window:
+        return cls(np.full(units, -1, np.int64), np.zeros(units, np.int32), np.arange(slots)[::-1].copy(), slots)
+
+    def use(self, units: np.ndarray) -> np.ndarray:
+        """Make `units`, distinct and no more than there are slots, the newest token's; returns those that are missing, ascending, each
+        with a slot from now on."""
+        missing = units[self.slot_of[units] < 0]
+        self.uses[units] += 1
+        self.tokens.append(units)
+        if len(self.tokens) > MOST_TOKENS:
+            self._join_oldest()
+        while self.top < len(missing):
+            self._forget_oldest()
+        self.top -= len(missing)
+        self.slot_of[missing] = self.free[self.top : self.top + len(missing)]
+        return missing
+
+    def _join_oldest(self) -> None:
+        first, second = self.tokens.popleft(), self.tokens.popleft()
+        self.uses[np.intersect1d(first, second, assume_unique=True)] -= 1
+        self.tokens.appendleft(np.union1d(first, second))
+
+    def _forget_oldest(self) -> None:
+        units = self.tokens.popleft()
+        self.uses[units] -= 1
+        gone = units[self.uses[units] == 0]
+        self.free[self.top : self.top + len(gone)] = self.slot_of[gone]
+        self.top += len(gone)
+        self.slot_of[gone] = -1
+
+
+class NeuronPager:
+    """The bundles of all layers, `slots[i]` units of layer i in memory at a time, beside the pager of all other weights, `rest`, whose
+    place it takes. The store must stay open until `close`. `cancelled` is asked while somebody waits, which then ends with Interrupted.
+    """
+
+    resident, stays = False, False
+
+    def __init__(self, rest: StreamingPager, store: TensorStore, places: Sequence[BundlePlace], slots: Sequence[int],
+                 cancelled: Callable[[], bool] = lambda: False, direct: bool = True) -> None:
+        self._rest, self._cancelled = rest, cancelled
+        self._reader = Reader({place.file: store.descriptor(place.file) for place in places}, THREADS, direct=direct)
+        self.load, self.lease, self.part, self.fetch = rest.load, rest.lease, rest.part, rest.fetch
+        self.check_unchanged, self.resident_arrays = rest.check_unchanged, rest.resident_arrays
+        self.load_nbytes = rest.load_nbytes
+        own_nbytes = sum(own * place.unit for own, place in zip(slots, places, strict=True))
+        self.nbytes = rest.nbytes + own_nbytes
+        memory, at = anonymous(own_nbytes), 0
+        self.layers: list[WindowedBundles] = []
+        self.used = WindowTraffic()
+        for own, place in zip(slots, places, strict=True):
+            self.layers.append(WindowedBundles(self, place, memory[at : at + own * place.unit], own))
+            at += own * place.unit
+        for layer, following in zip(self.layers, self.layers[1:], strict=False):
+            layer.following = following
+
+    def submit(self, reads: Sequence[Read], urgent: bool, together: int = 1) -> Ticket:
+        return self._reader.submit(reads, urgent, together)
+
+    def wait(self, ticket: Ticket) -> None:
+        if self._cancelled():
+            raise Interrupted
+        self._reader.wait(ticket, self._cancelled)
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Take back what is queued of a ticket, and wait until nothing of it writes any more."""
+        self._reader.drop(ticket)
+        while ticket.left:
+            with suppress(CheckpointError):
+                self._reader.wait(ticket, self._cancelled)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Reads of neurons."""
+        return self._reader.traffic
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes read so far, everything counted."""
+        return self._reader.traffic.nbytes + self._rest.disk_nbytes
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that its users have waited for the disk."""
+        return self._reader.traffic.wait_s + self._rest.wait_s
+
+    def announcements(self) -> list[str]:
+        """Fallbacks since the last call; of a file that both read, once."""
+        return [*dict.fromkeys([*self._rest.announcements(), *self._reader.announcements()])]
+
+    def close(self) -> None:
+        self._reader.close()
+        self._rest.close()
+
+
+class WindowedBundles:
+    """One layer's window."""
+
+    def __init__(self, pager: NeuronPager, place: BundlePlace, memory: np.ndarray, slots: int) -> None:
+        self._pager, self._place, self._slots = pager, place, slots
+        self._memory, self._base = memoryview(memory), memory.ctypes.data
+        self._window = Window.empty(place.units, slots)
+        self._ahead: list[tuple[int, int, Ticket]] = []  # groups of a prompt that are on their way: first unit, units
+        self._late: Ticket | None = None  # missing units that nobody has waited for yet
+        self.following: WindowedBundles | None = None
+
+    # -- a few tokens ------------------------------------------------------------------------------------------------------------
+
+    def few(self, active: np.ndarray) -> Iterator[Batch]:
+        """See `kernels/cpu/bundled.py`."""
+        self._settle()
+        of = active // self._place.together
+        units = np.unique(of) if self._place.together > 1 else active
+        self._pager.used.used += len(units)
+        self._pager.used.passes += 1
+        for begin in range(0, max(1, len(units)), self._slots):
+            here = units[begin : begin + self._slots]
+            last = begin + self._slots >= len(units)
+            own = active if last and not begin else active[(of >= here[0]) & (of <= here[-1])]
+            yield self._bring(here, own, last)
+
+    def _bring(self, units: np.ndarray, neurons: np.ndarray, last: bool) -> Batch:
+        held = self._window.slot_of[neurons // self._place.together] >= 0
+        missing = self._window.use(units)
+        self._pager.used.missed += len(missing)
+        if not len(missing):
+            return Batch(neurons, neurons, NONE, last, self._addresses, _nothing)
+        reads = self._reads(missing)
+        self._late = self._pager.submit(reads, True, max(1, min(MOST_TOGETHER, len(reads) // (2 * THREADS))))
+        return Batch(neurons, neurons[held], neurons[~held], last, self._addresses, self._wait)
+
+    def _wait(self) -> None:
+        self._pager.wait(self._late)
+        self._late = None
+
+    def _addresses(self, neurons: np.ndarray) -> np.ndarray:
+        place = self._place
+        slots = self._window.slot_of[neurons // place.together]
+        return self._base + slots * place.unit + neurons % place.together * place.stride
+
+    def _reads(self, units: np.ndarray) -> list[Read]:
+        """What to read for missing units, neighbours together."""
+        place, size = self._place, self._place.unit
+        views = [self._memory[slot * size : (slot + 1) * size] for slot in self._window.slot_of[units].tolist()]
+        end, numbers = place.offset + place.nbytes, units.tolist()
+        reads, begin = [], 0
+        for i in range(1, len(numbers) + 1):
+            if i < len(numbers) and numbers[i] == numbers[i - 1] + 1 and i - begin < MOST_VECTORS:
+                continue
+            offset = place.offset + numbers[begin] * size
+            reads.append(Read(place.file, offset, views[begin], min((i - begin) * size, end - offset), tuple(views[begin + 1 : i])))
+            begin = i
+        return reads
+
+    # -- a prompt ----------------------------------------------------------------------------------------------------------------
+
+    def groups(self) -> Iterator[tuple[int, int, int, int]]:
+        """See `ResidentBundles.groups`."""
+        place = self._place
+        if not self._ahead:
+            self.begin_groups()
+        while self._ahead:
+            first, units, ticket = self._ahead[0]
+            self._pager.wait(ticket)
+            neurons = first * place.together
+            yield (neurons, min(units * place.together, place.count - neurons), self._base + self._half(first) * place.unit, place.stride)
+            self._ahead.pop(0)
+            self._ask(first + 2 * self._each)
+            if not self._ahead and self.following is not None:
+                self.following.begin_groups()
+
+    def begin_groups(self) -> None:
+        """Ask for the first groups of a prompt."""
+        self._settle()
+        self._window = Window.empty(self._place.units, self._slots)
+        self._ask(0)
+        self._ask(self._each)
+
+    @property
+    def _each(self) -> int:
+        """Units of a group: half of the slots, or as many as are read together."""
+        return max(1, min(self._slots // 2, GROUP_NBYTES // self._place.unit))
+
+    def _half(self, first: int) -> int:
+        """The slot where the group from `first` on begins."""
+        return first // self._each % 2 * self._each
+
+    def _ask(self, first: int) -> None:
+        place, size = self._place, self._place.unit
+        if first >= place.units:
+            return
+        units = min(self._each, place.units - first)
+        at, offset = self._half(first) * size, place.offset + first * size
+        needed = min(units * size, place.offset + place.nbytes - offset)
+        reads = [Read(place.file, offset + begin, self._memory[at + begin : at + min(begin + READ_NBYTES, units * size)],
+                      min(READ_NBYTES, needed - begin)) for begin in range(0, needed, READ_NBYTES)]
+        self._ahead.append((first, units, self._pager.submit(reads, False)))
+
+    def _settle(self) -> None:
+        """Give up what an interrupted pass left: groups that nobody came for, units that did not arrive."""
+        late, self._late = ([] if self._late is None else [self._late]), None
+        for ticket in (*late, *(ticket for _, _, ticket in self._ahead)):
+            self._window = Window.empty(self._place.units, self._slots)
+            self._pager.give_up(ticket)
+        self._ahead.clear()
+
+
+def _nothing() -> None:
+    """Nothing is to be waited for."""

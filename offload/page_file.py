@@ -1,0 +1,110 @@
+"""Files of KV pages: written once, whole or not at all, named by what they were made of and by what they hold.
+
+The name is the key (which model, which tokens) and the SHA-256 of the bytes, so whoever needs the same page finds the same file, two
+writers cannot harm one another, and a byte that has changed is found by reading. Behind a header of `HEADER` bytes the pages lie as they
+do in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import EffllmError
+
+MAGIC, VERSION = b"EFPF", 1
+HEADER = struct.Struct("<4sIQ16s32s")  # magic, version, bytes that follow, key, their SHA-256
+SUFFIX = ".kv"
+KEY_NBYTES = 16
+
+
+class DamagedPage(EffllmError):
+    """A file of pages that is not what its name says. Whoever reads it says what to do about it."""
+
+
+@dataclass(frozen=True)
+class PageFile:
+    """What names a file: its key (16 bytes in hexadecimal), the SHA-256 of its bytes, their number without the header."""
+
+    key: str
+    sha256: str
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Relative to the folder of pages."""
+        return f"{self.key[:2]}/{self.key}-{self.sha256}{SUFFIX}"
+
+    @property
+    def stored_nbytes(self) -> int:
+        return HEADER.size + self.nbytes
+
+    def header(self) -> bytes:
+        return HEADER.pack(MAGIC, VERSION, self.nbytes, bytes.fromhex(self.key), bytes.fromhex(self.sha256))
+
+
+def describe(key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
+    """The file that `parts`, one behind the other, make."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return PageFile(key, digest.hexdigest(), sum(len(part) for part in parts))
+
+
+def write_page_file(folder: Path, file: PageFile, parts: Sequence[bytes | memoryview]) -> None:
+    """Put a file in its place in one step; what it holds is on the disk then. Raises OSError, and leaves nothing behind."""
+    path = folder / file.name
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor, unfinished = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as out:
+            out.write(file.header())
+            for part in parts:
+                out.write(part)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+
+
+def read_page_file(folder: Path, file: PageFile) -> memoryview:
+    """The bytes behind the header. Raises DamagedPage for a file that is absent, cut short, altered, or of another version."""
+    path = folder / file.name
+    raw = bytearray(file.stored_nbytes)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != len(raw):
+                raise DamagedPage(f"has {size} bytes instead of {len(raw)}")
+            with open(descriptor, "rb", closefd=False) as source:
+                source.readinto(raw)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as error:
+        raise DamagedPage("is gone") from error
+    except OSError as error:
+        raise DamagedPage(f"cannot be read: {error.strerror}") from error
+    view = memoryview(raw)
+    magic, version, *_ = HEADER.unpack(view[: HEADER.size])
+    if magic == MAGIC and version != VERSION:
+        raise DamagedPage(f"is of version {version}, this effllm reads {VERSION}")
+    if view[: HEADER.size] != file.header() or hashlib.sha256(view[HEADER.size :]).hexdigest() != file.sha256:
+        raise DamagedPage("has been altered: its checksum differs")
+    return view[HEADER.size :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder outlive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

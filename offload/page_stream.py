@@ -1,0 +1,208 @@
+"""KV pages that come from a spill file, layer by layer on every pass, while the processor works on others.
+
+A layer's pages lie one behind another in its extent of the file. A pass reads those that memory does not hold once, in order of layers, in
+runs of about 2 MiB (an eighth of a short extent); runs take turns in a ring of slots. What comes next is known from the pass before, so
+reading ahead goes on over the end of a pass, as with weights (`streaming.py`). A pass that reads other runs (a page more, a window that
+moved) keeps what fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+
+from .direct import BLOCK, READ_NBYTES, Read, Reader, Traffic
+from .memory import anonymous
+from .page_slots import PageSlots
+from .spill import SpillFile
+from .turns import Turns
+
+RING_NBYTES = 16 << 20  # at least two slots, else about this much
+RUN_NBYTES = 2 << 20
+
+
+def run_pages(page_nbytes: int, pages: int) -> int:
+    """Pages of a run in an extent of `pages`."""
+    return max(1, min(RUN_NBYTES // page_nbytes, -(-pages // 8)))
+
+
+def slot_nbytes(page_nbytes: Sequence[int], pages: int) -> int:
+    """Memory of the longest run, with the blocks at its ends; `page_nbytes` by layer."""
+    return max(-(-run_pages(nbytes, pages) * nbytes // BLOCK) * BLOCK + BLOCK for nbytes in page_nbytes)
+
+
+def ring_nbytes(page_nbytes: Sequence[int], pages: int, budget: int = RING_NBYTES) -> int:
+    """Memory for runs that are used or on their way: about `budget`, no more than all runs, at least two."""
+    slot = slot_nbytes(page_nbytes, pages)
+    runs = sum(-(-pages // run_pages(nbytes, pages)) for nbytes in page_nbytes)
+    return max(2, min(budget // slot, runs)) * slot
+
+
+@dataclass(frozen=True)
+class Run:
+    """Pages [begin, end) of a layer."""
+
+    layer: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a run lies."""
+
+    run: Run
+    slot: int
+
+
+class PageStream:
+    """`pages` pages of each layer have a place in `spill`, those from `first` on are read from there: in runs, or one by one through
+    `slots` places of memory for each layer. `cancelled` is asked while somebody waits. Closes the file with itself."""
+
+    def __init__(self, spill: SpillFile, page_nbytes: Sequence[int], pages: int, first: int, budget: int = RING_NBYTES,
+                 cancelled: Callable[[], bool] = lambda: False, direct: bool = True, slots: int = 0) -> None:
+        self.page_nbytes, self.first, self.spill, self._cancelled = tuple(page_nbytes), first, spill, cancelled
+        self._starts = [0]
+        for nbytes in page_nbytes:
+            self._starts.append(self._starts[-1] + -(-pages * nbytes // BLOCK) * BLOCK)
+        self._pages, self._slot = pages, slot_nbytes(page_nbytes, pages)
+        self._ring = anonymous(ring_nbytes(page_nbytes, pages, budget))
+        self._reader = Reader({spill.path: spill.descriptor}, direct=direct, what="the KV cache is")
+        self.slots = [self._slots_of(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
+        self.staging = [np.zeros(nbytes, np.uint8) for nbytes in page_nbytes]
+        self._wanted: tuple[tuple[int, int], ...] = ()
+        self._order: list[Run] = []
+        self._places: dict[Run, int] = {}
+        self._runs: list[list[Run]] = [[] for _ in page_nbytes]
+        self._turns = Turns(self._reader, self._ask, cancelled)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return len(self._ring) + sum(self.page_nbytes)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._reader.traffic
+
+    def announcements(self) -> list[str]:
+        """Fallbacks since the last call."""
+        return self._reader.announcements()
+
+    def close(self) -> None:
+        self._reader.close()
+        self.spill.close()
+
+    # -- writing ---------------------------------------------------------------------------------------------------------------
+
+    def write(self, page: int, memory: Sequence[np.ndarray] | None = None) -> None:
+        """Put what lies in `staging`, or in `memory`, into its place as page `page` of every layer. Raises as `SpillFile.write` does."""
+        for slots in self.slots:
+            slots.forget(page)
+        for place, turn in enumerate(self._turns):
+            if turn.where.run.begin <= page < turn.where.run.end:  # a page that is made anew, of other tokens
+                self._turns.keep(place)
+                break
+        self.spill.write([(self._starts[layer] + page * nbytes, own)
+                          for layer, (nbytes, own) in enumerate(zip(self.page_nbytes, memory or self.staging, strict=True))])
+
+    # -- reading ---------------------------------------------------------------------------------------------------------------
+
+    def begin(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """A pass begins; `wanted` are the pages [begin, end) that it reads, by layer."""
+        if tuple(wanted) != self._wanted:
+            self._wanted = tuple(wanted)
+            self._runs = [list(self._cut(layer, begin, end)) for layer, (begin, end) in enumerate(wanted)]
+            self._order = [run for runs in self._runs for run in runs]
+            self._places = {run: place for place, run in enumerate(self._order)}
+            fitting = takewhile(lambda pair: pair[0].where.run == pair[1], zip(self._turns, self._order))  # of what was read ahead
+            self._turns.keep(sum(1 for _ in fitting))
+            self._turns.reorder(len(self._order))
+        self._turns.read_ahead()
+
+    def runs(self, layer: int) -> list[Run]:
+        """Of the pass in hand."""
+        return self._runs[layer]
+
+    @contextmanager
+    def lease(self, run: Run) -> Iterator[int]:
+        """The address of a run's first page for the time of a `with`. Raises CheckpointError where it cannot be read, Interrupted."""
+        turn = self._turns.enter(self._places[run])
+        try:
+            begin = self._starts[run.layer] + run.begin * self.page_nbytes[run.layer]
+            yield self._ring.ctypes.data + turn.where.slot * self._slot + begin % BLOCK
+        finally:
+            self._turns.leave()
+
+    def page(self, layer: int, index: int) -> np.ndarray:
+        """A copy of one page, for those who need one now and then."""
+        offset, nbytes = self._starts[layer] + index * self.page_nbytes[layer], self.page_nbytes[layer]
+        memory = anonymous(-(-nbytes // BLOCK) * BLOCK + BLOCK)
+        ticket = self._reader.submit(self._reads(offset, nbytes, memory), urgent=True)
+        self._reader.wait(ticket, self._cancelled)
+        return memory[offset % BLOCK : offset % BLOCK + nbytes]
+
+    def _slots_of(self, layer: int, count: int) -> PageSlots:
+        start, nbytes = self._starts[layer], self.page_nbytes[layer]
+        return PageSlots(nbytes, count, self._reader, lambda page, memory: self._reads(start + page * nbytes, nbytes, memory),
+                         lambda page: (start + page * nbytes) % BLOCK, self._cancelled)
+
+    def _cut(self, layer: int, begin: int, end: int) -> Iterator[Run]:
+        """Runs on a fixed grid, so that one page more, or one less, changes one run."""
+        length = run_pages(self.page_nbytes[layer], self._pages)
+        while begin < end:
+            stop = min(end, begin + length - begin % length)
+            yield Run(layer, begin, stop)
+            begin = stop
+
+    def _ask(self, place: int, taken: Sequence[_Slot]) -> tuple[_Slot, list[Read]] | None:
+        """A run in a slot that is nobody's, and its reads."""
+        free = set(range(len(self._ring) // self._slot)) - {own.slot for own in taken}
+        if not free:
+            return None
+        run, slot = self._order[place], free.pop()
+        nbytes = self.page_nbytes[run.layer]
+        return _Slot(run, slot), self._reads(self._starts[run.layer] + run.begin * nbytes, (run.end - run.begin) * nbytes,
+                                             self._ring[slot * self._slot : (slot + 1) * self._slot])
+
+    def _reads(self, offset: int, nbytes: int, memory: np.ndarray) -> list[Read]:
+        """Whole blocks around bytes of the file, cut into reads."""
+        start, view = offset // BLOCK * BLOCK, memoryview(memory)
+        needed = offset + nbytes - start
+        return [Read(self.spill.path, start + at, view[at : at + min(READ_NBYTES, -(-(needed - at) // BLOCK) * BLOCK)],
+                     min(READ_NBYTES, needed - at)) for at in range(0, needed, READ_NBYTES)]
+
+
+class LayerSpill:
+    """One layer's view of a stream, as attention asks for it. `lead`: rows of a block table before that of page 0."""
+
+    def __init__(self, stream: PageStream, layer: int, lead: int) -> None:
+        self._stream, self._layer, self.lead = stream, layer, lead
+        self.staging = stream.staging[layer]
+
+    @property
+    def first(self) -> int:
+        return self._stream.first
+
+    def runs(self) -> list[tuple[int, int]]:
+        return [(run.begin, run.end) for run in self._stream.runs(self._layer)]
+
+    def lease(self, run: tuple[int, int]):
+        return self._stream.lease(Run(self._layer, *run))
+
+    def page(self, index: int) -> np.ndarray:
+        return self._stream.page(self._layer, index)
+
+    @property
+    def most(self) -> int:
+        return self._stream.slots[self._layer].most if self._stream.slots else 0
+
+    def fetch(self, pages: Sequence[int], before_wait: Callable[[], None]) -> Iterator[tuple[int, int]]:
+        return self._stream.slots[self._layer].fetch(pages, before_wait)
+
+    def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
+        self._stream.slots[self._layer].prefetch(pages, keep)

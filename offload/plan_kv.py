@@ -1,0 +1,111 @@
+"""The plan of a run whose KV cache may lie on the disk in part: pure arithmetic, as `plan.py`, which it asks where memory holds the cache.
+
+A page in memory and as many bytes of weights save a token the same reading, but weights are read from the first token on and a page only
+when the context has grown to it. So weights come first: where they fit, all of them stay, and pages take what is left. Where they do not,
+the context comes first as long as it fits beside streamed weights; only then its pages go to the disk, all of them.
+"""
+
+from dataclasses import dataclass
+
+from .. import DoesNotFit
+from .placement import Residency, reside
+from .plan import Budget, Demand, Placement, _is_resident, _least, plan, with_slack
+from .size import format_size
+
+PAGE = 128  # tokens
+
+
+@dataclass(frozen=True)
+class Spill:
+    """What pages on the disk ask for, in bytes: memory for reads and for a page on its way (`ring`) and more working memory. `ram`: the
+    most memory for the cache, None for what is left; `disk`: the most that the file may take, `where` says by whose word."""
+
+    ring: int
+    workspace: int
+    ram: int | None
+    disk: int
+    where: str
+
+
+def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
+               spill: Spill | None) -> Placement:
+    """`plan.plan`, with pages on the disk where a context was asked for that memory does not hold, or `spill.ram` holds less than it.
+
+    Raises DoesNotFit and UsageError as `plan` does, DoesNotFit where the disk or `spill.ram` is too small.
+    """
+    ctx = ctx_wanted or (ctx_max if spill is not None and spill.ram is not None else 0)
+    if spill is not None and not budget.vram and ctx and demand.kv_bytes_per_token:
+        placed = _spilled(demand, budget, ctx_max, ctx_wanted, ctx, spill)
+        if placed is not None:
+            return placed
+    return plan(demand, budget, ctx_max, ctx_wanted, device, gpu_layers, PAGE)
+
+
+def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, spill: Spill) -> Placement | None:
+    """The plan with pages on the disk; None where there is a better one without, or none at all."""
+    page, total = demand.kv_bytes_per_token * PAGE, -(-ctx // PAGE)
+    most = total
+    if spill.ram is None:
+        if spill.ring + spill.workspace >= total * page or _is_resident(demand, budget, ctx_max, ctx, PAGE):
+            return None
+    elif spill.ram >= demand.kv_fixed + total * page:
+        return None
+    else:
+        most = (spill.ram - demand.kv_fixed - spill.ring) // page
+        if most < 0:
+            raise DoesNotFit(f"{format_size(spill.ram)} hold no cache on the disk: its exact tokens take {format_size(demand.kv_fixed)}, "
+                             f"reading {format_size(spill.ring)}", f"--kv-ram {-(-(demand.kv_fixed + spill.ring) // 2**20)}Mi")
+    least = demand.baseline + demand.workspace + spill.workspace + demand.kv_fixed + spill.ring
+    weights = sum(block.nbytes for block in demand.weights)
+    if with_slack(least + weights) <= budget.ram:
+        pages = min(most, total, (budget.ram * 100 // 105 - least - weights) // page)
+        return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, None, with_slack(least + weights + pages * page))
+    if not demand.blocks or demand.units:  # neurons, and experts, take what memory the cache leaves
+        return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + weights), "the KV cache")
+    if spill.ram is None:
+        try:
+            return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
+        except DoesNotFit:
+            most = 0
+    ring = demand.always + reside(demand.blocks, _least(demand.blocks)).nbytes
+    pages = min(most, ((budget.ram - ring) * 100 // 105 - least) // page)
+    if with_slack(least) + ring > budget.ram:
+        return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least) + ring, "weights and the KV cache")
+    fixed = with_slack(least + pages * page)
+    residency = reside(demand.blocks, budget.ram - fixed - demand.always)
+    return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, residency, fixed + demand.always + residency.nbytes)
+
+
+def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, needed: int, what: str) -> Placement:
+    """The plan without pages on the disk, which take too much as well. Raises DoesNotFit where there is none."""
+    try:
+        return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
+    except DoesNotFit as error:
+        hint = error.hint if error.hint.startswith("-c ") else f"it takes --ram {-(-needed // 2**20)}Mi, or a smaller model"
+        raise DoesNotFit(f"needs {format_size(needed)} of memory even with {what} read from the disk for every token, the budget is "
+                         f"{format_size(budget.ram)}", hint) from None
+
+
+def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, pages: int, spill: Spill,
+            residency: Residency | None, total_bytes: int) -> Placement | None:
+    """The placement with `pages` pages in memory. Raises DoesNotFit where the disk is too small for an asked context."""
+    page = demand.kv_bytes_per_token * PAGE
+    on_disk = -(-ctx // PAGE) - pages
+    if on_disk * page > spill.disk:
+        fitting = min(ctx_max, (pages + spill.disk // page) * PAGE)
+        if ctx_wanted is not None or spill.disk < page:
+            raise DoesNotFit(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would lie on the disk, {spill.where} "
+                             f"{format_size(spill.disk)}", f"-c {fitting} fits" if fitting else "--spill-dir DIR for another disk")
+        ctx, on_disk = fitting, -(-fitting // PAGE) - pages
+    held = demand.kv_fixed + spill.ring + pages * page
+    notes = [f"with a full context {format_size(on_disk * page)} of the KV cache lie on the disk, read for every token; "
+             f"{format_size(held)} of it stay in memory"]
+    if residency is not None and residency.streamed:
+        notes.append(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either: every token reads them too")
+    if ctx > ctx_max:
+        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
+    elif ctx_wanted is None and ctx < ctx_max:
+        notes.append(f"context {ctx} of the model's {ctx_max}: the most that the disk holds")
+    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), held, demand.workspace + spill.workspace,
+                     demand.baseline, total_bytes, budget, tuple(notes), 0, residency, demand.kv_bytes_per_token, kv_pages=pages,
+                     kv_disk_bytes=on_disk * page)

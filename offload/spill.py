@@ -1,0 +1,162 @@
+"""A private file for what memory does not hold for the time of a run: KV pages.
+
+It has no name where the system can do that (O_TMPFILE), else its name is taken away as soon as it is open; so a process that is killed
+leaves nothing. Where a file system does neither, the name stays with a lock on the file, and the next run that opens one in the same
+folder removes those that nobody holds. Nobody else may read it (0600).
+
+Writes go through the system's cache, which writes behind; a thread makes them, so that a disk that hangs can be left, and sees to it that
+they end on the disk and give their memory back, since they are read past the cache (`direct.py`). A failure is told to the next who waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from .. import EffllmError
+from .direct import POLL_S, Interrupted
+from .size import format_size
+
+PREFIX = "effllm-kv-"
+QUIET_S, MOST_BEHIND = 0.02, 32 << 20  # when what was written is sent to the disk: nothing more comes, or this much waits
+HINT = "--spill-dir DIR for another disk, a smaller -c, or fewer bits (--kv 4bit)"
+
+
+class SpillFile:
+    """`path` is what errors and reads call it; `descriptor` is open for both until `close`."""
+
+    def __init__(self, folder: Path, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Raises EffllmError where the folder takes no file."""
+        self._folder, self._cancelled = folder, cancelled
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            sweep(folder)
+            self.descriptor, self._name = _opened(folder)
+        except OSError as error:
+            raise EffllmError(f"no file for the KV cache in {folder}: {error.strerror}", HINT) from error
+        self.path = Path("the KV cache's file")
+        self.nbytes = 0  # written so far
+        self._work = threading.Condition()
+        self._queue: deque[list[tuple[int, np.ndarray]]] = deque()
+        self._left, self._error, self._closed = 0, None, False
+        self._thread = threading.Thread(target=self._serve, name="effllm-spill", daemon=True)
+        self._thread.start()
+
+    def write(self, pieces: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Write memory at offsets and wait until the system has it; the memory may change afterwards.
+
+        Raises EffllmError where that failed, or where what was written before did not reach the disk; Interrupted when `cancelled()`.
+        """
+        with self._work:
+            self._queue.append(list(pieces))
+            self._left += 1
+            self._work.notify_all()
+            while self._left:
+                if self._cancelled():
+                    raise Interrupted
+                self._work.wait(POLL_S)
+            error, self._error = self._error, None
+        if error is not None:
+            raise EffllmError(self._told(error), HINT) from error
+
+    def close(self) -> None:
+        with self._work:
+            self._closed = True
+            self._queue.clear()
+            self._work.notify_all()
+        self._thread.join(0.5)
+        if not self._thread.is_alive():  # one that hangs in a write is left to the end of the process
+            if self._name is not None:
+                self._name.unlink(missing_ok=True)
+            os.close(self.descriptor)
+
+    def _told(self, error: OSError) -> str:
+        if error.errno == errno.ENOSPC:
+            return f"the disk is full: {format_size(self.nbytes)} of the KV cache lie in {self._folder}, the next page found no room"
+        return f"the KV cache cannot be written to {self._folder}: {error.strerror}"
+
+    def _serve(self) -> None:
+        behind: list[tuple[int, int]] = []  # (offset, bytes) that the system's cache still has
+        while True:
+            with self._work:
+                if not self._queue and not self._closed:
+                    self._work.wait(QUIET_S if behind else None)
+                if self._closed:
+                    return
+                pieces = self._queue.popleft() if self._queue else None
+            error = None
+            try:
+                for offset, memory in pieces or ():
+                    _write_whole(self.descriptor, memory, offset)
+                    behind.append((offset, len(memory)))
+                if pieces is None or sum(nbytes for _, nbytes in behind) > MOST_BEHIND:
+                    sent, behind = behind, []
+                    _to_the_disk(self.descriptor, sent)
+            except OSError as failed:
+                error = failed
+            with self._work:
+                self._error = self._error or error
+                if pieces is not None:
+                    self._left -= 1
+                    self.nbytes += sum(len(memory) for _, memory in pieces) if error is None else 0
+                self._work.notify_all()
+
+
+def sweep(folder: Path) -> None:
+    """Remove files of runs that were killed, where they could not be nameless."""
+    for path in folder.glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another's, or gone meanwhile
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except OSError:
+            continue  # its run is alive
+        finally:
+            os.close(descriptor)
+
+
+def _opened(folder: Path) -> tuple[int, Path | None]:
+    """A descriptor, and the name where it could not be taken away."""
+    if flag := getattr(os, "O_TMPFILE", 0):
+        try:
+            return os.open(folder, os.O_RDWR | os.O_CLOEXEC | flag, 0o600), None
+        except OSError as error:
+            # What file systems without it say, and systems that take the flag for a directory's.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+                raise
+    descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    try:
+        os.unlink(name)
+    except OSError:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor, Path(name)
+    return descriptor, None
+
+
+def _write_whole(descriptor: int, memory: np.ndarray, offset: int) -> None:
+    view = memoryview(memory)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _to_the_disk(descriptor: int, places: Sequence[tuple[int, int]]) -> None:
+    """Have (offset, bytes) written, and forgotten by the system's cache."""
+    (os.fdatasync if sys.platform == "linux" else os.fsync)(descriptor)
+    if sys.platform == "linux":
+        for offset, nbytes in places:
+            os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,67 @@
+"""How the neurons of an MLP lie when each is to be read by itself: its row of `up` and its column of `down` as one record.
+
+Reads past the page cache are of whole blocks, so a record is as long as blocks are, or a power of two of them fills one. More than that
+is not padded: a disk that is waited for takes a long read no sooner than a short one, and what is read beside a neuron is hardly ever
+asked for with it (neurons that fire together are neighbours of everybody).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .weight import RAW_NUMPY
+
+BLOCK = 4096
+WIDTH_MULTIPLE, FFN_MULTIPLE = 16, 32  # what the kernels' lanes ask for
+
+
+@dataclass(frozen=True)
+class BundleLayout:
+    """`width`: values of a row of `up` (where `has_up`) and of a column of `down`. Figures are of one neuron unless said."""
+
+    scheme: str
+    width: int
+    has_up: bool
+
+    @property
+    def item(self) -> int:
+        return RAW_NUMPY[self.scheme].itemsize
+
+    @property
+    def used(self) -> int:
+        """Bytes of weights."""
+        return (1 + self.has_up) * self.width * self.item
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one neuron to the next."""
+        return 1 << (self.used - 1).bit_length() if self.used < BLOCK else -(-self.used // BLOCK) * BLOCK
+
+    @property
+    def together(self) -> int:
+        """Neurons that one read of whole blocks brings."""
+        return max(1, BLOCK // self.stride)
+
+    def shape(self, ffn: int) -> tuple[int, int]:
+        """The shape under which the bundles of a layer are stored."""
+        return ffn, self.stride // self.item
+
+    def pack(self, up: np.ndarray | None, down: np.ndarray) -> np.ndarray:
+        """Rows of `up` [n, width] and columns of `down` [width, n], as stored -> bundles [n, stride / item]."""
+        out = np.zeros(self.shape(down.shape[1]), RAW_NUMPY[self.scheme])
+        if self.has_up:
+            out[:, : self.width] = up
+        out[:, self.has_up * self.width : (1 + self.has_up) * self.width] = down.T
+        return out
+
+    def unpack(self, bundles: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+        """What `pack` was given."""
+        up = bundles[:, : self.width] if self.has_up else None
+        return up, bundles[:, self.has_up * self.width : (1 + self.has_up) * self.width].T
+
+
+def bundle_name(down: str) -> str:
+    """What the bundles are called that hold the matrix `down`."""
+    return f"{down.removesuffix('.weight')}.bundles"

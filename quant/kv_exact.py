@@ -1,0 +1,78 @@
+"""Exact tokens of open pages in fewer bytes, without loss: only the rows that hold tokens, byte planes apart, the highest one packed.
+
+The last bits of a float are noise that nothing compresses. Sign, exponent and first bits of keys and values take 5.6 of their eight bits
+with deflate, 5.8 by their entropy; other coders of the standard library gain a hundredth on that, at a tenth of its speed.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..kernels.layout import F32, PAGE, PageLayout
+
+LEVEL = 6
+LENGTH = struct.Struct("<Q")
+
+
+def pack_exact(pages: Sequence[Sequence[np.ndarray]], counts: Sequence[int], layout: PageLayout) -> bytes:
+    """Raw layer-pages (uint8, of `layout`) of each page and layer, of which the first `counts` tokens matter."""
+    kind = _kind(layout)
+    values = [side for layers, count in zip(pages, counts, strict=True) for page in layers for side in _rows(page, count, layout, kind)]
+    items = np.concatenate([side.ravel() for side in values]) if values else np.zeros(0, kind)
+    planes = [zlib.compress(plane.tobytes(), LEVEL if place == kind.itemsize - 1 else 0)
+              for place, plane in enumerate(items.view(np.uint8).reshape(-1, kind.itemsize).T)]
+    return b"".join(LENGTH.pack(len(plane)) + plane for plane in planes)
+
+
+def unpack_exact(data: bytes | memoryview, layers: int, counts: Sequence[int], layout: PageLayout) -> list[list[np.ndarray]]:
+    """What `pack_exact` was given; rows behind the counted ones are zero. Raises ValueError for bytes that are not of that many tokens."""
+    kind = _kind(layout)
+    items = np.zeros(2 * sum(counts) * layers * layout.kv_heads * layout.head_dim, kind)
+    planes, at = items.view(np.uint8).reshape(-1, kind.itemsize), 0
+    for index in range(kind.itemsize):
+        if at + LENGTH.size > len(data):
+            raise ValueError("exact tokens end early")
+        (length,) = LENGTH.unpack_from(data, at)
+        at += LENGTH.size
+        planes[:, index] = np.frombuffer(_inflated(data[at : at + length], len(planes)), np.uint8)
+        at += length
+    if at != len(data):
+        raise ValueError("more bytes than exact tokens")
+    pages, at = [], 0
+    for count in counts:
+        pages.append([np.zeros(layout.layer_page_nbytes, np.uint8) for _ in range(layers)])
+        for page in pages[-1]:
+            for side in _rows(page, count, layout, kind):
+                side[:] = items[at : at + side.size].reshape(side.shape)
+                at += side.size
+    return pages
+
+
+def _kind(layout: PageLayout) -> np.dtype:
+    return np.dtype("<u4" if layout.stored == F32 else "<u2")
+
+
+def _rows(page: np.ndarray, count: int, layout: PageLayout, kind: np.dtype) -> list[np.ndarray]:
+    """Views of what the first tokens hold, K channel by channel, V token by token, head after head."""
+    found = []
+    for head in range(layout.kv_heads):
+        start = layout.key_offset(head)
+        k, v = page[start : start + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
+        found += [k.reshape(layout.head_dim, PAGE)[:, :count], v.reshape(PAGE, layout.head_dim)[:count]]
+    return found
+
+
+def _inflated(data: bytes | memoryview, nbytes: int) -> bytes:
+    """Exactly `nbytes`, never more memory than that. Raises ValueError."""
+    stream = zlib.decompressobj()
+    try:
+        plain = stream.decompress(data, nbytes + 1)
+    except zlib.error as error:
+        raise ValueError(f"exact tokens are damaged: {error}") from error
+    if len(plain) != nbytes or not stream.eof or stream.unused_data:
+        raise ValueError(f"another number of exact tokens, not {nbytes} bytes")
+    return plain

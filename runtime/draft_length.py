@@ -1,0 +1,92 @@
+"""How many tokens of a draft are worth running: how often guesses of its kind were right, and what passes of several tokens cost here.
+
+Guesses that are not run are held against the text as well, so a kind that was wrong is tried again as soon as it would have been right,
+and a text in which nothing repeats costs no pass. What passes cost is measured, forgotten when it is old, and guessed low for lengths that
+were not tried: one pass then tells.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from statistics import median
+
+FADE = 0.98  # weight of what was seen of a kind when it is seen again
+FIRST_TRIALS = 2.0  # weight of the assumption that half of all guesses are right
+SAMPLES, OLD = 5, 64  # passes that a cost is the median of, and after how many passes it is not known any more
+ALONE_EVERY = 32  # a pass of one token, so that the others are held against what that costs now
+SLOPE = 0.1  # of a pass's cost, assumed for every further token
+WORTH = 1.03  # tokens for the time of one, below which nothing is drafted
+
+
+class Trust:
+    """The share of right guesses by kind, newest most."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, tuple[float, float]] = {}
+
+    def share(self, kind: Hashable) -> float:
+        """The chance that a token of such a draft is right, those before it being right."""
+        right, trials = self._seen.get(kind, (0.0, 0.0))
+        return (right + FIRST_TRIALS / 2) / (trials + FIRST_TRIALS)
+
+    def judge(self, kind: Hashable, guessed: Sequence[int], came: Sequence[int]) -> None:
+        """Hold a guess against the tokens that came: up to the first that is wrong."""
+        right = agreement(guessed, came)
+        trials = min(right + 1, len(guessed), len(came))
+        before = self._seen.get(kind, (0.0, 0.0))
+        self._seen[kind] = FADE * before[0] + right, FADE * before[1] + trials
+
+
+class PassCosts:
+    """Seconds of passes by how many tokens they take."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+        self._when: dict[int, int] = {}
+        self._passes = 0
+
+    def took(self, columns: int, seconds: float) -> None:
+        """A pass of so many tokens."""
+        self._passes += 1
+        self._seconds.setdefault(columns, deque(maxlen=SAMPLES)).append(seconds)
+        self._when[columns] = self._passes
+        for old in [each for each, when in self._when.items() if each > 1 and self._passes - when > OLD]:
+            del self._seconds[old], self._when[old]
+
+    @property
+    def alone_is_due(self) -> bool:
+        """Is it time for a pass of one token?"""
+        return len(self._seconds.get(1, ())) < 2 or self._passes - self._when[1] >= ALONE_EVERY
+
+    @property
+    def alone(self) -> float:
+        """Seconds of a pass of one token. Raises KeyError before the first."""
+        return median(self._seconds[1])
+
+    def ratio(self, columns: int) -> float:
+        """What a pass of so many tokens costs, in passes of one: as measured, else from the longest shorter one."""
+        nearest = max(each for each in self._seconds if each <= columns)
+        return median(self._seconds[nearest]) / self.alone + SLOPE * (columns - nearest)
+
+
+def best_length(share: float, costs: PassCosts, most: int, extra: float = 0.0) -> tuple[int, float]:
+    """(tokens to draft, expected tokens for the time of one without): 0 where drafting does not pay. `extra`: what each drafted token
+    itself costs, in passes of one."""
+    best, value = 0, WORTH
+    expected = chance = 1.0
+    for length in range(1, most + 1):
+        chance *= share
+        expected += chance
+        gained = expected / (costs.ratio(1 + length) + extra * length)
+        if gained > value:
+            best, value = length, gained
+    return best, value
+
+
+def agreement(guessed: Sequence[int], came: Sequence[int]) -> int:
+    """How many tokens from the first on agree."""
+    for index, (one, other) in enumerate(zip(guessed, came)):
+        if one != other:
+            return index
+    return min(len(guessed), len(came))

@@ -1,0 +1,113 @@
+"""A small model of the same vocabulary that drafts for a large one. It is planned first, and the large one gets the memory that is left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from .. import DoesNotFit, UsageError
+from ..kernels.layout import PAGE
+from ..offload.plan import AUTO_CTX
+from .config import read_config
+from .drafts import Draft
+from .events import Progress
+from .sampler import Sampler, SamplerSettings
+from .text import Tokenizer
+
+if TYPE_CHECKING:
+    from .prepare import EngineOptions, Prepared
+
+KIND = "model"
+SAMPLES = 9
+
+
+def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
+    """The plan for the model in `options.draft`, all of it in memory, with a cache for the context that was asked for.
+
+    Raises UsageError, naming a token, where its vocabulary is not that of the model in `folder`; DoesNotFit where it takes all memory.
+    """
+    from .prepare import prepare
+
+    place = Path(options.draft)
+    if folder is None:
+        raise UsageError("random weights have no vocabulary that a draft model could share", "drop --draft")
+    refuse_other_vocabulary(folder, place)
+    longest = read_config(place, options.strict).context_length
+    own = replace(options, draft=None, spec="off", device="cpu", gpu_layers=None, ctx=min(options.ctx or AUTO_CTX, longest), kv="16bit",
+                  load="ram", chunk=PAGE, overflow="error", vram=None, kv_ram=None, disk="0", kv_read="exact")
+    try:
+        prepared = prepare(place, own)
+    except DoesNotFit as error:
+        raise DoesNotFit(f"the draft model {error.message}", "drop --draft, or a smaller one") from None
+    if prepared.placement.streamed_bytes:
+        prepared.store.close()
+        raise DoesNotFit(f"the draft model in {place} does not fit in memory as a whole", "drop --draft, or a smaller one")
+    return prepared
+
+
+@cache
+def refuse_other_vocabulary(folder: Path, draft: Path) -> None:
+    """Raise UsageError, naming the first token that differs, unless both folders number the same tokens alike."""
+    own, other = (Tokenizer.load(each, read_config(each)).vocabulary() for each in (folder, draft))
+    if own == other:
+        return
+    number = min(number for _, number in own.items() ^ other.items())
+    texts = (next((token for token, place in found.items() if place == number), None) for found in (own, other))
+    said = " and ".join("none" if text is None else repr(text) for text in texts)
+    raise UsageError(f"the draft model {draft} has another tokenizer than {folder}: token {number} is {said}",
+                     "give a smaller model of the same family")
+
+
+class DraftModel:
+    """Greedy guesses of a whole model. Its engine holds the sequence and the guess; what was refused is forgotten with the next.
+
+    `vocabulary`: rows of the large model's table; a guess ends before a token that it lacks.
+    """
+
+    def __init__(self, prepared: Prepared, vocabulary: int) -> None:
+        from .engine import Engine
+
+        self._engine, self._vocabulary = Engine(prepared), vocabulary
+        self._greedy = Sampler(SamplerSettings(temperature=0), prepared.config.vocab_size)
+        self._history: list[int] = []
+        self._seconds: deque[float] = deque(maxlen=SAMPLES)
+
+    def load(self) -> Iterator[Progress]:
+        """Read its weights."""
+        for done, total in self._engine.model.load():
+            yield Progress("loading the draft model", done, total, "bytes")
+
+    @property
+    def seconds(self) -> float:
+        """What a guessed token took of late; 0 where none was guessed."""
+        return median(self._seconds) if self._seconds else 0.0
+
+    def follow(self, history: Sequence[int]) -> None:
+        """The sequence is `history` now. Nothing is run."""
+        self._history = list(history)
+
+    def propose(self, most: int) -> Draft | None:
+        """Up to `most` tokens; None where the sequence is longer than its context or has tokens that it does not know."""
+        engine, ids = self._engine, self._history
+        if most < 1 or len(ids) >= engine.n_ctx or max(ids) >= engine.config.vocab_size:
+            return None
+        drafted: list[int] = []
+        started = time.perf_counter()
+        for _ in engine.prefill(ids):
+            continue
+        for step in engine.generate(self._greedy, most, frozenset()):
+            if step.token >= self._vocabulary:
+                break
+            drafted.append(step.token)
+        self._seconds.append((time.perf_counter() - started) / max(1, len(drafted)))
+        return Draft(tuple(drafted), KIND) if drafted else None
+
+    def close(self) -> None:
+        """Give its memory and its threads back."""
+        self._engine.close()

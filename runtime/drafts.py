@@ -1,0 +1,160 @@
+"""Guesses of what comes next that cost no pass of any model: from the text itself, and from what past passes thought likely.
+
+A draft is a chain of tokens. The kernels run a few tokens of one sequence side by side; a tree of alternatives would ask them for a mask of
+its own, and for as many columns gains little over the chain that follows the likeliest branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+PAIR = 2  # tokens that must agree before what followed them is worth a guess
+LONGEST = 32  # agreement beyond this is not told apart
+PLACES = 64  # earlier places that are looked at
+CANDIDATES = 4  # kept for a token
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next. `kind` says how it was found: guesses of one kind are right about as often."""
+
+    tokens: tuple[int, ...]
+    kind: Hashable
+
+
+class Proposer(Protocol):
+    """Where drafts come from."""
+
+    def follow(self, history: Sequence[int], known: int) -> None:
+        """The sequence is `history` now; its first `known` tokens are those that were followed before."""
+
+    def propose(self, most: int) -> Draft | None:
+        """At most `most` tokens to come after what was followed; None for no idea."""
+
+    def observe(self, tokens: Sequence[int], logits: np.ndarray) -> None:
+        """A pass over `tokens` found `logits` [len(tokens), V] behind each. They are read, and are as they were afterwards."""
+
+
+class SuffixMatch:
+    """What followed the longest suffix that occurred before (CopySpec, prompt lookup); of several places the one that goes on from the last
+    match, else the latest. Where nothing matches, the text may have been changed in one word: then the guess is that it goes on as it went.
+
+    Every pair of neighbours knows where it stood last, every place where the same pair stood before. At most PLACES are compared.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._latest: dict[tuple[int, int], int] = {}  # pair -> place of its second token
+        self._before: list[int] = []
+        self._shift = 0  # how far back the last match lay; 0: there was none
+
+    def follow(self, history: Sequence[int], known: int) -> None:
+        if known < len(self._tokens):
+            self._tokens, self._latest, self._before, self._shift = [], {}, [], 0
+        tokens, latest, before = self._tokens, self._latest, self._before
+        for token in history[len(tokens) :]:
+            tokens.append(token)
+            pair = (tokens[-2] if len(tokens) > 1 else -1), token
+            before.append(latest.get(pair, -1))
+            latest[pair] = len(tokens) - 1
+
+    def match(self) -> tuple[int, int]:
+        """(length, place) of the longest suffix, from PAIR to LONGEST tokens, that also ends at an earlier `place`; (0, -1) for none."""
+        tokens, end = self._tokens, len(self._tokens) - 1
+        best, found = PAIR - 1, -1
+        for place in self._candidates(end):
+            if place < best or tokens[place - best] != tokens[end - best]:
+                continue  # no longer than the best
+            length = self._agreeing(place)
+            if length > best:
+                best, found = length, place
+                if best == LONGEST:
+                    break
+        if found < 0:
+            return 0, -1
+        self._shift = end - found
+        return best, found
+
+    def _candidates(self, end: int) -> Iterable[int]:
+        if self._shift:
+            yield end - self._shift
+        place = self._before[end] if end >= 0 else -1
+        for _ in range(PLACES):
+            if place < 0:
+                return
+            yield place
+            place = self._before[place]
+
+    def _agreeing(self, place: int) -> int:
+        """Tokens up to `place` that are those at the end, LONGEST at most."""
+        tokens, end, length = self._tokens, len(self._tokens) - 1, 0
+        while length < LONGEST and length <= place and tokens[place - length] == tokens[end - length]:
+            length += 1
+        return length
+
+    def propose(self, most: int) -> Draft | None:
+        length, place = self.match()
+        if most < 1 or not (length or self._shift):
+            return None
+        if not length:
+            place = len(self._tokens) - 1 - self._shift
+            return Draft(self._from(place, most), ("resumed", self._agreeing(place)))
+        return Draft(self._from(place, most), ("match", length.bit_length()))
+
+    def _from(self, place: int, most: int) -> tuple[int, ...]:
+        """What followed `place`; the end of the text follows itself: what came once comes again."""
+        drafted = self._tokens[place + 1 : place + 1 + most]
+        period = len(self._tokens) - 1 - place
+        while len(drafted) < most:
+            drafted.append(drafted[len(drafted) - period])
+        return tuple(drafted)
+
+    def observe(self, tokens: Sequence[int], logits: np.ndarray) -> None:
+        """The text alone counts."""
+
+
+class RecycledTokens:
+    """Token Recycling: which tokens past passes found likely behind a token, wherever it stood, those of refused drafts included.
+
+    A token keeps CANDIDATES; what was found halves with every pass that sees the token again. The draft is the chain of first candidates.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[int, dict[int, float]] = {}
+        self._last: int | None = None
+
+    def follow(self, history: Sequence[int], known: int) -> None:
+        self._last = history[-1] if len(history) else None
+
+    def propose(self, most: int) -> Draft | None:
+        drafted: list[int] = []
+        token = self._last
+        while len(drafted) < most and (found := self._next.get(token)):
+            token = max(found, key=found.__getitem__)
+            drafted.append(token)
+        return Draft(tuple(drafted), "recycled") if drafted else None
+
+    def observe(self, tokens: Sequence[int], logits: np.ndarray) -> None:
+        for token, row in zip(tokens, logits, strict=True):
+            found = {other: score / 2 for other, score in self._next.get(token, {}).items()}
+            for rank, other in enumerate(_likeliest(row)):
+                found[other] = found.get(other, 0.0) + 1 / (1 + rank)
+            kept = sorted(found, key=lambda other: -found[other])[:CANDIDATES]
+            self._next[token] = {other: found[other] for other in kept}
+
+
+def _likeliest(row: np.ndarray) -> list[int]:
+    """The CANDIDATES largest of a row, the largest first: a few passes over it are quicker than a partition."""
+    found, values = [], []
+    for _ in range(min(CANDIDATES, len(row))):
+        best = int(row.argmax())
+        found.append(best)
+        values.append(row[best])
+        row[best] = -np.inf
+    for place, value in zip(found, values):
+        row[place] = value
+    return found

@@ -1,0 +1,81 @@
+"""What of the KV cache may lie on the disk in a run: where, how much, and what that takes of memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import UsageError
+from ..kernels.layout import PageLayout
+from ..offload.page_slots import slot_nbytes
+from ..offload.page_stream import RING_NBYTES, ring_nbytes
+from ..offload.pages import DiskTier
+from ..offload.plan import Placement
+from ..offload.plan_kv import Spill
+from ..offload.size import parse_size
+from ..quant.kv import PackedCodec, RawCodec
+
+if TYPE_CHECKING:
+    from .prepare import EngineOptions, Prepared
+
+SPARSE = "sparse"
+LEAST_PICKED, PICKED_SHARE = 4, 8  # at least so many pages, else a share of all
+
+
+def spill_folder(options: EngineOptions) -> Path:
+    """`--spill-dir`, or a folder beside the compiled kernels."""
+    from ..kernels.compile import cache_root
+
+    return Path(options.spill_dir).expanduser() if options.spill_dir else cache_root() / "kv"
+
+
+def spill(options: EngineOptions, device: str, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, pages: int,
+          workspace: int) -> Spill | None:
+    """What a cache of `pages` pages asks for where some lie on the disk; None on a GPU, whose pages stay. `workspace`: bytes of working
+    memory that this adds. Raises UsageError for budgets that do not go with that."""
+    if device != "cpu":
+        if options.kv_ram:
+            raise UsageError("pages of the KV cache go to the disk from the CPU alone in this version", "--device cpu, or no --kv-ram")
+        return None
+    sizes = [codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs]
+    memory = ring_nbytes(sizes, pages, _ring(options)) + sum(sizes)
+    if options.kv_read == SPARSE:
+        from ..kernels.cpu.selective import abstract_nbytes
+
+        memory += sum(picked(pages) * slot_nbytes(size) + pages * abstract_nbytes(layout.kv_heads, layout.head_dim) for size in sizes)
+    folder = spill_folder(options)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk, where = shutil.disk_usage(there).free, f"{folder} has"
+    if options.disk and parse_size(options.disk) < disk:
+        disk, where = parse_size(options.disk), "--disk allows"
+    ram = parse_size(options.kv_ram) if options.kv_ram else None
+    return Spill(memory, workspace, ram, disk, where)
+
+
+def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | None:
+    """Where the pages of a planned run go; None where memory holds all of them."""
+    pages, options = prepared.placement.kv_pages, prepared.options
+    slots = picked(prepared.shape.pages) if options.kv_read == SPARSE else 0
+    return None if pages is None else DiskTier(spill_folder(options), pages, _ring(options), cancelled, slots=slots)
+
+
+def picked(pages: int) -> int:
+    """Pages of a layer that a token reads at most, and that stay for the next one, where few are picked of a cache of `pages`."""
+    return max(LEAST_PICKED, -(-pages // PICKED_SHARE))
+
+
+def notices(options: EngineOptions, placement: Placement, pages: int) -> list[str]:
+    """What `--kv-read sparse` means for a plan."""
+    if options.kv_read != SPARSE:
+        return []
+    if placement.kv_pages is None:
+        return ["--kv-read sparse changes nothing: the whole cache stays in memory"]
+    return [f"--kv-read sparse: answers are approximate; of a layer's {pages - placement.kv_pages} pages on the disk a token reads at most "
+            f"{picked(pages)} and estimates the others"]
+
+
+def _ring(options: EngineOptions) -> int:
+    """Bytes of the ring, about: no more than a quarter of what the cache may take."""
+    return min(RING_NBYTES, parse_size(options.kv_ram) // 4) if options.kv_ram else RING_NBYTES

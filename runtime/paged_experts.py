@@ -1,0 +1,215 @@
+"""Experts of a mixture over a pager that holds some of them: how a model is cut, and a layer's experts as the ops ask for them.
+
+Everything else stays in memory; of the embedding a token's rows are read, unless it is the head too. An expert's matrices lie side by
+side in a folder that effllm wrote, so one read brings them; elsewhere each is a read of its own, all asked for at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..kernels.expert_pages import ExpertPages, Visit
+from ..kernels.workspace import address
+from ..offload.checkpoint import TensorInfo, TensorStore
+from ..offload.expert_pager import ExpertPager
+from ..offload.experts import Choice, choose, policy
+from ..offload.pager import resident_nbytes
+from ..offload.plan import Experts
+from ..offload.predict import Paged
+from ..offload.streaming import FETCH_NBYTES, Part, Range
+from ..quant.weight import Expert, Linear, Norm, Weight
+from . import expert_trace
+from .families import expert_of, expert_role, kind_of
+from .parts import fixed_part
+
+if TYPE_CHECKING:  # the module that asks for weights
+    from .model import ModelTensor
+
+ROLES = ("gate", "up", "down")
+RECORD_NBYTES = 4 << 10  # of memory for what is noted of an expert, wherever it lies
+
+
+@dataclass(frozen=True)
+class ExpertParts:
+    """`parts`: the experts of layer `layers[0]`, then of `layers[1]`, ... `always`, `slices` and `table` as in `parts.Parts`."""
+
+    parts: tuple[Part, ...]
+    layers: tuple[int, ...]
+    experts: int
+    per_token: int
+    always: Mapping[int | str, tuple[TensorInfo, ...]]
+    table: str | None
+    slices: Mapping[str, tuple] = field(default_factory=dict)
+
+    @cached_property
+    def always_nbytes(self) -> int:
+        """Bytes of memory beside the slots."""
+        return FETCH_NBYTES + RECORD_NBYTES * len(self.parts) + sum(resident_nbytes(infos) for infos in self.always.values())
+
+    @property
+    def demand(self) -> Experts:
+        """What the planner is told."""
+        return Experts(len(self.layers), len(self.parts), self.per_token, max(part.nbytes for part in self.parts))
+
+
+@dataclass(frozen=True)
+class PagedExperts:
+    """How a model's experts are paged: into how many slots, by which policy, who may end a wait for the disk."""
+
+    parts: ExpertParts
+    slots: int
+    choice: Choice
+    cancelled: Callable[[], bool] = lambda: False
+    direct: bool = True
+    trace_key: str = ""  # under which the routing of this run is kept; empty: it is not
+
+    @property
+    def work(self) -> Paged:
+        """What a prediction is told."""
+        parts = self.parts
+        return Paged(len(parts.layers), parts.experts, parts.per_token, parts.demand.slot_nbytes, self.slots / len(parts.parts),
+                     self.choice.hit_rate)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of memory for weights."""
+        return self.parts.always_nbytes + self.slots * self.parts.demand.slot_nbytes
+
+    @property
+    def away_nbytes(self) -> int:
+        """Bytes of experts that do not fit."""
+        return (len(self.parts.parts) - self.slots) * self.parts.demand.slot_nbytes
+
+    @property
+    def load_nbytes(self) -> int:
+        """Bytes read before the first token."""
+        return sum(info.nbytes for infos in self.parts.always.values() for info in infos)
+
+    def to_json(self) -> dict[str, object]:
+        return {"total": len(self.parts.parts), "slots": self.slots, "policy": self.choice.policy,
+                "expected_hit_rate": self.choice.hit_rate, "replayed": dict(self.choice.rates)}
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What is expected of the slots, and why."""
+        share = f"{100 * self.choice.hit_rate:.0f}% of the experts that a token needs"
+        if self.slots == len(self.parts.parts):
+            return ()
+        if not self.choice.rates:
+            return (f"no routing of this model is known yet: {share} are in memory if it is without any pattern",)
+        return (f"{share} are in memory, by replaying its last tokens; {self.choice.policy} decides which ones stay",)
+
+    def pager(self, store: TensorStore) -> ExpertPager:
+        parts = self.parts
+        chosen = policy(self.choice.policy, self.slots, len(parts.layers), parts.experts, self.choice.hot)
+        return ExpertPager(store, parts.always, parts.parts, parts.experts, parts.per_token, self.slots, chosen, self.cancelled,
+                           self.direct)
+
+
+def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts: int, per_token: int,
+                store: TensorStore) -> ExpertParts | None:
+    """The experts of a model as parts; None where it has none, or where some cannot be read as they lie."""
+    layers = tuple(key for key in sorted(key for key in tensors if key != "outer") if "router" in tensors[key])
+    parts: list[Part] = []
+    for key in layers:
+        for expert in range(experts):
+            matrices = [tensors[key][expert_role(expert, role)] for role in ROLES]
+            if not all(_lies_straight(matrix, store) for matrix in matrices):
+                return None
+            parts.append(Part(tuple(Range(matrix.info.file, store.place(matrix.info), matrix.nbytes) for matrix in matrices)))
+    if not parts:
+        return None
+    outer = tensors["outer"]
+    table = outer["embed"].name if "head" in outer and _lies_straight(outer["embed"], store) else None
+    always = {key: tuple(tensor.info for role, tensor in roles.items() if _stays(role) and tensor.name != table)
+              for key, roles in tensors.items()}
+    if table is not None and not outer["embed"].spec.is_raw:
+        always["outer"] += (fixed_part(outer["embed"], store),)
+    return ExpertParts(tuple(parts), layers, experts, per_token, always, table)
+
+
+def paged(parts: ExpertParts, slots: int, tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> PagedExperts:
+    """Paging by the policy that would have done best on what is known of the model's routing."""
+    key = expert_trace.key_of(tensors, store) if isinstance(store, TensorStore) else ""
+    trace = expert_trace.known(key, len(parts.layers), parts.per_token, parts.experts) if key else None
+    return PagedExperts(parts, slots, choose(trace, parts.experts, slots, len(parts.layers)), trace_key=key)
+
+
+def _stays(role: str) -> bool:
+    return expert_of(role) is None or kind_of(role) not in ROLES
+
+
+def _lies_straight(tensor: ModelTensor, store: TensorStore) -> bool:
+    """Can it be used as it lies in its file?"""
+    place = store.place(tensor.info)
+    return place is not None and place % (tensor.spec.bits // 8 if tensor.spec.is_raw else 2) == 0
+
+
+class LayerExperts(ExpertPages):
+    """The experts of layer `layer`, the `index`-th that has some. `linear` gives a small tensor's bias by role, `following` the next such
+    layer's norm and router once they are known."""
+
+    def __init__(self, pager: ExpertPager, index: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None],
+                 following: Callable[[], tuple[Norm, Linear] | None]) -> None:
+        self._pager, self._index, self._following = pager, index, following
+        self._matrices = [tuple(roles[expert_role(expert, role)] for role in ROLES) for expert in range(pager.experts)]
+        self._biases = [tuple(bias(expert_role(expert, role)) for role in ROLES) for expert in range(pager.experts)]
+        self.slots_begin, self.slot_nbytes = address(pager.memory), pager.slot_nbytes
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    def expert(self, number: int, slot: int) -> Expert:
+        views = self._pager.views(self._index * len(self) + number, slot)
+        return Expert(*(Linear(_weight(tensor, view), bias)
+                        for tensor, view, bias in zip(self._matrices[number], views, self._biases[number], strict=True)))
+
+    def kind(self, number: int) -> object:
+        specs = tuple((tensor.spec, tensor.shape) for tensor in self._matrices[number])
+        return specs, self._pager.places(self._index * len(self) + number)
+
+    def biases(self, number: int) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+        return self._biases[number]
+
+    def visit(self, needed: Sequence[int], tokens: np.ndarray | None = None) -> Visit:
+        brought = self._pager.visit(self._index, needed, tokens)
+        return Visit(brought.slots, brought.ready, brought.coming, self._pager.wait)
+
+    def next_router(self) -> tuple[Norm, Linear] | None:
+        return self._following() if self._pager.guesses else None
+
+    def look_ahead(self, logits: np.ndarray) -> None:
+        top = self._pager.per_token
+        likely = np.argpartition(-logits, top - 1)[:top] if top < len(logits) else np.arange(len(logits))
+        self._pager.look_ahead(self._index + 1, likely[np.argsort(-logits[likely], kind="stable")].tolist())
+
+
+def _weight(tensor: ModelTensor, view: np.ndarray) -> Weight:
+    return (Weight.raw(tensor.spec.scheme, tensor.shape, view) if tensor.spec.is_raw
+            else Weight.low_bit(tensor.spec, tensor.shape, view))
+
+
+class Paging:
+    """The layers of a model whose experts are paged."""
+
+    def __init__(self, paged: PagedExperts, pager: ExpertPager) -> None:
+        self._paged, self._pager = paged, pager
+        self._routers: dict[int, tuple[Norm, Linear]] = {}
+
+    def layer(self, key: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None], norm: Norm,
+              router: Linear) -> LayerExperts:
+        """A layer's experts. `bias` gives that of a matrix by its role, None where it has none."""
+        index = self._paged.parts.layers.index(key)
+        # Ops know a product by its records: over the state of the layer before it is another one.
+        self._routers[index] = norm, Linear(router.weight, router.bias)
+        return LayerExperts(self._pager, index, roles, bias, lambda: self._routers.get(index + 1))
+
+    def close(self) -> None:
+        """Keep what this run has shown of the model's routing."""
+        if self._paged.trace_key:
+            expert_trace.keep(self._paged.trace_key, self._pager.trace())

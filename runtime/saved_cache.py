@@ -1,0 +1,198 @@
+"""A KV cache as files, and back: what a process that ends would have known at its next token.
+
+Sealed pages are written as they lie in memory, one file for all layers of a page; exact tokens (sinks, and the newest) without loss in
+fewer bytes. A page's key is a chain of hashes over what its bytes depend on (model, weights, codec, grid) and every token up to its end, so
+sessions that begin alike have their first pages in common. What comes back is what was held, down to which tokens were exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from .. import ContextOverflow, EffllmError, UsageError
+from ..kernels.layout import PAGE
+from ..offload.page_file import KEY_NBYTES, VERSION, DamagedPage, PageFile
+from ..quant.kv_exact import pack_exact, unpack_exact
+from ..quant.kv_stored import check_stored
+from .cache import KVCache
+from .config import ModelConfig, read_config
+from .engine import Engine
+from .events import Progress
+from .kv_profile_file import identity_of
+from .saved_format import SavedCache, SavedSession, Spoken
+from .session_store import SessionStore
+
+# Part of the identity -> what a person is told where it differs; {0} is the saved value, {1} this run's.
+DIFFERENCES = {
+    "model": ("another model", "run it with {model}"),
+    "weights": ("other weights, perhaps of other bits", "run it with {model} as it was then"),
+    "kv": ("--kv {0}, this run has {1}", "--kv {0}"),
+    "basis": ("another KV profile", "the kv_profile.json of then"),
+    "sink": ("--kv-sink {0}, this run has {1}", "--kv-sink {0}"),
+    "window": ("--kv-window {0}, this run has {1}", "--kv-window {0}"),
+    "positions": ("a context of another length, to which this model stretches its positions", "the -c of then"),
+    "exact": ("--exact {0}, this run has {1}", "the same flag"),
+    "pages": ("pages of version {0}, this effllm has {1}", "the effllm that wrote it"),
+}
+NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings"}  # fields of a config
+
+
+def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:
+    """What of `identity` a model's folder tells before its weights are read."""
+    return {"model": _of_config(read_config(folder, strict)), "weights": identity_of(folder)}
+
+
+def identity(engine: Engine) -> dict[str, object]:
+    """All that a page's bytes depend on besides tokens; in JSON's types. Raises EffllmError for a model without a folder."""
+    prepared, shape = engine.prepared, engine.cache.shape
+    if prepared.folder is None:
+        raise EffllmError("a model that was made up has no sessions", "give a model that lies in a folder")
+    basis = hashlib.sha256()
+    for codec in engine.cache.codecs:
+        if codec.is_packed:
+            sides = (codec.basis.k_scale, codec.basis.k_matrix, codec.basis.v_matrix, codec.basis.k_mean, codec.basis.strength_k,
+                     codec.basis.strength_v)
+            basis.update(repr(codec.bits).encode())
+            basis.update(b"".join(b"-" if side is None else np.ascontiguousarray(side, "<f4").tobytes() for side in sides))
+    positions = hashlib.sha256()
+    for table in engine.model.ropes:
+        positions.update(b"-" if table is None else table.inv_freq.astype("<f4").tobytes())
+        positions.update(b"" if table is None else f"{table.attention_scaling} {table.rotary_dim}".encode())
+    packed = engine.cache.is_packed
+    return {**folder_identity(prepared.folder), "kv": engine.options.kv, "basis": basis.hexdigest()[:32], "sink": shape.sinks,
+            "window": engine.options.kv_window if packed else 0, "positions": positions.hexdigest()[:32], "exact": engine.options.exact,
+            "pages": VERSION}
+
+
+def _of_config(config: ModelConfig) -> str:
+    values = {field.name: repr(getattr(config, field.name)) for field in fields(config) if field.name not in NOT_OF_PAGES}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
+    """Raises UsageError where a session's cache was made with something else than `own`, which is all of `identity` or a part of it."""
+    if session.cache is None:
+        return
+    theirs = session.cache.identity
+    for part, (what, hint) in DIFFERENCES.items():
+        if part in own and theirs.get(part) != own[part]:
+            values = [("off", "on")[each] if isinstance(each, bool) else each for each in (theirs.get(part), own[part])]
+            raise UsageError(f"session {session.name} was saved with {what.format(*values)}",
+                             f"{hint.format(*values, model=session.model)}; another --session NAME; or effllm session rm {session.name}"
+                             " --cache, which keeps the text and reads it again")
+
+
+def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, pages: int) -> list[str]:
+    """The keys of the sinks and of the first `pages` pages of these tokens."""
+    link = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
+    ids, keys, at = np.array(tokens, "<u4"), [], 0
+    for end in (sinks, *(sinks + PAGE * (page + 1) for page in range(pages))):
+        link = hashlib.sha256(link + ids[at:end].tobytes()).digest()
+        keys.append(link[:KEY_NBYTES].hex())
+        at = end
+    return keys
+
+
+def tail_key(last: str, tokens: Sequence[int]) -> str:
+    """The key of exact tokens behind the page of key `last`."""
+    return hashlib.sha256(b"tail" + bytes.fromhex(last) + np.array(tokens, "<u4").tobytes()).digest()[:KEY_NBYTES].hex()
+
+
+def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], spoken: Spoken | None) -> Iterator[Progress | SavedCache]:
+    """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
+    OSError."""
+    cache, tokens = engine.cache, engine.tokens
+    if not tokens or cache.n != len(tokens):
+        return
+    keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
+    total, pages = cache.sealed * cache.sealed_nbytes, []
+    for page in range(cache.sealed):
+        pages.append(store.keep_page(keys[page + 1], [memoryview(data) for data in cache.read(page)]))
+        yield Progress("saving the session", (page + 1) * cache.sealed_nbytes, total, "bytes")
+    exact = []
+    for key, blocks in zip((keys[0], tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])), _sinks_and_tail(cache)):
+        data = pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.layout)
+        exact.append(store.keep_page(key, [data]) if blocks else None)
+    yield SavedCache(own, tuple(tokens), tuple(pages), *exact, spoken)
+
+
+def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """`exact_blocks` of the sinks, and of the pages behind the sealed ones."""
+    blocks = cache.exact_blocks()
+    return [block for block in blocks if block[0] < 0], [block for block in blocks if block[0] >= 0]
+
+
+def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) -> Iterator[Progress]:
+    """Let the engine hold what the session's did, after `refuse_other`. Where that fails it holds nothing. Raises ContextOverflow for more
+    tokens than the context has, EffllmError naming the session and the page for files that are damaged."""
+    saved, cache = session.cache, engine.cache
+    tokens = saved.tokens
+    if len(tokens) > engine.n_ctx:
+        raise ContextOverflow(f"session {session.name} holds {len(tokens)} tokens and the context {engine.n_ctx}",
+                              f"-c {len(tokens) + 1} or more")
+    try:
+        if any(token >= engine.config.vocab_size for token in tokens):
+            raise ValueError("tokens that the model does not have")
+        keys = page_keys(saved.identity, tokens, cache.shape.sinks, saved.sealed)
+        keys.append(tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * saved.sealed :]))
+        if any(file is not None and file.key != key for file, key in zip((saved.sinks, *saved.pages, saved.tail), keys, strict=True)):
+            raise ValueError("pages of other tokens")
+        engine.reset()
+        cache.adopt(len(tokens), saved.sealed)
+        for page, file in enumerate(saved.pages):
+            put_page(engine, store, file, page)
+            yield Progress("restoring the session", (page + 1) * cache.sealed_nbytes, saved.sealed * cache.sealed_nbytes, "bytes")
+        for file, blocks in zip((saved.sinks, saved.tail), _sinks_and_tail(cache)):
+            put_exact(engine, store, file, blocks)
+    except (DamagedPage, ValueError) as error:
+        engine.reset()
+        raise EffllmError(f"session {session.name} is damaged: {error}",
+                          f"effllm session rm {session.name} --cache keeps its text, which is then read again") from error
+    except BaseException:
+        engine.reset()
+        raise
+    engine.hold(tokens)
+
+
+def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> None:
+    """A sealed page from its file into the cache. Raises DamagedPage."""
+    cache = engine.cache
+    first = cache.shape.sinks + PAGE * page
+    try:
+        data = np.frombuffer(store.read_page(file), np.uint8)
+        layers, at = [], 0
+        for layer, codec in enumerate(cache.codecs):
+            nbytes = codec.layout(cache.layout.kv_heads, cache.layout.head_dim).layer_page_nbytes
+            layers.append(data[at : at + nbytes])
+            check_stored(codec, layers[-1], cache.layout, layer, first)
+            at += nbytes
+        if at != len(data):
+            raise ValueError("more bytes than pages")
+    except (DamagedPage, ValueError) as error:
+        raise DamagedPage(f"the page of tokens {first} to {first + PAGE - 1} {_said(error)}") from error
+    cache.write(page, layers)
+
+
+def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks: Sequence[tuple[int, int]]) -> None:
+    """Exact tokens from their file into the slots of `blocks`. Raises DamagedPage."""
+    if (file is None) != (not blocks):
+        raise DamagedPage("its exact tokens are not those of its length")
+    if file is None:
+        return
+    cache = engine.cache
+    try:
+        pages = unpack_exact(store.read_page(file), len(cache.codecs), [count for _, count in blocks], cache.layout)
+    except (DamagedPage, ValueError) as error:
+        raise DamagedPage(f"the file of {sum(count for _, count in blocks)} exact tokens {_said(error)}") from error
+    for (page, _), layers in zip(blocks, pages, strict=True):
+        cache.write(page, layers)
+
+
+def _said(error: Exception) -> str:
+    return error.message if isinstance(error, DamagedPage) else f"is not what it says: {error}"

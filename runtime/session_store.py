@@ -1,0 +1,296 @@
+"""Where saved sessions lie, and the rules that keep them whole.
+
+    <state>/sessions/NAME.json            one session: its conversation, and which pages its cache is made of
+    <state>/sessions/pages/<..>/*.kv      pages, shared by sessions that begin alike
+
+A session is saved by writing the pages that are not there yet, then its own file, which is renamed into place: until that moment it is
+what it was, whatever happens to the process or the disk. Writers and readers share a lock, whoever removes pages has it alone, so no page
+goes that a session about to be written needs. The lock ends with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .. import EffllmError, UsageError
+from ..offload.page_file import DamagedPage, PageFile, describe, read_page_file, sync_folder, write_page_file
+from ..offload.size import format_size
+from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
+
+SUFFIX, PAGES = ".json", "pages"
+LONGEST_NAME = 100
+DISK = "4G"  # for the pages of all sessions
+YOUNG_S = 3600.0  # sessions younger than this differ in what they save, not in their age
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class NoSession(UsageError):
+    """There is no session of that name."""
+
+
+class DamagedSession(EffllmError):
+    """The file of a session is cut short or was altered: nobody can use it."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A session as `effllm session list` shows it. `nbytes` of its pages, `own_nbytes` of those that no other session uses; `problem` where
+    its file cannot be read."""
+
+    name: str
+    model: str = ""
+    saved: float = 0.0
+    messages: int = 0
+    tokens: int = 0
+    kv: str = ""
+    nbytes: int = 0
+    own_nbytes: int = 0
+    problem: str = ""
+
+
+def check_name(name: str) -> str:
+    """The name, if a session can have it. Raises UsageError."""
+    length = len(name.encode("utf-8", "replace"))
+    if not 0 < length <= LONGEST_NAME or name[0] in ".-" or not name.isprintable() or set(name) & set("/\\"):
+        raise UsageError(f"{name!r} is no name for a session", f"letters, digits, dots and dashes, at most {LONGEST_NAME} of them")
+    return name
+
+
+class SessionStore:
+    """The sessions in one folder, which need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.pages = folder, folder / PAGES
+        self._known: set[str] = set()  # files that this process has written, or read and found whole
+
+    def names(self) -> list[str]:
+        return sorted(path.stem for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{check_name(name)}{SUFFIX}"
+
+    def has(self, name: str) -> bool:
+        return self.path(name).is_file()
+
+    def read(self, name: str) -> SavedSession:
+        """Raises NoSession, UsageError for a file of another version, EffllmError for one that is damaged or cannot be read."""
+        path = self.path(name)
+        try:
+            with path.open("rb") as file:
+                data = file.read(LARGEST + 1)
+        except FileNotFoundError as error:
+            there = self.names()
+            raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
+        except OSError as error:
+            raise EffllmError(f"session {name}: {path} cannot be read: {error.strerror}", "another --session NAME") from error
+        try:
+            return parse_saved(data, name)
+        except OtherVersion as error:
+            raise UsageError(f"session {name} is of version {error.args[0]!r}, which this effllm does not read",
+                             f"the effllm that wrote it, another --session NAME, or effllm session rm {name}") from None
+        except Malformed as error:
+            raise DamagedSession(f"session {name} is damaged: {error} ({path})",
+                                 f"effllm session rm {name}, or another --session NAME") from None
+
+    # -- pages -----------------------------------------------------------------------------------------------------------------
+
+    def keep_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
+        """Write a file of pages, unless it is there and whole. Call while `writing`. Raises OSError."""
+        file = describe(key, parts)
+        if not self._is_whole(file):
+            write_page_file(self.pages, file, parts)
+        self._known.add(file.name)
+        return file
+
+    def _is_whole(self, file: PageFile) -> bool:
+        """Is it there? Its bytes are read once; later its size is enough, since others remove files and never change them."""
+        try:
+            if file.name in self._known:
+                return (self.pages / file.name).stat().st_size == file.stored_nbytes
+            read_page_file(self.pages, file)
+        except (DamagedPage, FileNotFoundError):
+            return False
+        return True
+
+    def read_page(self, file: PageFile) -> memoryview:
+        """Raises DamagedPage."""
+        data = read_page_file(self.pages, file)
+        self._known.add(file.name)
+        return data
+
+    # -- changes ---------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Around saving a session: the folder is there, no page goes meanwhile, a failure of the disk is one line about this session."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.pages.mkdir(exist_ok=True, mode=0o700)
+            with self._locked(fcntl.LOCK_SH):
+                yield
+        except OSError as error:
+            hint = "effllm session list shows what takes space; the session is what it was before" if error.errno in FULL else \
+                f"check its folder: ls -ld {self.folder}"
+            raise EffllmError(f"session {name} cannot be saved: {error.strerror or error}", hint) from error
+
+    def write(self, session: SavedSession) -> None:
+        """Let a session be this one from now on, after its pages. Raises OSError."""
+        for place in {file.name[:2] for file in session.cache.files} if session.cache else ():
+            sync_folder(self.pages / place)
+        path = self.path(session.name)
+        unfinished = path.with_name(f".{session.name}.{os.getpid()}.new")
+        try:
+            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as out:
+                out.write(session.to_json().encode())
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        sync_folder(self.folder)
+
+    def remove(self, names: Sequence[str], cache_only: bool = False) -> int:
+        """Remove sessions, or their caches and not their conversations. Returns the bytes that the disk gets back. Raises NoSession."""
+        self.demand(names)
+        try:
+            with self._locked(fcntl.LOCK_EX) as alone:
+                freed = 0
+                for name in names:
+                    freed += self._strip(name) if cache_only else self._unlink(self.path(name))
+                return freed + (self._collect() if alone else 0)
+        except OSError as error:
+            hint = f"check its folder: ls -ld {self.folder}"
+            raise EffllmError(f"session {names[0]} cannot be removed: {error.strerror}", hint) from error
+
+    def demand(self, names: Sequence[str]) -> None:
+        """Raises NoSession for the first that is not there."""
+        for name in names:
+            if not self.has(name):
+                self.read(name)  # which says so
+
+    def make_room(self, budget: int, spare: str) -> list[str]:
+        """Remove pages that no session uses; then, while what is left takes more than `budget` bytes, the cache of the session worth
+        least. Conversations stay. Returns the names of sessions that lost their cache; `spare` is the last to. Nothing happens where the
+        folder cannot be written, or locked."""
+        try:
+            with self._locked(fcntl.LOCK_EX) as alone:
+                if not alone:
+                    return []
+                self._collect()
+                lost: list[str] = []
+                while self.nbytes() > budget:
+                    listed = [each for each in self.listed() if each.nbytes]
+                    if not listed:
+                        break
+                    least = min(listed, key=lambda each: (each.name == spare, worth(each)))
+                    self._strip(least.name)
+                    self._collect()
+                    lost.append(least.name)
+                return lost
+        except OSError:
+            return []
+
+    def _strip(self, name: str) -> int:
+        """Leave a session its conversation alone."""
+        session = self.read(name)
+        before = self.path(name).stat().st_size
+        self.write(replace(session, cache=None))
+        return before - self.path(name).stat().st_size
+
+    def _collect(self) -> int:
+        """Remove pages that no session uses, and what a process that was killed left unfinished. Nothing where a session is of another
+        version, or cannot be read: it may use any page."""
+        used: set[str] = set()
+        for name in self.names():
+            try:
+                cache = self.read(name).cache
+            except DamagedSession:
+                continue
+            except EffllmError:
+                return 0
+            used.update(file.name for file in (cache.files if cache else ()))
+        unused = [path for path in self.pages.glob("*/*") if f"{path.parent.name}/{path.name}" not in used]
+        return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))
+
+    @staticmethod
+    def _unlink(path: Path) -> int:
+        try:
+            size = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return 0
+        return size
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around restoring a session: its pages stay meanwhile."""
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[bool]:
+        """False where this file system has no locks, or there is no folder."""
+        try:
+            descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            try:
+                fcntl.flock(descriptor, how)
+                held = True
+            except OSError:
+                held = False
+            yield held
+        finally:
+            os.close(descriptor)
+
+    # -- what there is ---------------------------------------------------------------------------------------------------------
+
+    def nbytes(self) -> int:
+        """Bytes of all files of pages."""
+        return sum(self._sizes().values())
+
+    def _sizes(self) -> Mapping[str, int]:
+        """Bytes of every file of pages, by name."""
+        return {f"{path.parent.name}/{path.name}": path.stat().st_size for path in self.pages.glob("*/*")}
+
+    def listed(self) -> list[Listed]:
+        """All sessions, the newest first."""
+        sizes, read, found = self._sizes(), [], []
+        users: dict[str, int] = {}
+        for name in self.names():
+            try:
+                read.append(self.read(name))
+            except EffllmError as error:
+                found.append(Listed(name, problem=error.message))
+        for session in read:
+            for file in session.cache.files if session.cache else ():
+                users[file.name] = users.get(file.name, 0) + 1
+        for session in read:
+            cache = session.cache
+            files = {file.name for file in cache.files} if cache else set()
+            found.append(Listed(
+                session.name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
+                str(cache.identity.get("kv", "")) if cache else "", sum(sizes.get(name, 0) for name in files),
+                sum(sizes.get(name, 0) for name in files if users[name] == 1)))
+        return sorted(found, key=lambda each: (-each.saved, each.name))
+
+
+def worth(session: Listed) -> float:
+    """Tokens that a session's cache saves for each byte that goes with it, divided by its age: what is worth least goes first."""
+    age = max(YOUNG_S, time.time() - session.saved)
+    return session.tokens / max(1, session.own_nbytes) / age
+
+
+def lost_note(names: Sequence[str], budget: int) -> str:
+    """What a person is told of sessions that lost their cache."""
+    return f"--session-disk {format_size(budget)} is full: kept the text of {', '.join(names)} and not the cache, which is read again"

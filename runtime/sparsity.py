@@ -1,0 +1,103 @@
+"""What a model with a sparse activation leaves out: which neurons a text activates, and what a window over them would read.
+
+A trace is recorded once, through the kernels of a run. Replaying it through the window of `offload/neurons.py` tells for any number of
+slots how many units a token finds missing; `sparsity.json` beside the weights keeps that for the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import EffllmError, UsageError
+from ..offload.neurons import Window
+from .bundles import SPARSE, is_lossy
+from .engine import Engine
+from .events import Progress
+from .sparsity_file import Sparsity
+
+TOKENS, LEAST = 2048, 256
+SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
+WARM = 64  # tokens that fill a window before it is judged
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Per layer, the neurons that each token activates: bits uint8 [tokens, neurons / 8], packed as `numpy.packbits` does."""
+
+    neurons: int
+    layers: tuple[np.ndarray, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.layers[0])
+
+    def active(self, layer: int, token: int) -> np.ndarray:
+        """Indices of a token's active neurons, ascending."""
+        return np.flatnonzero(np.unpackbits(self.layers[layer][token], count=self.neurons))
+
+    def shares(self) -> tuple[float, ...]:
+        """Each layer's share of active neurons."""
+        return tuple(float(np.bitwise_count(bits).sum()) / (self.tokens * self.neurons) for bits in self.layers)
+
+    def save(self, path: Path) -> None:
+        """As an .npz file. Raises EffllmError where it cannot be written."""
+        try:
+            with path.open("wb") as out:
+                np.savez_compressed(out, neurons=np.int64(self.neurons), active=np.stack(self.layers))
+        except OSError as error:
+            raise EffllmError(f"{path} cannot be written: {error.strerror}", "another --trace FILE") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        with np.load(path, allow_pickle=False) as stored:
+            return cls(int(stored["neurons"]), tuple(stored["active"]))
+
+
+def record(engine: Engine, ids: Sequence[int]) -> Iterator[Progress | Trace]:
+    """Run a text and note what goes into `down`; the trace last. Raises UsageError for a model that leaves nothing out."""
+    config = engine.config
+    if (config.hidden_act not in SPARSE and not is_lossy(engine.prepared.container)) or config.mixture is not None:
+        raise UsageError(f"{config.hidden_act} is zero for no neuron: there is nothing to leave out",
+                         f"a model of {' or '.join(SPARSE)}, such as fable-relu")
+    if len(ids) < LEAST:
+        raise UsageError(f"the text has {len(ids)} tokens, at least {LEAST} are needed and {TOKENS} do well", "a longer --text FILE")
+    bits: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]
+
+    def tap(name: str, layer: int, value: np.ndarray) -> None:
+        if name == "mlp_hidden":
+            bits[layer].append(np.packbits(np.asarray(value) != 0, axis=1))
+
+    engine.reset()
+    step = min(engine.prepared.chunk, engine.n_ctx)
+    length = engine.n_ctx // step * step
+    for begin in range(0, len(ids), length):
+        engine.reset()
+        window = ids[begin : begin + length]
+        for at in range(0, len(window), step):
+            engine.model.forward(np.array(window[at : at + step], np.int64), engine.cache, tap)
+            yield Progress("recording", min(begin + at + step, len(ids)), len(ids), "tokens")
+    engine.reset()
+    yield Trace(config.intermediate_size, tuple(np.concatenate(layer) for layer in bits))
+
+
+def missed_units(trace: Trace, layer: int, slots: int, together: int = 1) -> np.ndarray:
+    """How many units each token finds missing in a window of `slots`, int64 [tokens]."""
+    window, missed = Window.empty(-(-trace.neurons // together), slots), np.zeros(trace.tokens, np.int64)
+    for token in range(trace.tokens):
+        needed = np.unique(trace.active(layer, token) // together)
+        for begin in range(0, len(needed), slots):
+            missed[token] += len(window.use(needed[begin : begin + slots]))
+    return missed
+
+
+def measured(trace: Trace, together: int = 1, shares: Sequence[float] = SHARES) -> Sparsity:
+    """What a trace says."""
+    units = -(-trace.neurons // together)
+    settled = slice(min(WARM, trace.tokens // 2), None)
+    missed = {share: tuple(float(missed_units(trace, layer, max(2, round(share * units)), together)[settled].mean()) / units
+                           for layer in range(len(trace.layers))) for share in shares}
+    return Sparsity(trace.tokens, trace.shares(), missed)

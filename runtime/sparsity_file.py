@@ -1,0 +1,75 @@
+"""`sparsity.json` beside a model's weights: what `calibrate-sparsity` measured, read without trusting it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import EffllmError
+from .config_reader import read_json
+
+FILE, FORMAT, VERSION = "sparsity.json", "effllm-sparsity", 1
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """`active`: each layer's share of active neurons. `missed`: share of slots -> each layer's share of units that a token must read."""
+
+    tokens: int
+    active: tuple[float, ...]
+    missed: Mapping[float, tuple[float, ...]]
+
+    def missed_at(self, share: float) -> float:
+        """Share of all units that a token reads where `share` of them have slots; between two measured shares in proportion."""
+        known = sorted(self.missed)
+        return float(np.interp(share, [*known, 1.0], [*(float(np.mean(self.missed[own])) for own in known), 0.0]))
+
+    def curve(self, layer: int) -> tuple[tuple[float, float], ...]:
+        """(share of slots, share of the layer's units that a token reads), ascending."""
+        return tuple((share, self.missed[share][layer]) for share in sorted(self.missed))
+
+    def missed_with(self, shares: Sequence[float]) -> float:
+        """Share of all units that a token reads with these shares of slots, one a layer."""
+        every = []
+        for layer, share in enumerate(shares):
+            known = (*self.curve(layer), (1.0, 0.0))
+            every.append(np.interp(share, [own for own, _ in known], [missed for _, missed in known]))
+        return float(np.mean(every))
+
+    def to_json(self) -> dict[str, object]:
+        return {"format": FORMAT, "version": VERSION, "tokens": self.tokens, "active": [round(share, 5) for share in self.active],
+                "missed": {str(share): [round(own, 5) for own in layers] for share, layers in self.missed.items()}}
+
+
+def save(found: Sparsity, folder: Path) -> Path:
+    """Write `sparsity.json`. Raises EffllmError where that cannot be written."""
+    target = folder / FILE
+    aside = target.with_name(f".{FILE}.partial")
+    try:
+        aside.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+        os.replace(aside, target)
+    except OSError as error:
+        raise EffllmError(f"{target} cannot be written: {error.strerror}", "a copy of the model in a folder of your own") from error
+    return target
+
+
+def load(folder: Path | None, layers: int) -> Sparsity | None:
+    """What was measured of a folder's model; None where nothing was, or what lies there is not of a model of so many layers."""
+    if folder is None or not (folder / FILE).is_file():
+        return None
+    try:
+        raw = read_json(folder / FILE)
+        if raw["format"] != FORMAT or raw["version"] != VERSION:
+            return None
+        missed = {float(share): tuple(map(float, own)) for share, own in dict(raw["missed"]).items()}
+        found = Sparsity(int(raw["tokens"]), tuple(map(float, raw["active"])), missed)
+    except (EffllmError, KeyError, TypeError, ValueError):
+        return None
+    every = [*found.active, *(value for own in missed.values() for value in own)]
+    whole = all(len(own) == layers for own in (found.active, *missed.values())) and missed and all(0 < share < 1 for share in missed)
+    return found if whole and all(0 <= value <= 1 for value in every) else None

@@ -1,0 +1,161 @@
+"""Speculation: several tokens are guessed and run in one pass behind the one that is certain, which costs little where a pass waits for a
+disk, or for memory.
+
+Nothing about an answer changes. The kernels give a token the same bits in a pass of up to COLUMNS tokens as in a pass of its own, so row i
+of such a pass holds exactly the logits that the run without speculation would see, as long as the guesses before i were right. The run's
+own sampler draws from those rows one after the other, with the same history and the same random numbers; its token is the answer's,
+whatever was guessed. If it is the guess, the next row is there already; if not, the other rows are worth nothing and the next pass begins
+behind it. Nowhere is a token accepted because it is likely, so nothing has to be corrected by rejection sampling: each token is drawn from
+the target's own distribution, and a seeded run gives the same text with and without.
+
+Rows are taken when they are asked for: what an answer that ends early, is stopped or shifts its context left of a pass is never held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..kernels.cpu.ops import FEW
+from .draft_length import PassCosts, Trust, best_length
+from .drafts import Draft, Proposer, RecycledTokens, SuffixMatch
+
+if TYPE_CHECKING:
+    from .draft_model import DraftModel
+    from .engine import Engine
+    from .events import Progress
+    from .prepare import Prepared
+
+COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one token does
+TRY_EVERY, TRY = 64, 2  # passes between guesses of a model that did not pay, and tokens of such a guess
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Passes of an answer, the tokens that were drafted in them, and how many of these were right."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, more: Counts) -> Counts:
+        return Counts(self.passes + more.passes, self.drafted + more.drafted, self.accepted + more.accepted)
+
+    def since(self, before: Counts) -> Counts:
+        return Counts(self.passes - before.passes, self.drafted - before.drafted, self.accepted - before.accepted)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return (self.passes + self.accepted) / self.passes if self.passes else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {"passes": self.passes, "drafted": self.drafted, "accepted": self.accepted, "tokens_per_pass": self.tokens_per_pass}
+
+
+def speculation(prepared: Prepared) -> Speculation | None:
+    """What a run drafts with, None where it does not."""
+    if not prepared.speculating:
+        return None
+    model = None
+    if prepared.speculating.draft is not None:
+        from .draft_model import DraftModel
+
+        model = DraftModel(prepared.speculating.draft, prepared.config.vocab_size)
+    return Speculation((SuffixMatch(), RecycledTokens()), model)
+
+
+class Speculation:
+    """Drafts for one engine. `proposers` guess at no cost worth counting, `model` runs one of its own. It lives as long as the engine:
+    what was learned about costs and guesses outlasts an answer."""
+
+    def __init__(self, proposers: Sequence[Proposer], model: DraftModel | None = None,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        self._proposers, self._model, self._clock = proposers, model, clock
+        self._trust, self._costs = Trust(), PassCosts()
+        self.counts = Counts()
+        self._history: list[int] = []
+        self._judged: list[Draft] = []  # guesses of the last pass, run or not
+        self._step: object = None  # the cache's step that the rows below belong to
+        self._ahead: tuple[int, ...] = ()
+        self._rows = np.empty((0, 0), np.float32)
+        self._since_model = TRY_EVERY
+
+    @property
+    def waiting(self) -> int:
+        """Guesses of the last pass that may still turn out right."""
+        return len(self._ahead)
+
+    def load(self) -> Iterator[Progress]:
+        """Read what the draft model needs."""
+        return self._model.load() if self._model else iter(())
+
+    def close(self) -> None:
+        if self._model:
+            self._model.close()
+
+    def after(self, engine: Engine, token: int, left: int | None) -> np.ndarray:
+        """Hold `token`; returns the logits behind it, float32 [V], a view. `left`: tokens that may still be asked for (None: no limit)."""
+        if self._ahead and engine.cache.step is self._step and self._ahead[0] == token:
+            engine.take(token)
+            self._ahead, self._rows = self._ahead[1:], self._rows[1:]
+            self.counts += Counts(accepted=1)
+            return self._rows[0]
+        self._ahead = ()
+        most = min(COLUMNS, engine.cache.ahead, engine.n_ctx - len(engine.tokens) - 1, COLUMNS if left is None else left) - 1
+        self._follow([*engine.tokens, token])
+        draft, started = self._draft(most), self._clock()
+        rows = engine.run_ahead([token, *draft])
+        if draft and np.isnan(rows).any():  # a guess may overflow what the answer does not come near
+            draft, rows = (), engine.run_ahead([token])
+        engine.take(token)
+        for proposer in self._proposers:
+            proposer.observe([token, *draft], rows)
+        self._step, self._ahead, self._rows = engine.cache.step, draft, rows
+        self.counts += Counts(1, len(draft))
+        self._costs.took(1 + len(draft), self._clock() - started)
+        return rows[0]
+
+    def _follow(self, history: list[int]) -> None:
+        """Judge the last guesses by what came, and tell everyone."""
+        known = len(self._history)
+        if history[:known] == self._history:
+            for draft in self._judged:
+                self._trust.judge(draft.kind, draft.tokens, history[known:])
+        else:
+            known = 0
+        self._history = history
+        for proposer in self._proposers:
+            proposer.follow(history, known)
+
+    def _draft(self, most: int) -> tuple[int, ...]:
+        """The tokens to run behind the next: of the guess that promises most, as many as pay."""
+        self._judged = [draft for proposer in self._proposers if (draft := proposer.propose(COLUMNS - 1)) is not None]
+        self._since_model += 1
+        if self._costs.alone_is_due or most < 1:
+            return ()
+        found = [(*best_length(self._trust.share(draft.kind), self._costs, min(most, len(draft.tokens))), draft) for draft in self._judged]
+        length, value, draft = max(found, key=lambda each: each[1], default=(0, 0.0, None))
+        if self._model is not None and (guess := self._guess(self._model, most, value if length else 0.0)) is not None:
+            return guess.tokens
+        return draft.tokens[:length] if length else ()
+
+    def _guess(self, model: DraftModel, most: int, otherwise: float) -> Draft | None:
+        """What the draft model says, where that promises more than `otherwise`, or where it has not been asked for long."""
+        from .draft_model import KIND
+
+        extra = model.seconds / self._costs.alone
+        length, value = best_length(self._trust.share(KIND), self._costs, most, extra)
+        if not length or value <= otherwise:
+            if self._since_model < TRY_EVERY:
+                return None
+            length = min(TRY, most)
+        model.follow(self._history)
+        guess = model.propose(length)
+        self._since_model = 0
+        if guess is not None:
+            self._judged.append(guess)
+        return guess

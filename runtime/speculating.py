@@ -1,0 +1,51 @@
+"""Whether a run drafts tokens and verifies several in one pass, decided with the plan, before a byte of weights is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..offload.plan import Placement
+    from .config import ModelConfig
+    from .prepare import EngineOptions, Prepared
+
+ON = "weights come from the disk: tokens that the text makes likely are drafted, and a pass verifies several (--spec off)"
+ON_GPU = "no speculation: on the GPU the numbers of a token depend on how many are run with it"
+PICKED = "no speculation: --kv-read sparse picks pages for one token at a time"
+MIXTURE = "no speculation: from the disk, every token of a draft would read experts of its own"
+NEURONS = "no speculation: from the disk, every token of a draft would read neurons of its own"
+
+
+@dataclass(frozen=True)
+class Speculating:
+    """`lookup`: drafts from the text and from past passes; `draft`: a plan for a model that drafts."""
+
+    lookup: bool = False
+    draft: Prepared | None = None
+
+    @property
+    def draft_nbytes(self) -> int:
+        """Memory that the model that drafts takes, beside what the program has anyway."""
+        return 0 if self.draft is None else self.draft.placement.total_bytes - self.draft.placement.baseline_bytes
+
+    def __bool__(self) -> bool:
+        return self.lookup or self.draft is not None
+
+
+def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | None) -> tuple[Speculating, Sequence[str]]:
+    """What was asked for, else by where the weights lie; with what there is to say about it."""
+    asked = options.spec == "lookup" or options.draft is not None
+    away = placement.residency or placement.expert_slots
+    refused = (ON_GPU if "cuda" in placement.devices else MIXTURE if config.mixture is not None and away
+               else NEURONS if placement.slots
+               else PICKED if placement.kv_pages is not None and options.kv_read == "sparse" else "")
+    if refused and draft is not None:
+        draft.store.close()
+    if refused:
+        return Speculating(), (refused,) if asked else ()
+    if asked:
+        return Speculating(True, draft), ()
+    streams = placement.streamed_bytes > 0 and options.spec == "auto"
+    return Speculating(streams), (ON,) if streams else ()

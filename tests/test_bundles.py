@@ -1,0 +1,258 @@
+"""Neurons one by one: the layout, the folder, and the bits of a run in which neurons come from the disk when they are active."""
+
+import ctypes
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import UsageError
+from effllm.offload.checkpoint import CheckpointError, TensorStore
+from effllm.offload.direct import Interrupted
+from effllm.offload.neurons import MOST_TOKENS, BundlePlace, NeuronPager, WindowTraffic
+from effllm.offload.placement import Residency
+from effllm.offload.shards import Planned, plan_files
+from effllm.offload.streaming import StreamingPager
+from effllm.quant.bundles import BLOCK, BundleLayout, bundle_name
+from effllm.runtime.bundle_ffn import bundle
+from effllm.runtime.container import FILE, read_container
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.verify import verify
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bundle_models import CASES, RELU, bundled, folders, found, resident, windowed
+from family_models import Case, written
+
+__all__ = ["folders"]  # a fixture
+
+# -- layout ------------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.booleans(), st.sampled_from(["f32", "f16", "bf16"]))
+@settings(max_examples=60, deadline=None)
+def test_packing_loses_nothing_and_fills_blocks(ffn: int, sixteenths: int, has_up: bool, scheme: str) -> None:
+    layout = BundleLayout(scheme, 16 * sixteenths, has_up)
+    assert layout.stride >= layout.used == (1 + has_up) * 16 * sixteenths * layout.item
+    assert layout.stride % BLOCK == 0 or BLOCK % layout.stride == 0
+    assert layout.stride < 2 * max(layout.used, BLOCK)
+    rng = np.random.default_rng(ffn)
+    kind = np.float32 if scheme == "f32" else np.uint16
+    up = rng.integers(1, 60_000, (ffn, layout.width)).astype(kind) if has_up else None
+    down = rng.integers(1, 60_000, (layout.width, ffn)).astype(kind)
+    packed = layout.pack(up, down)
+    assert packed.shape == layout.shape(ffn)
+    again_up, again_down = layout.unpack(packed)
+    assert np.array_equal(again_down, down)
+    assert again_up is None if up is None else np.array_equal(again_up, up)
+
+
+def test_a_folder_holds_every_neuron_once_and_verifies(folders) -> None:
+    model, out = folders("llama, bf16")
+    container = read_container(out)
+    name = bundle_name("model.layers.1.mlp.down_proj.weight")
+    assert name in container.tensors
+    assert "model.layers.1.mlp.up_proj.weight" not in container.tensors
+    assert "model.layers.1.mlp.gate_proj.weight" in container.tensors
+    assert not container.is_low_bit
+    prepared = prepare(out, EngineOptions(device="cpu"))
+    with prepared.store as store:
+        info = store.tensors[name]
+        assert info.offset % BLOCK == 0
+        layout = BundleLayout("bf16", 64, True)
+        up, down = layout.unpack(store.read(info).view(np.uint16).reshape(layout.shape(160)))
+    with prepare(model, EngineOptions(device="cpu")).store as plain:
+        for stored, role in ((up, "up"), (down, "down")):
+            original = plain.read(plain.tensors[f"model.layers.1.mlp.{role}_proj.weight"]).view(np.uint16).reshape(stored.shape)
+            assert np.array_equal(stored, original)
+    assert list(verify(out))
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_memory_bundles_give_the_bits_of_whole_matrices(name: str, folders) -> None:
+    model, out = folders(name)
+    assert np.array_equal(found(resident(out)), found(resident(model)))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("slots", (3, 20, 10_000))
+def test_neurons_from_the_disk_give_the_bits_of_whole_matrices(name: str, slots: int, folders) -> None:
+    model, out = folders(name)
+    engine = windowed(out, slots)
+    made = found(engine)
+    assert engine.model.pager.traffic.reads > 0
+    assert np.array_equal(made, found(resident(model)))
+
+
+@pytest.mark.parametrize("threads", (1, 2))
+@pytest.mark.parametrize("keep", (0, 2))
+@pytest.mark.parametrize("direct", (True, False), ids=("direct", "buffered"))
+def test_what_else_streams_and_how_changes_nothing(threads: int, keep: int, direct: bool, folders) -> None:
+    model, out = folders("llama, bf16")
+    assert np.array_equal(found(windowed(out, 20, keep, direct, threads=threads)), found(resident(model, threads=1)))
+
+
+# -- the window --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one tensor of 96 records of 4096 bytes, and one of 100 records of 1024."""
+    rng = np.random.default_rng(2)
+    arrays = {"large": rng.integers(0, 256, (96, 4096), dtype=np.uint8), "small": rng.integers(0, 256, (100, 1024), dtype=np.uint8)}
+    (plan,) = plan_files([[Planned(name, "U8", array.shape, array.nbytes)] for name, array in arrays.items()], {})
+    folder = tmp_path_factory.mktemp("records")
+    with (folder / plan.name).open("wb") as out:
+        out.write(plan.head)
+        for name, array in arrays.items():
+            out.seek(plan.places[name])
+            out.write(array.data)
+    return folder
+
+
+class Opened:
+    """A pager over one tensor of `records`, and what it should hold."""
+
+    def __init__(self, folder: Path, name: str, slots: int, **more: object) -> None:
+        self.store = TensorStore.open(folder)
+        info = self.store.tensors[name]
+        self.content = self.store.read(info).reshape(info.shape)
+        place = BundlePlace(info.file, info.offset, info.shape[1], info.shape[0])
+        rest = StreamingPager(self.store, {}, [], Residency((), (), 0, 0, 0))
+        self.pager = NeuronPager(rest, self.store, [place], [slots], **more)
+        self.layer = self.pager.layers[0]
+
+    def __enter__(self) -> "Opened":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.pager.close()
+        self.store.close()
+
+    def use(self, active: list[int]) -> None:
+        """Have neurons brought, and look at every one."""
+        seen: list[int] = []
+        for batch in self.layer.few(np.array(sorted(active), np.int64)):
+            self.check(batch.ready, batch.addresses(batch.ready))
+            batch.wait()
+            assert sorted([*batch.ready, *batch.late]) == list(batch.neurons)
+            self.check(batch.neurons, batch.addresses(batch.neurons))
+            seen += batch.neurons.tolist()
+            last = batch.last
+        assert last and seen == sorted(active)
+
+    def check(self, neurons: np.ndarray, places: np.ndarray) -> None:
+        for neuron, place in zip(neurons, places, strict=True):
+            width = self.content.shape[1]
+            assert np.array_equal(np.ctypeslib.as_array((ctypes.c_uint8 * width).from_address(int(place))), self.content[neuron])
+
+    def read_all(self) -> None:
+        """What a prompt does."""
+        following = 0
+        for first, count, place, pitch in self.layer.groups():
+            assert first == following
+            following += count
+            self.check(np.arange(first, first + count), place + pitch * np.arange(count))
+        assert following == len(self.content)
+
+
+PASSES = st.lists(st.one_of(st.sets(st.integers(0, 95), max_size=40), st.just("all")), max_size=12)
+
+
+@pytest.mark.parametrize("name", ("large", "small"))
+@given(passes=PASSES, slots=st.integers(2, 30))
+@settings(max_examples=40, deadline=None)
+def test_whatever_was_asked_for_lies_where_it_is_said_to(name: str, records: Path, passes: list, slots: int) -> None:
+    with Opened(records, name, min(slots, 25)) as opened:
+        for step in passes:
+            if step == "all":
+                opened.read_all()
+            else:
+                opened.use(list(step))
+
+
+def test_what_the_window_holds_is_not_read_again(records: Path) -> None:
+    with Opened(records, "large", 8) as opened:
+        opened.use([1, 5, 9])
+        opened.use([5, 9, 20])
+        assert opened.pager.used == WindowTraffic(6, 4, 2)
+        assert opened.pager.traffic.nbytes == 4 * 4096
+        opened.use([30, 31, 32, 33, 34])  # 1 goes: no token of the window but the first had it
+        opened.use([5, 9, 20])
+        assert opened.pager.used.missed == 9
+        opened.use([1])
+        assert opened.pager.used.missed == 10
+
+
+def test_neighbours_come_in_one_read(records: Path) -> None:
+    with Opened(records, "large", 40) as opened:
+        opened.use([3, 4, 5, 6, 50, 51, 70])
+        assert opened.pager.traffic.reads == 3
+
+
+def test_a_window_of_many_tokens_stays_short(records: Path) -> None:
+    with Opened(records, "large", 90) as opened:
+        for token in range(500):
+            opened.use([token % 7, 20 + token % 60])
+        assert len(opened.layer._window.tokens) <= MOST_TOKENS
+        assert opened.pager.used.missed == 67
+
+
+def test_a_wait_that_is_ended_leaves_nothing_wrong(records: Path) -> None:
+    ended = [False]
+    with Opened(records, "large", 8, cancelled=lambda: ended[0]) as opened:
+        opened.use([1, 2])
+        ended[0] = True
+        with pytest.raises(Interrupted):
+            opened.use([1, 2, 40])
+        with pytest.raises(Interrupted):
+            opened.read_all()
+        ended[0] = False
+        opened.use([1, 2, 40])
+        opened.read_all()
+
+
+def test_a_file_that_became_shorter_is_an_error_and_no_answer(tmp_path: Path, records: Path) -> None:
+    shutil.copytree(records, tmp_path / "copy")
+    with Opened(tmp_path / "copy", "small", 8) as opened:
+        opened.use([1])
+        os.truncate(opened.layer._place.file, opened.layer._place.offset + 8192)
+        with pytest.raises(CheckpointError, match="shorter"):
+            opened.use([1, 90])
+        opened.use([1, 6])
+
+
+# -- the command -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, said", (({"hidden_act": "silu"}, "silu is zero for no neuron"),
+                                           ({"intermediate_size": 88}, "32 neurons and 16 channels")))
+def test_what_would_gain_nothing_is_refused(changes: dict[str, object], said: str, tmp_path: Path) -> None:
+    written(Case("llama", {**RELU, **changes}), tmp_path / "model")
+    with pytest.raises(UsageError, match=said):
+        list(bundle(tmp_path / "model", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path: Path, folders) -> None:
+    model, whole = folders("llama, bf16")
+    out = tmp_path / "out"
+    for count, _ in enumerate(bundle(model, out)):
+        if count == 9:
+            break
+    assert not out.exists() and (tmp_path / ".out.partial").exists()
+    bundled(model, out)
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (out / FILE).read_text() == (whole / FILE).read_text()
+
+
+def test_a_bundled_folder_is_not_bundled_or_quantized_again(tmp_path: Path, folders) -> None:
+    with pytest.raises(UsageError, match="quantized already"):
+        list(bundle(folders("opt")[1], tmp_path / "out"))

@@ -1,0 +1,64 @@
+"""Whole runs of a bundled model larger than its budget, as processes of their own: memory kept to, answers kept, plans said."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm.runtime.bundle_ffn import bundle
+
+sys.path.insert(0, str(Path(__file__).parent))
+from streamed_models import larger_than_memory
+from test_streamed_runs import MIB, answer, finish, peak, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A ReLU model as published, and bundled."""
+    base = tmp_path_factory.mktemp("models")
+    larger_than_memory(base / "plain", hidden_act="relu")
+    assert list(bundle(base / "plain", base / "bundled"))
+    return base / "plain", base / "bundled"
+
+
+@pytest.fixture(scope="module")
+def expected(models: tuple[Path, Path]) -> dict:
+    """The answer of whole matrices in memory."""
+    return json.loads(finish(start(*answer(models[0])))[0])
+
+
+def test_bundles_in_memory_answer_as_whole_matrices(models: tuple[Path, Path], expected: dict) -> None:
+    found = json.loads(finish(start(*answer(models[1])))[0])
+    assert found["token_ids"] == expected["token_ids"] and found["io"]["disk_wait_s"] == 0.0
+
+
+@pytest.fixture(scope="module")
+def least(models: tuple[Path, Path]) -> int:
+    """MiB of the smallest budget, as the refusal of a smaller one names it."""
+    _, err = finish(start(*answer(models[1], "--ram", "100M")), 4)
+    assert "even with weights read from the disk" in err
+    return int(re.search(r"it takes --ram (\d+)Mi", err).group(1))
+
+
+@pytest.mark.parametrize("more", (1, 60, 120))
+def test_a_window_keeps_to_the_budget_and_the_answer(more: int, least: int, models: tuple[Path, Path], expected: dict) -> None:
+    ram = least + more
+    out, err = finish(start(*answer(models[1], "--ram", f"{ram}Mi")))
+    found = json.loads(out)
+    assert found["token_ids"] == expected["token_ids"]
+    assert peak(err) <= ram * MIB
+    assert "neurons are on the disk" in err
+    assert found["io"]["disk_bytes_read"] > found["memory"]["weights_bytes"] / 4
+
+
+def test_the_plan_says_where_neurons_are_and_whether_that_pays(models: tuple[Path, Path], least: int) -> None:
+    arguments = ("plan", models[1], "--ram", f"{least + 60}Mi", "-c", 512, "--no-probe")
+    said, _ = finish(start(*arguments))
+    assert "neurons" in said and "calibrate-sparsity" in said
+    told = json.loads(finish(start(*arguments, "--json"))[0])
+    assert told["tiers"]["disk"]["neuron_bytes"] == 8 * 4096 * 4096
+    assert told["per_token"]["disk_bytes"] > 0

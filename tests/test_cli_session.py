@@ -1,0 +1,299 @@
+"""Sessions as a person has them: `run --session`, a chat that comes back, `effllm session list|rm`; real processes, the real model."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pexpect
+import pytest
+
+import effllm
+from effllm.cli.app import main
+from effllm.cli.conversation import Conversation
+from effllm.cli.environment import Environment
+from effllm.cli.options import SessionFlags
+from effllm.cli.screen import Screen
+from effllm.offload.size import parse_size
+from effllm.runtime.engine import EngineOptions, open_engine
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session import Session
+from effllm.runtime.session_store import DISK
+from effllm.runtime.text import Tokenizer
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+STORY, MORE, THIRD = "Tell me a story about the fox and the king.", "And then?", "What did the fox say?"
+FLAGS = ("--temp", "0", "-n", "24", "-c", "512")
+MINUTE = 60
+WAITS, HAS_LINE, CTRL_D = "\x1b[?2004h", "\x1b[?2004l", "\x04"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "effllm" / "sessions"
+
+
+class Ran:
+    """What a call of `main` wrote and returned."""
+
+    def __init__(self, *argv: str, stdin: str = "") -> None:
+        environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), os.environ)
+        self.code = main(argv, environment)
+        self.out, self.err = environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+def process(*argv: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-P", "-m", "effllm", *argv], capture_output=True, text=True, timeout=MINUTE, check=False,
+                          stdin=subprocess.DEVNULL, env={**os.environ, **variables})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Kernels are compiled once, so that no chat below waits for it."""
+    assert main(["run", "fable", "hi", "-n", "1"], Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)) == 0
+
+
+@pytest.fixture(scope="module")
+def told() -> list[str]:
+    """Three answers of one process that does not end in between."""
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=512, kv="4bit")))[-1]
+    session = Session(engine, Tokenizer.load(FABLE, engine.config), SamplerSettings(temperature=0.0, repetition_penalty=1.2), max_tokens=24)
+    said = [list(session.ask(text))[-1].stats.text for text in (STORY, MORE, THIRD)]
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("command", [lambda *argv: Ran(*argv), pytest.param(process, marks=pytest.mark.slow)], ids=["engines", "processes"])
+def test_runs_that_end_say_what_one_that_goes_on_says(home: Path, told: list[str], command: Callable) -> None:
+    used = 0
+    for text, wanted in zip((STORY, MORE, THIRD), told, strict=True):
+        ran = command("run", "fable", text, "--session", "tale", "--kv", "4bit", "--json", *FLAGS)
+        out, err = (ran.out, ran.err) if isinstance(ran, Ran) else (ran.stdout, ran.stderr)
+        answer = json.loads(out)
+        assert answer["text"] == wanted
+        assert answer["usage"]["cached_tokens"] >= used - 1, "what was held is not read again"
+        used = answer["usage"]["prompt_tokens"] + 23
+    assert "session tale: 4 messages, " in err and "tokens restored" in err
+    saved = json.loads((home / "tale.json").read_text())
+    assert [message["content"] for message in saved["conversation"]["messages"]] == [STORY, told[0], MORE, told[1], THIRD, told[2]]
+
+
+def test_a_session_begins_goes_on_and_is_listed_and_removed(home: Path) -> None:
+    first = Ran("run", "fable", STORY, "--session", "tale", *FLAGS)
+    assert first.code == 0 and "session tale is new" in first.err and len(first.out.split()) > 8
+    piped = Ran("chat", "fable", "--session", "tale", *FLAGS, stdin=MORE)
+    assert piped.code == 0 and re.search(r"session tale: 2 messages, \d+ tokens restored", piped.err)
+    shown = json.loads(Ran("session", "list", "--json").out)
+    (entry,) = shown["sessions"]
+    assert shown["folder"] == str(home) and shown["bytes"] == entry["size_bytes"] == entry["own_bytes"] > 0
+    assert (entry["name"], entry["model"], entry["messages"], entry["kv"], entry["problem"]) == ("tale", "fable", 4, "16bit", None)
+    table = Ran("session", "list")
+    assert re.search(r"^tale +fable +4 +\d+ +16bit ", table.out, re.MULTILINE) and str(home) in table.err
+
+    refused = Ran("session", "rm", "tale")
+    assert refused.code == 2 and "this conversation would be gone" in refused.err and "effllm session rm tale -y" in refused.err
+    assert Ran("session", "rm", "tale", "--cache").err.startswith("tale: cache removed, ")
+    again = Ran("run", "fable", THIRD, "--session", "tale", *FLAGS)
+    assert again.code == 0 and "session tale: 4 messages, its text is read again" in again.err
+    removed = Ran("session", "rm", "tale", "-y", "--json")
+    assert json.loads(removed.out)["removed"] == ["tale"] and json.loads(removed.out)["freed_bytes"] > 0
+    assert list(home.rglob("*.kv")) == [] == list(home.glob("*.json"))
+    assert Ran("session", "rm", "tale", "-y").code == 2 and "no session is saved" in Ran("session", "list").err
+
+
+def test_what_a_session_cannot_go_on_with_is_refused_before_a_word_is_said(home: Path, tmp_path: Path) -> None:
+    assert Ran("run", "fable", STORY, "--session", "tale", "--kv", "4bit", *FLAGS).code == 0
+    before = (home / "tale.json").read_bytes()
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in FABLE.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    for argv, said in ((("fable", MORE, "--kv", "8bit"), "session tale was saved with --kv 4bit, this run has 8bit"),
+                       (("fable", MORE, "--kv", "4bit", "--kv-sink", "16"), "session tale was saved with --kv-sink 64, this run has 16"),
+                       (("fable", MORE, "--kv", "4bit", "--exact"), "session tale was saved with --exact off, this run has on"),
+                       ((str(other), MORE, "--kv", "4bit"), "session tale was saved with another model"),
+                       (("fable", MORE, "--kv", "4bit", "-c", "20"), "tokens and the context 20")):
+        ran = Ran("run", *argv[:1], *argv[1:], "--session", "tale", "--temp", "0", "-n", "4")
+        assert ran.code in (2, 5) and ran.out == "" and said in ran.err and ran.err.splitlines()[-1].startswith("hint: "), ran.err
+    assert (home / "tale.json").read_bytes() == before
+    for argv, said in ((("--raw", "--session", "x"), "--session keeps a conversation"), (("--session", "a/b"), "is no name for a session"),
+                       (("--session", "x", "--session-disk", "much"), "much")):
+        ran = Ran("run", "fable", STORY, *argv, *FLAGS)
+        assert ran.code == 2 and ran.out == "" and said in ran.err, ran.err
+
+
+def test_damage_is_one_line_with_a_way_on(home: Path) -> None:
+    assert Ran("run", "fable", STORY, "--session", "tale", *FLAGS).code == 0
+    tail = max(home.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
+    data = bytearray(tail.read_bytes())
+    data[200] ^= 1
+    tail.write_bytes(data)
+    ran = Ran("run", "fable", MORE, "--session", "tale", *FLAGS)
+    assert ran.code == 1 and ran.out == "" and "effllm: session tale is damaged: the file of" in ran.err
+    assert "hint: effllm session rm tale --cache keeps its text" in ran.err
+    assert Ran("session", "rm", "tale", "--cache").code == 0
+    assert Ran("run", "fable", MORE, "--session", "tale", *FLAGS).code == 0
+    path = home / "tale.json"
+    path.write_bytes(path.read_bytes()[:-40])
+    ran = Ran("run", "fable", MORE, "--session", "tale", *FLAGS)
+    assert ran.code == 1 and "session tale is damaged: it is cut short, or was altered" in ran.err
+    listed = Ran("session", "list")
+    assert listed.code == 0 and "session tale is damaged" in listed.err
+    assert Ran("session", "rm", "tale", "-y").code == 0 and not path.exists()
+
+
+def test_an_answer_is_there_also_where_its_session_cannot_be_saved(home: Path) -> None:
+    home.parent.write_text("a file where the folder should be")
+    ran = Ran("run", "fable", STORY, "--session", "tale", *FLAGS)
+    assert ran.code == 1 and len(ran.out.split()) > 8
+    assert ran.err.splitlines()[-2:] == ["effllm: session tale cannot be saved: Not a directory", f"hint: check its folder: ls -ld {home}"]
+
+
+def test_the_budget_is_kept_and_told(home: Path) -> None:
+    assert Ran("run", "fable", STORY, "--session", "old", *FLAGS).code == 0
+    size = json.loads(Ran("session", "list", "--json").out)["bytes"]
+    ran = Ran("run", "fable", THIRD, "--session", "new", "--session-disk", str(int(1.5 * size)), *FLAGS)
+    assert ran.code == 0 and "kept the text of old and not the cache" in ran.err
+    shown = json.loads(Ran("session", "list", "--json").out)
+    assert {entry["name"]: entry["tokens"] > 0 for entry in shown["sessions"]} == {"new": True, "old": False}
+    assert shown["bytes"] <= 1.5 * size
+    ran = Ran("run", "fable", MORE, "--session", "new", "--session-disk", "1000", *FLAGS)
+    assert ran.code == 0 and "the text alone is kept" in ran.err
+    assert json.loads(Ran("session", "list", "--json").out)["bytes"] == 0
+    assert parse_size(DISK) == 4_000_000_000
+
+
+def test_a_prompt_that_begins_like_a_saved_session_takes_its_pages(home: Path) -> None:
+    long = "Once there was a fox who lived at the edge of the wood. " * 20
+    first = Ran("run", "fable", long + STORY, "--session", "one", "--json", *FLAGS)
+    other = Ran("run", "fable", long + THIRD, "--session", "two", "--json", *FLAGS)
+    fresh = Ran("run", "fable", long + THIRD, "--json", *FLAGS)
+    first, other, fresh = (json.loads(ran.out) for ran in (first, other, fresh))
+    assert first["usage"]["cached_tokens"] == fresh["usage"]["cached_tokens"] == 0
+    assert other["usage"]["cached_tokens"] in (64 + 128, 64 + 256) and other["text"] == fresh["text"]
+
+
+def test_settings_and_help_know_the_flags(home: Path) -> None:
+    shown = json.loads(Ran("config", "show", "--json").out)
+    assert shown["session-disk"] == {"value": DISK, "origin": "built in"} and shown["session"]["value"] is None
+    assert SessionFlags() == SessionFlags(None, None)
+    for command in ("run", "chat"):
+        page = process(command, "--help").stdout
+        assert "--session NAME" in page and f"({DISK})" in page
+
+
+def test_names_are_completed(home: Path) -> None:
+    for name in ("tale", "talk", "other"):
+        (home / "x").parent.mkdir(parents=True, exist_ok=True)
+        (home / f"{name}.json").write_text("{}")
+    for words in ("effllm session rm ta", "effllm run fable --session ta"):
+        ran = process(_EFFLLM_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(len(words.split()) - 1))
+        assert ran.stdout.split() == ["tale", "talk"], (words, ran.stdout, ran.stderr)
+
+
+# ---- a chat
+
+
+class Chat:
+    def __init__(self, *argv: str) -> None:
+        environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.terminal = pexpect.spawn(sys.executable, ["-P", "-m", "effllm", "chat", "fable", *FLAGS, *argv], env=environment,
+                                      encoding="utf-8", timeout=MINUTE, dimensions=(40, 160))
+        self.opening = self._until(WAITS)
+
+    def say(self, keys: str) -> str:
+        self.terminal.send(keys + "\r")
+        self.terminal.expect_exact(HAS_LINE)
+        return self._until(WAITS)
+
+    def leave(self) -> str:
+        self.terminal.send(CTRL_D)
+        self.terminal.expect(pexpect.EOF)
+        self.terminal.close()
+        assert self.terminal.exitstatus == 0
+        return ESCAPES.sub("", self.terminal.before)
+
+    def _until(self, what: str) -> str:
+        self.terminal.expect_exact(what)
+        return ESCAPES.sub("", self.terminal.before).replace("\r\n", "\n")
+
+
+def test_a_chat_is_kept_after_every_turn_and_comes_back(home: Path, told: list[str]) -> None:
+    chat = Chat("--session", "tale", "--kv", "4bit")
+    assert "session tale is new" in chat.opening
+    chat.say(STORY)
+    chat.terminal.kill(9)
+    chat.terminal.wait()
+    again = Chat("--session", "tale", "--kv", "4bit")
+    assert re.search(r"session tale: 2 messages, \d+ tokens restored", again.opening)
+    again.say(MORE)
+    assert int(re.search(r"(\d+) of them cached", again.say("/stats"))[1]) > 30
+    assert "saved 4 messages and" in again.say("/save copy") and "as copy" in again.say("/save copy")
+    again.say("/undo")
+    again.leave()
+    saved = {name: json.loads((home / f"{name}.json").read_text())["conversation"]["messages"] for name in ("tale", "copy")}
+    assert [message["content"] for message in saved["copy"]] == [STORY, told[0], MORE, told[1]]
+    assert saved["tale"] == saved["copy"][:2], "what was taken back is gone from the session too"
+
+
+@pytest.mark.slow
+def test_a_chat_takes_up_another_session_and_goes_on_with_that(home: Path) -> None:
+    assert Ran("run", "fable", STORY, "--session", "other", *FLAGS).code == 0
+    kept = (home / "other.json").read_bytes()
+    chat = Chat()
+    assert "needs a name" in chat.say("/save") and "needs a name" in chat.say("/load")
+    assert re.search(r"session other: 2 messages, \d+ tokens restored", chat.say("/load other"))
+    chat.say(MORE)
+    assert (home / "other.json").read_bytes() == kept, "without --session nothing is saved by itself"
+    chat.leave()
+    chat = Chat("--session", "mine")
+    chat.say(THIRD)
+    chat.say("/load other")
+    chat.say(MORE)
+    chat.leave()
+    messages = {name: len(json.loads((home / f"{name}.json").read_text())["conversation"]["messages"]) for name in ("mine", "other")}
+    assert messages == {"mine": 2, "other": 4}, "what is said after /load belongs to the session that was loaded"
+
+
+@pytest.mark.slow
+def test_an_emptied_chat_does_not_empty_its_session(home: Path) -> None:
+    chat = Chat("--session", "tale")
+    chat.say(STORY)
+    chat.say("/clear")
+    chat.leave()
+    assert len(json.loads((home / "tale.json").read_text())["conversation"]["messages"]) == 2
+
+
+def test_ctrl_c_while_a_session_is_saved_stops_the_saving_alone(home: Path, tmp_path: Path) -> None:
+    """The chat goes on, and the next turn saves."""
+    lines = ["/stats", "/help", None]
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, "XDG_STATE_HOME": str(tmp_path)})
+    stopped = []
+
+    class Interrupted:
+        name = "tale"
+
+        def keep(self, session: object) -> None:
+            stopped.append(session)
+            if len(stopped) == 1:
+                raise KeyboardInterrupt
+
+    class Typed:
+        def read(self) -> str | None:
+            return lines.pop(0)
+
+    class Talk:
+        n_ctx, used, messages = 8, 0, ()
+
+    chat = Conversation("fable", Talk(), Screen(environment), environment.stderr, False, Interrupted())
+    chat._editor = Typed()
+    assert chat.run() == 0 and len(stopped) == 2
+    assert "stopped by Ctrl-C" in environment.stderr.getvalue() and "/regen" in environment.stderr.getvalue()

@@ -1,0 +1,94 @@
+"""`--spec` and `--draft` on the command line: answers, statistics, plans, measurements, settings, refusals. With the packaged model."""
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+ASKED = ("--raw", "The fox ran. The fox ran. The fox ran. The", "-n", "60", "--temp", "0", "--ignore-eos")
+
+
+class Ran:
+    """What a call of `main` wrote and returned."""
+
+    def __init__(self, *argv: object) -> None:
+        self.environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+        self.code = main([str(each) for each in argv], self.environment)
+        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
+
+    @property
+    def json(self) -> dict:
+        assert self.code == 0, self.err
+        return json.loads(self.out)
+
+
+def test_the_text_is_the_same_with_and_without() -> None:
+    plain, lookup, drafted = (Ran("run", "fable", *ASKED, "--json", *more).json
+                              for more in (("--spec", "off"), ("--spec", "lookup"), ("--draft", "fable")))
+    assert plain["speculation"] is None and plain["text"] == lookup["text"] == drafted["text"]
+    for found in (lookup["speculation"], drafted["speculation"]):
+        assert set(found) == {"passes", "drafted", "accepted", "tokens_per_pass"} and found["passes"] + found["accepted"] == 59
+    assert Ran("run", "fable", *ASKED, "--json").json["speculation"] is None, "weights lie in memory: the plan leaves it off"
+
+
+def test_a_person_reads_what_was_drafted() -> None:
+    ran = Ran("run", "fable", *ASKED, "--stats", "--spec", "lookup")
+    assert "speculation: " in ran.err and " drafted, " in ran.err and " of them right, " in ran.err
+    assert "speculation" not in Ran("run", "fable", *ASKED, "--stats").err
+
+
+def test_the_plan_says_who_drafts() -> None:
+    off, lookup, drafted = (Ran("plan", "fable", "--no-probe", "--json", *more).json["speculation"]
+                            for more in ((), ("--spec", "lookup"), ("--draft", "fable")))
+    assert off == {"lookup": False, "draft": None, "draft_bytes": 0} and lookup == {**off, "lookup": True}
+    assert Path(drafted["draft"]) == FABLE and drafted["draft_bytes"] > 11_540_992
+    shown = Ran("plan", "fable", "--no-probe", "--draft", "fable").out
+    assert "speculation" in shown and "drafts from the text and by fable" in shown
+    assert "speculation" not in Ran("plan", "fable", "--no-probe").out
+
+
+def test_a_measurement_of_what_the_model_writes() -> None:
+    asked = ("bench", "fable", "-p", "0", "-n", "40", "-r", "1", "-o", "json")
+    (plain,), (lookup,) = (Ran(*asked, *more).json for more in ((), ("--spec", "lookup")))
+    assert plain["tokens_per_pass"] == 1 and lookup["tokens_per_pass"] >= 1 and lookup["n_gen"] == 40
+    refused = Ran(*asked, "--spec", "lookup", "--columns", "2")
+    assert refused.code == 2 and "--columns" in refused.err
+
+
+@pytest.mark.parametrize(("more", "code", "said"), (
+    (("--spec", "sometimes"), 2, "'sometimes' is not one of auto, off, lookup"),
+    (("--draft", "fable", "--spec", "off"), 2, "--spec off forbids it"),
+    (("--draft", "no-such-model-anywhere"), 3, "no-such-model-anywhere"),
+))
+def test_refusals(more: tuple[str, ...], code: int, said: str) -> None:
+    ran = Ran("run", "fable", "hi", *more)
+    assert ran.code == code and said in ran.err and "Traceback" not in ran.err and not ran.out
+
+
+def test_another_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    other = shutil.copytree(FABLE, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {next(token for token, number in content["model"]["vocab"].items() if number == 4095): 4094,
+                                  next(token for token, number in content["model"]["vocab"].items() if number == 4094): 4095}
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    ran = Ran("run", "fable", "hi", "--draft", other)
+    assert ran.code == 2 and f"the draft model {other} has another tokenizer" in ran.err and "token 4094 is" in ran.err
+
+
+def test_a_variable_and_a_file_of_settings_say_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EFFLLM_SPEC", "lookup")
+    assert Ran("plan", "fable", "--no-probe", "--json").json["speculation"]["lookup"]
+    monkeypatch.delenv("EFFLLM_SPEC")
+    (tmp_path / "effllm.toml").write_text('draft = "fable"\n')
+    assert Ran("plan", "fable", "--no-probe", "--json").json["speculation"]["draft_bytes"]
+    shown = Ran("config", "show", "--origin").out
+    assert "spec " in shown and "draft " in shown and "effllm.toml:1" in shown

@@ -1,0 +1,152 @@
+"""Where drafts come from and how long they are: suffixes against a naive search, recycled tokens, costs and trust without a clock."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.runtime.draft_length import ALONE_EVERY, OLD, PassCosts, Trust, agreement, best_length
+from effllm.runtime.drafts import CANDIDATES, LONGEST, PAIR, PLACES, RecycledTokens, SuffixMatch
+
+
+def suffix(tokens: list[int], place: int) -> int:
+    """Tokens up to `place` that are those at the end."""
+    length = 0
+    while length < LONGEST and length <= place and tokens[place - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def longest(tokens: list[int]) -> int:
+    found = max((suffix(tokens, place) for place in range(len(tokens) - 1)), default=0)
+    return found if found >= PAIR else 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=PLACES), st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 9))
+def test_the_longest_suffix_is_found_however_the_text_comes(tokens: list[int], cuts: list[int], most: int) -> None:
+    matcher, at = SuffixMatch(), 0
+    while at < len(tokens):
+        step = cuts[at % len(cuts)]
+        history = tokens[: at + step]
+        matcher.follow(history, at)
+        at = len(history)
+        length, place = matcher.match()
+        assert length == longest(history)
+        if length:
+            assert place < at - 1 and suffix(history, place) == length
+            draft, repeated = matcher.propose(most), list(history)
+            while len(repeated) < at + most:
+                repeated.append(repeated[len(repeated) - (at - 1 - place)])
+            assert draft.tokens == tuple(repeated[at:])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=400))
+def test_a_bounded_search_never_claims_more_than_is_there(tokens: list[int]) -> None:
+    matcher = SuffixMatch()
+    for at in range(len(tokens)):
+        matcher.follow(tokens[: at + 1], at)
+        length, place = matcher.match()
+        assert length <= longest(tokens[: at + 1])
+        assert length == (0 if place < 0 else suffix(tokens[: at + 1], place))
+
+
+def test_another_text_begins_anew() -> None:
+    matcher = SuffixMatch()
+    matcher.follow([1, 2, 3, 4, 1, 2], 0)
+    assert matcher.propose(2).tokens == (3, 4)
+    matcher.follow([9, 8, 1, 2], 0)
+    assert matcher.propose(2) is None and matcher.propose(0) is None
+
+
+def test_behind_a_word_that_was_changed_the_text_goes_on_as_it_went() -> None:
+    matcher, text = SuffixMatch(), [5, 6, 7, 8, 9, 10, 11, 5, 6, 7]
+    matcher.follow(text, 0)
+    assert matcher.propose(2).tokens == (8, 9) and matcher.propose(2).kind[0] == "match"
+    matcher.follow([*text, 99], len(text))
+    assert matcher.propose(2).tokens == (9, 10) and matcher.propose(2).kind == ("resumed", 0)
+    matcher.follow([*text, 99, 9], len(text) + 1)
+    assert matcher.propose(2).tokens == (10, 11) and matcher.propose(2).kind == ("resumed", 1)
+
+
+def test_a_text_of_one_word_follows_itself() -> None:
+    matcher = SuffixMatch()
+    matcher.follow([4] * 200, 0)
+    assert matcher.match()[0] == LONGEST and matcher.propose(7).tokens == (4,) * 7
+
+
+def test_recycled_tokens_are_the_likeliest_of_past_passes_and_leave_logits_alone() -> None:
+    recycled, rows = RecycledTokens(), np.zeros((2, 10), np.float32)
+    rows[0, [3, 7]], rows[1, [5, 2]] = (9, 8), (4, 3)
+    before = rows.copy()
+    recycled.observe([1, 3], rows)
+    assert np.array_equal(rows, before)
+    recycled.follow([8, 1], 0)
+    assert recycled.propose(2).tokens == (3, 5) and recycled.propose(9).tokens == (3, 5), "nothing is known behind 5"
+    rows[0, 7] = 10
+    recycled.observe([1], rows[:1])
+    assert recycled.propose(1).tokens == (7,), "what was found last counts most"
+    assert all(len(found) <= CANDIDATES for found in recycled._next.values())
+    recycled.follow([6], 0)
+    assert recycled.propose(3) is None
+
+
+def test_agreement_ends_at_the_first_that_differs() -> None:
+    assert [agreement(*pair) for pair in (([1, 2, 3], [1, 2, 4]), ([], [1]), ([1], [1, 2]), ([2], [1]))] == [2, 0, 1, 0]
+
+
+def costs(ratios: dict[int, float]) -> PassCosts:
+    made = PassCosts()
+    for columns, ratio in {1: 1.0, **ratios}.items():
+        for _ in range(3):
+            made.took(columns, ratio)
+    return made
+
+
+def test_length_follows_what_is_right_and_what_it_costs() -> None:
+    free = costs(dict.fromkeys(range(2, 9), 1.0))
+    assert best_length(0.95, free, 7)[0] == 7 and best_length(0.01, free, 7)[0] == 0 and best_length(0.95, free, 0)[0] == 0
+    dear = costs({columns: 1 + 0.6 * (columns - 1) for columns in range(2, 9)})
+    assert best_length(0.3, dear, 7)[0] == 0 and 0 < best_length(0.9, dear, 7)[0]
+    step = costs({**dict.fromkeys(range(2, 5), 1.0), **dict.fromkeys(range(5, 9), 3.0)})
+    assert best_length(0.9, step, 7)[0] == 3, "up to where the processor becomes the limit"
+    assert best_length(0.9, free, 7, extra=0.0)[1] > best_length(0.9, free, 7, extra=0.2)[1]
+
+
+def test_costs_are_measured_and_forgotten() -> None:
+    made = PassCosts()
+    assert made.alone_is_due
+    made.took(1, 1.0)
+    made.took(1, 1.0)
+    assert not made.alone_is_due and made.ratio(4) == pytest.approx(1.3), "guessed low"
+    made.took(4, 3.0)
+    assert made.ratio(4) == 3.0 and made.ratio(3) == pytest.approx(1.2) and made.ratio(5) == pytest.approx(3.1)
+    for _ in range(ALONE_EVERY):
+        made.took(2, 1.0)
+    assert made.alone_is_due
+    for _ in range(OLD + 1):
+        made.took(1, 1.0)
+    assert made.ratio(4) == pytest.approx(1.3), "what was long ago is tried again"
+
+
+def test_trust_is_of_late_and_by_kind() -> None:
+    trust = Trust()
+    assert trust.share("new") == 0.5
+    for _ in range(200):
+        trust.judge("wrong", (1, 2), (3,))
+        trust.judge("right", (1, 2, 3), (1, 2, 3, 4))
+    assert trust.share("wrong") < 0.02 and trust.share("right") > 0.95
+    for _ in range(60):
+        trust.judge("wrong", (1, 2, 3), (1, 2, 3))
+    assert trust.share("wrong") > 0.7
+
+
+def test_random_text_is_never_matched_long() -> None:
+    text, matcher, found = [random.Random(1).randrange(1000) for _ in range(500)], SuffixMatch(), 0
+    for at in range(len(text)):
+        matcher.follow(text[: at + 1], at)
+        found += matcher.match()[0] > 0
+    assert found == sum(longest(text[: at + 1]) > 0 for at in range(len(text)))

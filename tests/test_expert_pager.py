@@ -1,0 +1,321 @@
+"""The pager of experts: the right bytes in every slot whatever comes in which order, what is waited for before what is guessed, faults."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from effllm.offload import expert_pager
+from effllm.offload.checkpoint import CheckpointError, TensorStore
+from effllm.offload.direct import Interrupted
+from effllm.offload.expert_pager import AHEAD, GUESSES, TRACE_TOKENS, Brought, ExpertPager, Tally
+from effllm.offload.experts import POLICIES, policy
+from effllm.offload.streaming import Part, Range
+
+PREADV = os.preadv
+LAYERS, EXPERTS, TOP = 3, 6, 2
+LEAST = 2 * TOP * LAYERS
+
+
+def write(folder: Path) -> TensorStore:
+    """Three matrices an expert, of sizes that no block of a file divides."""
+    rng = np.random.default_rng(1)
+    save_file({f"{key}.{matrix}": rng.integers(0, 256, 3000 + 700 * (key % 3) + 100 * matrix, dtype=np.uint8)
+               for key in range(LAYERS * EXPERTS) for matrix in range(3)}, folder / "model.safetensors")
+    return TensorStore.open(folder)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TensorStore]:
+    with write(tmp_path) as opened:
+        yield opened
+
+
+def parts_of(store: TensorStore) -> list[Part]:
+    return [Part(tuple(Range(info.file, info.offset, info.nbytes) for info in (store.tensors[f"{key}.{i}"] for i in range(3))))
+            for key in range(LAYERS * EXPERTS)]
+
+
+def opened(store: TensorStore, slots: int = LEAST, name: str = "lru", **more: object) -> ExpertPager:
+    pager = ExpertPager(store, {}, parts_of(store), EXPERTS, TOP, slots, policy(name, slots, LAYERS, EXPERTS), **more)
+    list(pager.load())
+    return pager
+
+
+def bytes_of(store: TensorStore, key: int) -> list[bytes]:
+    return [store.read(store.tensors[f"{key}.{i}"]).tobytes() for i in range(3)]
+
+
+def check(pager: ExpertPager, key: int, slot: int) -> None:
+    """What lies in a slot is the expert."""
+    assert [view.tobytes() for view in pager.views(key, slot)] == bytes_of(pager._store, key), key
+
+
+def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarray | None = None) -> Brought:
+    """Visit as the ops do: what is ready, then one after the other."""
+    brought = pager.visit(layer, needed, counts)
+    assert sorted([*brought.ready, *brought.coming]) == sorted(needed) and set(brought.slots) == set(needed)
+    for expert in brought.ready:
+        check(pager, layer * EXPERTS + expert, brought.slots[expert])
+    for expert in brought.coming:
+        pager.wait(expert)
+        check(pager, layer * EXPERTS + expert, brought.slots[expert])
+    if counts is None:
+        for expert in needed:
+            check(pager, layer * EXPERTS + expert, brought.slots[expert])
+        assert len(set(brought.slots.values())) == len(needed)
+    return brought
+
+
+def sound(pager: ExpertPager) -> None:
+    """Every slot is somewhere, once."""
+    held = list(pager.pool._slots.values())
+    everywhere = [*held, *pager.pool.free, *pager._passage, *(slot for slot, _ in pager._stuck)]
+    assert sorted(everywhere) == list(range(pager.memory.nbytes // pager.slot_nbytes))
+    assert pager._residents == [sum(key // EXPERTS == layer for key in pager.pool._slots) for layer in range(LAYERS)]
+    assert pager._guessed <= set(pager.pool._slots)
+
+
+STEPS = st.lists(st.tuples(
+    st.integers(0, LAYERS - 1), st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS), st.booleans(), st.booleans()),
+    min_size=1, max_size=30)
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps=STEPS, slots=st.integers(2 * TOP, LAYERS * EXPERTS), name=st.sampled_from(POLICIES))
+def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathFactory, steps, slots: int, name: str) -> None:
+    """Tokens and chunks in turn, guesses that come true and that do not, visits broken off; down to fewer slots than a plan allows."""
+    with write(tmp_path_factory.mktemp("any")) as store:
+        pager = opened(store, slots, name)
+        for layer, experts, one, broken in steps:
+            needed = sorted(experts)[:TOP] if one else sorted(experts)
+            counts = None if one else np.array([1 + (expert * 7 + layer) % 5 for expert in range(EXPERTS)])
+            if broken:
+                pager.visit(layer, needed, counts)
+            else:
+                use(pager, layer, needed, counts)
+                sound(pager)
+                pager.look_ahead((layer + 1) % LAYERS, sorted(experts)[:TOP])
+            sound(pager)
+        pager.close()
+
+
+def test_a_chunk_reads_each_expert_at_most_once_and_keeps_what_it_visits_most(store: TensorStore) -> None:
+    pager = opened(store)
+    for layer in range(LAYERS):
+        counts = np.array([5, 1, 9, 2, 8, 3])
+        use(pager, layer, range(EXPERTS), counts)
+    assert pager.tally.chunk_reads == LAYERS * EXPERTS
+    kept = [sorted(key % EXPERTS for key in pager.pool._slots if key // EXPERTS == layer) for layer in range(LAYERS)]
+    assert kept == [[2, 4]] * LAYERS, "those to which most tokens go, as many of each layer as its share is"
+    before = pager.tally.chunk_reads
+    use(pager, 0, range(EXPERTS), np.ones(EXPERTS, int))
+    assert pager.tally.chunk_reads - before == EXPERTS - len(kept[0])
+    pager.close()
+
+
+def test_a_prompt_does_not_drive_out_what_decoding_gathered(store: TensorStore) -> None:
+    pager = opened(store, LAYERS * EXPERTS - 2)
+    for layer in range(LAYERS):
+        for pair in ((0, 1), (2, 3), (4, 5)):
+            use(pager, layer, pair)
+    held = set(pager.pool._slots)
+    for layer in range(LAYERS):
+        use(pager, layer, range(EXPERTS), np.ones(EXPERTS, int))
+    assert len(held - set(pager.pool._slots)) <= 2 * TOP, "the slots of the passage alone"
+    pager.close()
+
+
+def test_one_read_brings_an_expert_that_lies_together(store: TensorStore) -> None:
+    pager = opened(store)
+    use(pager, 0, (1, 4))
+    assert pager.traffic.reads == 2
+    pager.close()
+
+
+def test_a_large_expert_is_read_by_several_at_once(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_pager, "ONE_READ_NBYTES", 4096)
+    monkeypatch.setattr(expert_pager, "READ_NBYTES", 8192)
+    pager = opened(store)
+    use(pager, 0, (1, 4))
+    assert pager.traffic.reads > 2
+    pager.close()
+
+
+class Gate:
+    """Reads that are let through one by one, and in what order they were asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.offsets: list[int] = []
+        self.free = threading.Semaphore(0)
+        self.shut = False
+        monkeypatch.setattr(os, "preadv", self.read)
+
+    def read(self, fd: int, buffers: list, offset: int) -> int:
+        if self.shut:
+            self.offsets.append(offset)
+            self.free.acquire()
+        return PREADV(fd, buffers, offset)
+
+
+def test_what_is_waited_for_comes_before_what_is_guessed(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses wait for an idle disk; those that have not begun are taken back when somebody needs something else."""
+    gate, pager = Gate(monkeypatch), opened(store, LAYERS * EXPERTS - 1)
+    use(pager, 0, (0, 1))
+    gate.shut = True
+    pager.look_ahead(1, [0, 1])
+    assert pager.tally.guessed == AHEAD == 2 and not pager._reader.idle
+    brought = pager.visit(0, (2, 3))
+    pager.look_ahead(1, [4, 5])
+    assert pager.tally.guessed <= 2, "the disk did not idle"
+    gate.shut = False
+    gate.free.release(100)
+    for expert in brought.coming:
+        pager.wait(expert)
+        check(pager, expert, brought.slots[expert])
+    for key in list(pager._tickets):
+        pager._reader.wait(pager._tickets[key])
+    sound(pager)
+    use(pager, 1, (0, 1))
+    pager.close()
+
+
+def test_guesses_that_have_not_begun_give_way(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_pager, "AHEAD", 6)
+    gate, pager = Gate(monkeypatch), opened(store, LAYERS * EXPERTS - 1)
+    gate.shut = True
+    pager.look_ahead(1, range(6))  # four threads: two of the six cannot begin
+    while len(gate.offsets) < 4:
+        threading.Event().wait(0.001)
+    pager.visit(0, (2, 3))
+    assert pager.tally.guessed == 4 and len(pager._guessed) == 4
+    gate.shut = False
+    gate.free.release(100)
+    use(pager, 0, (2, 3))
+    sound(pager)
+    pager.close()
+
+
+def test_guesses_are_counted_and_judged(store: TensorStore) -> None:
+    pager = opened(store)
+    assert pager.guesses
+    pager.look_ahead(0, [0, 1])
+    for key in list(pager._tickets):
+        pager._reader.wait(pager._tickets[key])
+    brought = use(pager, 0, (0, 2))
+    assert 0 in brought.ready and pager.tally.useful == 1 and pager.tally.hits == 0, "a guess is no hit"
+    for layer in (1, 2, 0):  # everything else goes through, until the other guess is driven out
+        for pair in ((2, 3), (4, 5), (0, 2), (3, 4)):
+            use(pager, layer, pair)
+    assert pager.tally.wasted == 1 and pager.tally.to_json()["guesses_wasted"] == 1
+    assert not Tally(useful=30, wasted=GUESSES - 30).guessing_pays and Tally(useful=50, wasted=20).guessing_pays
+    assert Tally(wasted=GUESSES - 1).guessing_pays, "too few to judge by"
+    everything = opened(store, LAYERS * EXPERTS)
+    for layer in range(LAYERS):
+        use(everything, layer, range(EXPERTS), np.ones(EXPERTS, int))
+    for layer in range(LAYERS):
+        for pair in ((0, 1), (2, 3), (4, 5)):
+            use(everything, layer, pair)
+    assert not everything.guesses, "nothing is left to be read"
+    pager.close()
+    everything.close()
+
+
+def test_the_trace_holds_the_newest_tokens(store: TensorStore) -> None:
+    pager = opened(store)
+    for token in range(TRACE_TOKENS + 5):
+        for layer in range(LAYERS):
+            pager.visit(layer, sorted(((token + layer) % EXPERTS, (token + layer + 1) % EXPERTS)))
+    trace = pager.trace()
+    assert trace.shape == (TRACE_TOKENS, LAYERS, TOP)
+    assert trace[-1, 1].tolist() == sorted(((TRACE_TOKENS + 5) % EXPERTS, (TRACE_TOKENS + 6) % EXPERTS))
+    assert trace[0, 0].tolist() == sorted((5 % EXPERTS, 6 % EXPERTS))
+    pager.close()
+
+
+@pytest.mark.parametrize("counts", (None, np.ones(EXPERTS, int)), ids=("token", "chunk"))
+def test_a_read_that_fails_is_one_error_and_can_be_tried_again(store: TensorStore, monkeypatch: pytest.MonkeyPatch, counts) -> None:
+    pager = opened(store)
+    needed = (1, 3) if counts is None else tuple(range(EXPERTS))
+
+    def fails(fd: int, buffers: list, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        use(pager, 0, needed, counts)
+    monkeypatch.setattr(os, "preadv", PREADV)
+    for _ in range(3):
+        try:
+            use(pager, 0, needed, counts)
+            break
+        except CheckpointError:  # others of the same visit had failed before
+            continue
+    use(pager, 0, needed, counts)
+    sound(pager)
+    pager.close()
+
+
+def test_a_file_that_becomes_shorter(store: TensorStore) -> None:
+    pager = opened(store)
+    (file,) = store.files
+    os.truncate(file, store.tensors["4.0"].offset + 10)
+    with pytest.raises(CheckpointError, match="became shorter"):
+        use(pager, 0, (4, 5))
+    pager.close()
+
+
+def test_a_file_system_that_refuses_direct_reads_half_way(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    pager = opened(store)
+    use(pager, 0, (0, 1))
+    refused = []
+
+    def read(fd: int, buffers: list, offset: int) -> int:
+        if fd == next(iter(pager._reader._sources.values())).opened:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return PREADV(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    for pair in ((2, 3), (4, 5)):
+        use(pager, 0, pair)
+    assert 1 <= len(refused) <= 4 and len(pager.announcements()) == 1
+    pager.close()
+
+
+@pytest.mark.parametrize("counts", (None, np.ones(EXPERTS, int)), ids=("token", "chunk"))
+def test_a_wait_ends_when_it_is_told_to(store: TensorStore, monkeypatch: pytest.MonkeyPatch, counts) -> None:
+    """And the next visit finds everything in order, though reads go on into slots that nobody may use."""
+    ended = threading.Event()
+    gate, pager = Gate(monkeypatch), opened(store, cancelled=ended.is_set)
+    needed = (1, 3) if counts is None else tuple(range(EXPERTS))
+    gate.shut = True
+    brought = pager.visit(0, needed, counts)
+    ended.set()
+    with pytest.raises(Interrupted):
+        pager.wait(brought.coming[0])
+    gate.shut = False
+    ended.clear()
+    other = pager.visit(1, (0, 1))
+    gate.free.release(100)
+    for expert in other.coming:
+        pager.wait(expert)
+        check(pager, EXPERTS + expert, other.slots[expert])
+    for layer in (0, 1, 2, 0):
+        use(pager, layer, needed, counts)
+    sound(pager)
+    pager.close()
+
+
+def test_memory_is_what_was_planned(store: TensorStore) -> None:
+    pager = opened(store)
+    assert pager.memory.nbytes == LEAST * max(part.nbytes for part in parts_of(store)) and pager.stays and not pager.resident
+    assert pager.nbytes >= pager.memory.nbytes
+    pager.close()

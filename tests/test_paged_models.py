@@ -1,0 +1,168 @@
+"""Experts from the disk give the bits of experts in memory: families, formats, policies, prompts and answers, whatever the slots."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.offload.experts import POLICIES
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.paged_experts import LayerExperts
+from effllm.runtime.prepare import EngineOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import options, run
+from family_models import CASES, written
+from streamed_models import paging
+from test_moe_models import mixture_model
+
+
+def logits(engine: Engine, prompt: int = 150, answer: int = 30) -> np.ndarray:
+    """Of every position of a prompt in chunks (one of few tokens), then token by token, then few at once, then token by token."""
+    ids = np.random.default_rng(7).integers(0, engine.config.vocab_size, prompt + answer + 8).tolist()
+    engine.reset()
+    rows = [found.copy() for _, found in engine.score(ids[:prompt])]
+    rows += [engine.forward_logits(ids[at : at + 1]).copy() for at in range(prompt, prompt + answer)]
+    rows.append(engine.forward_logits(ids[prompt + answer : -2]).copy())
+    rows += [engine.forward_logits(ids[at : at + 1]).copy() for at in range(len(ids) - 2, len(ids))]
+    return np.concatenate(rows)
+
+
+def resident(folder: Path, **asked: object) -> np.ndarray:
+    engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=256, **asked)))[-1]
+    assert engine.model.pager.resident
+    found = logits(engine)
+    engine.close()
+    return found
+
+
+def paged(folder: Path, slots: int, **asked: object) -> np.ndarray:
+    engine = paging(folder, slots, ctx=256, **asked)
+    found = logits(engine)
+    tally = engine.model.pager.tally
+    assert 0 < tally.hits < tally.uses and tally.chunk_reads > 0
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A mixture of two layers with six experts each, of which a token visits two; its first layer is dense."""
+    base = tmp_path_factory.mktemp("mixture")
+    found = {"bf16": mixture_model(base / "bf16")}
+    for spec in ("4bit", "8bit", "affine3:64", "ternary"):
+        run(found["bf16"], base / spec.replace(":", "-"), options(spec))
+        found[spec] = base / spec.replace(":", "-")
+    run(found["bf16"], base / "mixed", options("4bit", rules=[r"experts\.[01]\.=8bit", r"experts\.2\.up=bf16"]))
+    return {**found, "mixed": base / "mixed"}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, np.ndarray]:
+    return {spec: resident(folder) for spec, folder in folders.items()}
+
+
+@pytest.mark.parametrize("spec", ("bf16", "4bit", "8bit", "affine3:64", "ternary", "mixed"))
+def test_every_format_gives_the_same_bits(spec: str, folders, expected) -> None:
+    assert np.array_equal(paged(folders[spec], 8), expected[spec])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("slots", (8, pytest.param(9, marks=pytest.mark.slow), 11))
+def test_no_policy_changes_a_bit(policy: str, slots: int, folders, expected) -> None:
+    assert np.array_equal(paged(folders["4bit"], slots, policy=policy), expected["4bit"])
+
+
+@pytest.mark.parametrize("spec", ("bf16", "4bit"))
+@pytest.mark.parametrize("threads", (1, 2))
+@pytest.mark.parametrize("direct", (True, False), ids=("direct", "buffered"))
+def test_neither_threads_nor_the_way_of_reading_change_a_bit(spec: str, threads: int, direct: bool, folders, expected) -> None:
+    assert np.array_equal(paged(folders[spec], 8, threads=threads, direct=direct), expected[spec])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ("bf16", "4bit"))
+def test_products_in_float32_give_the_same_bits(spec: str, folders) -> None:
+    """Where no kernel prepares products of a few tokens beforehand."""
+    assert np.array_equal(paged(folders[spec], 8, exact=True, kv="32bit"), resident(folders[spec], exact=True, kv="32bit"))
+
+
+FAMILIES = {"mixtral": 12, "mixtral, window, bfloat16": 12, "qwen3_moe": 20, "qwen3_moe, some layers dense": 8, "qwen3_moe, bfloat16": 20,
+            "olmoe": 24, "olmoe, one expert, float16": 6}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    written(CASES[name], tmp_path / "model")
+    assert np.array_equal(paged(tmp_path / "model", FAMILIES[name]), resident(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name, slots", (("mixtral", 12), ("olmoe", 24), ("gpt_oss", 12), ("gpt_oss, bfloat16", 24)))
+def test_quantized_families_give_the_same_bits(name: str, slots: int, tmp_path: Path) -> None:
+    """gpt-oss with its biases and clamped gates: taken apart by the conversion, it pages."""
+    written(CASES[name], tmp_path / "model")
+    run(tmp_path / "model", tmp_path / "out", options("4bit"))
+    if slots < 15:
+        assert np.array_equal(paged(tmp_path / "out", slots), resident(tmp_path / "out"))
+    else:  # all four of five experts of a token: every slot of three layers
+        engine = paging(tmp_path / "out", 14, ctx=256)
+        assert np.array_equal(logits(engine), resident(tmp_path / "out"))
+        engine.close()
+
+
+def test_everything_in_slots_reads_every_expert_once(folders, expected) -> None:
+    engine = paging(folders["4bit"], 12, ctx=256)
+    assert np.array_equal(logits(engine), expected["4bit"])
+    first = engine.model.pager.traffic.nbytes
+    assert np.array_equal(logits(engine), expected["4bit"])
+    rows = engine.model.pager.traffic.nbytes - first
+    assert len(engine.model.pager.pool) == 12 and rows < first / 2, "only rows of the embedding are read again"
+    engine.close()
+
+
+def test_an_expert_is_one_read_and_a_chunk_reads_none_twice(folders) -> None:
+    """In a folder that effllm wrote. The embedding of this model is its head too, so nothing else is read."""
+    engine = paging(folders["4bit"], 8, ctx=256)
+    pager = engine.model.pager
+    before = pager.traffic.reads
+    ids = np.random.default_rng(3).integers(0, engine.config.vocab_size, 120).tolist()
+    for _ in engine.score(ids, pages=8):
+        continue
+    assert pager.traffic.reads - before == pager.tally.chunk_reads <= 12
+    for at in range(20):
+        engine.forward_logits([at])
+    tally = pager.tally
+    read = pager.traffic.reads - before - tally.chunk_reads
+    assert tally.uses == 20 * 2 * 2 and tally.uses - tally.hits <= read <= tally.uses - tally.hits + tally.guessed + tally.wasted
+    engine.close()
+
+
+def test_what_was_shown_of_a_layers_visits_is_what_happened(folders) -> None:
+    engine = paging(folders["4bit"], 8, ctx=256)
+    seen: list[tuple[int, list[int]]] = []
+
+    def tap(name: str, layer: int, value: object) -> None:
+        if name == "visits":
+            seen.append((layer, np.flatnonzero(np.diff(value.offsets)).tolist()))
+
+    for token in range(6):
+        engine.model.forward(np.array([token]), engine.cache, tap)
+    trace = engine.model.pager.trace()
+    assert trace.shape == (6, 2, 2)
+    assert [(layer, numbers) for layer, numbers in seen] == [(1 + i % 2, row) for i, row in enumerate(trace.reshape(-1, 2).tolist())]
+    engine.close()
+
+
+def test_records_follow_their_expert_from_slot_to_slot(folders) -> None:
+    engine = paging(folders["4bit"], 8, ctx=256)
+    logits(engine, 20, 10)
+    for (raw, made), key in ((engine.model._wrapped[key], key) for key in (1, 2)):
+        pages = made.experts
+        assert isinstance(pages, LayerExperts) and raw is not None and len(pages) == 6
+        table = engine.backends["cpu"].mixtures.tables[id(pages)]
+        for expert in range(6):
+            slot = table.where[expert] // pages.slot_nbytes
+            own = pages.expert(expert, slot)
+            assert table.gated[expert, 1] == own.gate.weight.address and table.down[expert, 1] == own.down.weight.address, key
+    engine.close()

@@ -1,0 +1,140 @@
+"""Plans whose KV cache lies on the disk in part: what stays in memory, what is refused, and when the disk is not asked at all."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effllm import DoesNotFit
+from effllm.offload.plan import BlockBytes, Budget, Demand, Placement, plan
+from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
+from effllm.offload.predict import KindRate, Part, Rates, Work, decode, prompt
+
+MB = 10**6
+BLOCK = 8 * MB
+SPILL = Spill(ring=20 * MB, workspace=5 * MB, ram=None, disk=10**12, where="/spill has")
+
+
+def demand(layers: int = 20, kv: int = 100_000, blocks: bool = True) -> Demand:
+    """800 MB of layers, 40 MB around them."""
+    weights = (BlockBytes("outer", 40 * MB), *(BlockBytes(str(i), 5 * BLOCK) for i in range(layers)))
+    return Demand(baseline=80 * MB, workspace=20 * MB, weights=weights, kv_bytes_per_token=kv, kv_fixed=7 * MB, layers=layers,
+                  blocks=(BLOCK,) * (layers * 5) if blocks else (), always=10 * MB)
+
+
+def tiers(ram: int, ctx: int | None, spill: Spill | None = SPILL, **more: object) -> Placement:
+    return plan_tiers(demand(**more), Budget(ram * MB), 32_768, ctx, "cpu", None, spill)
+
+
+def test_a_cache_that_fits_stays_in_memory() -> None:
+    for ctx in (None, 4096):
+        assert tiers(2000, ctx) == plan(demand(), Budget(2000 * MB), 32_768, ctx, "cpu")
+        assert tiers(2000, ctx).kv_pages is None
+
+
+def test_an_asked_context_that_does_not_fit_goes_to_the_disk_and_adds_up() -> None:
+    placed = tiers(1200, 16_384)
+    page, pages = 100_000 * PAGE, placed.kv_pages
+    assert placed.ctx == 16_384 and placed.residency is None, "all weights stay: they are read from the first token on"
+    assert placed.kv_bytes == 7 * MB + 20 * MB + pages * page and placed.kv_disk_bytes == (128 - pages) * page
+    parts = 80 * MB + 25 * MB + 840 * MB + placed.kv_bytes
+    assert placed.total_bytes == -(-parts * 105 // 100) <= 1200 * MB < placed.total_bytes + page * 105 // 100
+    (note,) = placed.notes
+    assert "of the KV cache lie on the disk, read for every token" in note
+
+
+def test_a_context_that_nobody_asked_for_is_shortened_as_ever() -> None:
+    assert tiers(1200, None) == plan(demand(), Budget(1200 * MB), 32_768, None, "cpu")
+
+
+def test_weights_that_do_not_fit_stream_and_the_context_stays_while_it_can() -> None:
+    assert tiers(700, 4096) == plan(demand(), Budget(700 * MB), 32_768, 4096, "cpu")
+    placed = tiers(700, 16_384)
+    assert placed.kv_pages == 0 and placed.residency.streamed and placed.kv_disk_bytes == 128 * 100_000 * PAGE
+    assert placed.total_bytes <= 700 * MB < placed.total_bytes + BLOCK
+    assert "read for every token" in placed.notes[0] and "every token reads them too" in placed.notes[1]
+    with pytest.raises(DoesNotFit, match="needs .* of memory even with weights and the KV cache read from the disk") as caught:
+        tiers(150, 16_384)
+    least = int(caught.value.hint.split("--ram ")[1].split("Mi")[0]) if "--ram" in caught.value.hint else 0
+    assert caught.value.hint.startswith("-c ") or tiers(-(-least * 2**20 // MB), 16_384).kv_pages == 0
+
+
+def test_weights_that_cannot_stream_have_to_fit() -> None:
+    assert tiers(1200, 16_384, blocks=False).kv_pages is not None
+    with pytest.raises(DoesNotFit, match="needs .* of memory even with the KV cache read from the disk"):
+        tiers(700, 16_384, blocks=False)
+
+
+def test_memory_for_the_cache_as_asked() -> None:
+    spill = replace(SPILL, ram=100 * MB)
+    placed = tiers(3000, None, spill)
+    assert placed.ctx == 32_768 and placed.kv_bytes <= 100 * MB < placed.kv_bytes + 100_000 * PAGE
+    assert tiers(3000, 512, spill).kv_pages is None, "all of it is less than that"
+    streamed = tiers(700, 16_384, spill)
+    assert streamed.kv_bytes <= 100 * MB and streamed.residency.streamed and streamed.total_bytes <= 700 * MB
+    with pytest.raises(DoesNotFit, match="hold no cache on the disk") as caught:
+        tiers(3000, None, replace(SPILL, ram=10 * MB))
+    assert caught.value.hint == "--kv-ram 26Mi"
+    assert tiers(3000, None, replace(SPILL, ram=26 << 20)).kv_pages == 0
+
+
+def test_the_disk_is_a_budget_too() -> None:
+    with pytest.raises(DoesNotFit, match="GiB of the KV cache for 16384 tokens would lie on the disk, --disk allows 95.37 MiB") as caught:
+        tiers(1200, 16_384, replace(SPILL, disk=100 * MB, where="--disk allows"))
+    ctx = int(caught.value.hint.split("-c ")[1].split()[0])
+    assert tiers(1200, ctx, replace(SPILL, disk=100 * MB)).ctx == ctx
+    placed = tiers(3000, None, replace(SPILL, ram=100 * MB, disk=100 * MB))
+    assert placed.ctx < 32_768 and placed.kv_disk_bytes <= 100 * MB
+    assert placed.notes[-1] == f"context {placed.ctx} of the model's 32768: the most that the disk holds"
+
+
+def test_a_small_cache_is_not_worth_a_ring() -> None:
+    whole = plan(demand(), Budget(3000 * MB), 32_768, 256).total_bytes
+    with pytest.raises(DoesNotFit):
+        plan_tiers(demand(blocks=False), Budget(whole - 1), 32_768, 256, "cpu", None, replace(SPILL, ring=30 * MB))
+
+
+@given(ram=st.integers(100, 3000), ctx=st.one_of(st.none(), st.integers(1, 32_768)), cap=st.one_of(st.none(), st.integers(1, 4000)),
+       disk=st.integers(0, 4000), blocks=st.booleans())
+def test_a_plan_is_kept(ram: int, ctx: int | None, cap: int | None, disk: int, blocks: bool) -> None:
+    try:
+        placed = tiers(ram, ctx, replace(SPILL, ram=cap and cap * MB, disk=disk * MB), blocks=blocks)
+    except DoesNotFit as error:
+        assert error.exit_code == 4 and error.hint
+        return
+    assert placed.total_bytes <= ram * MB and placed.kv_disk_bytes <= disk * MB
+    assert ctx is None or placed.ctx == ctx
+    if placed.kv_pages is not None:
+        assert placed.kv_pages >= 0 and placed.kv_disk_bytes > 0
+        assert placed.kv_pages * PAGE * 100_000 + placed.kv_disk_bytes >= placed.ctx * 100_000
+        assert cap is None or placed.kv_bytes <= cap * MB
+
+
+# -- how fast ------------------------------------------------------------------------------------------------------------------
+
+RATES = Rates(memory=10e9, token_s=1e-3, layer_s=1e-4, kinds={"bf16": KindRate(8e9, 1e11)}, attention={"16bit": KindRate(1e10, 1e11)},
+              disk=1e9)
+
+
+def work(**more: object) -> Work:
+    return Work(parts=(Part("bf16", 10**9, 5 * 10**8),), attention_width=4096, windows=(None, None), kv="16bit", kv_bytes=100_000, **more)
+
+
+def test_the_disk_limits_deep_contexts_alone() -> None:
+    placed = work(kv_held=1000)
+    assert decode(placed, RATES, 1000) == decode(work(), RATES, 1000)
+    assert placed.kv_disk_bytes(11_000) == 10_000 * 100_000
+    deep = decode(placed, RATES, 11_000)
+    assert deep.disk_s == pytest.approx(1.0) and deep.limit == "disk" and deep.seconds == pytest.approx(1.0)
+    assert decode(replace(placed, streamed=10**9), RATES, 11_000).disk_s == pytest.approx(2.0)
+    assert decode(placed, replace(RATES, disk=None), 500) is not None and decode(placed, replace(RATES, disk=None), 1500) is None
+
+
+def test_windows_read_no_more_than_they_see() -> None:
+    assert replace(work(kv_held=1000), windows=(None, 512)).kv_disk_bytes(11_000) == (10_000 + 512) * 100_000 // 2
+
+
+def test_a_prompt_reads_what_came_before_each_chunk() -> None:
+    found = prompt(work(kv_held=1000, chunk=500), RATES, 2500)
+    assert found.disk_s == pytest.approx((0 + 0 + 0 + 500 + 1000) * 100_000 / 1e9)

@@ -1,0 +1,183 @@
+"""Which neurons a model activates: thresholds that leave some out, traces and their replay, what is kept of them, who is refused."""
+
+import io
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm import UsageError
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.offload.disk import Disk, DiskRead
+from effllm.runtime import forecast, sparsity, sparsity_file
+from effllm.runtime.bundle_ffn import bundle
+from effllm.runtime.bundles import Windows, places
+from effllm.runtime.calibrate import built_in_text
+from effllm.runtime.model import check_tensors
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
+from effllm.runtime.sparsity_file import Sparsity
+from effllm.runtime.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bundle_models import RELU, bundled, folders, found, resident, windowed
+from family_models import Case, written
+from streamed_models import FABLE, streams
+
+__all__ = ["folders"]  # a fixture
+
+# -- thresholds --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lossy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The packaged model, bundled with half of its gates left out."""
+    out = tmp_path_factory.mktemp("lossy") / "half"
+    made, said = bundled(FABLE, out, gate_sparsity=0.5)
+    assert any("answers change" in line for line in said) and made.folder == out
+    return FABLE, out
+
+
+def test_thresholds_leave_out_the_share_that_was_asked_for(lossy: tuple[Path, Path]) -> None:
+    engine = resident(lossy[1])
+    ids = Tokenizer.load(FABLE, engine.config).encode(built_in_text())[:1024]
+    *_, trace = sparsity.record(engine, ids)
+    engine.close()
+    assert all(0.4 < share < 0.6 for share in trace.shares())
+
+
+def test_a_run_with_thresholds_has_the_same_bits_on_every_tier_and_answers_near_the_original(lossy: tuple[Path, Path]) -> None:
+    plain, half = found(resident(lossy[0])), found(resident(lossy[1]))
+    assert np.array_equal(found(windowed(lossy[1], 60)), half)
+    assert not np.array_equal(half, plain)
+    assert np.mean(half.argmax(axis=1) == plain.argmax(axis=1)) > 0.6
+
+
+def test_loss_that_costs_time_is_refused(lossy: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(lossy[1], EngineOptions(device="cpu"))
+    at = places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
+    made = replace(prepared, streams=replace(streams(lossy[1], EngineOptions(device="cpu")), windows=Windows(at, (48,) * len(at))))
+
+    def machine(small: float) -> Roofs:
+        reads = (DiskRead(4096, 8, small), DiskRead(2 << 20, 4, 1e9))
+        return Roofs(MachineRoofs("A CPU", 2, "2026-01-01 12:00", 2e10, 2e10, 1e-4, 1e-5, {}, {}),
+                     DiskRoofs(Disk("", "", True, reads), "2026-01-01 12:00", 1 << 30))
+
+    monkeypatch.setattr(forecast, "roofs_known", lambda wanted: machine(1e8))
+    with pytest.raises(UsageError, match="costs time here"):
+        forecast.refuse_slower(made)
+    monkeypatch.setattr(forecast, "roofs_known", lambda wanted: machine(9e8))
+    forecast.refuse_slower(made)
+    monkeypatch.setattr(forecast, "roofs_known", lambda wanted: Roofs(None, None))
+    forecast.refuse_slower(made)
+    prepared.store.close()
+
+
+@pytest.mark.parametrize("act, share, said", (("relu", 0.5, "leaves neurons out by itself"), ("silu", 1.5, "no share of gates")))
+def test_thresholds_that_make_no_sense_are_refused(act: str, share: float, said: str, tmp_path: Path) -> None:
+    written(Case("llama", {**RELU, "hidden_act": act}), tmp_path / "model")
+    with pytest.raises(UsageError, match=said):
+        list(bundle(tmp_path / "model", tmp_path / "out", gate_sparsity=share))
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_what_ran_and_its_replay_what_a_window_read(tmp_path: Path, folders) -> None:
+    model, out = folders("llama, bf16")
+    ids = np.random.default_rng(3).integers(0, 300, 400).tolist()
+    engine = resident(model, kv="32bit")
+    *_, trace = sparsity.record(engine, ids)
+    engine.close()
+    trace.save(tmp_path / "trace.npz")
+    again = sparsity.Trace.load(tmp_path / "trace.npz")
+    assert again.neurons == trace.neurons == 160 and all(map(np.array_equal, again.layers, trace.layers))
+    assert trace.tokens == 400 and all(0.2 < share < 0.8 for share in trace.shares())
+    engine = windowed(out, 6, kv="32bit")
+    for at in range(250):
+        engine.forward_logits(ids[at : at + 1])
+    missed = engine.model.pager.used.missed
+    engine.close()
+    assert missed > 0
+    expected = sum(sparsity.missed_units(replace_tokens(trace, 250), layer, 6, 16).sum() for layer in range(len(trace.layers)))
+    assert abs(missed - expected) <= 0.02 * missed  # prompts and tokens round differently now and then
+
+
+def replace_tokens(trace: sparsity.Trace, tokens: int) -> sparsity.Trace:
+    return sparsity.Trace(trace.neurons, tuple(bits[:tokens] for bits in trace.layers))
+
+
+def test_what_was_measured_is_read_back_and_nonsense_is_not(tmp_path: Path) -> None:
+    made = Sparsity(2048, (0.1, 0.2), {0.25: (0.02, 0.04), 0.5: (0.01, 0.0)})
+    sparsity_file.save(made, tmp_path)
+    assert sparsity_file.load(tmp_path, 2) == made
+    assert made.missed_at(0.25) == pytest.approx(0.03) and made.missed_at(1.0) == 0.0
+    assert 0.005 < made.missed_at(0.375) < 0.03
+    assert sparsity_file.load(tmp_path, 3) is None
+    for wrong in ("{}", "[1]", "nothing", json.dumps({**made.to_json(), "missed": {"2": [0.1, 0.1]}}),
+                  json.dumps({**made.to_json(), "active": [0.1, "x"]})):
+        (tmp_path / sparsity_file.FILE).write_text(wrong)
+        assert sparsity_file.load(tmp_path, 2) is None
+
+
+def test_a_model_that_leaves_nothing_out_has_no_trace() -> None:
+    engine = resident(FABLE)
+    with pytest.raises(UsageError, match="zero for no neuron"):
+        next(sparsity.record(engine, list(range(300))))
+    engine.close()
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------------------
+
+
+class Ran:
+    """What a call of `main` wrote and returned."""
+
+    def __init__(self, *argv: object) -> None:
+        self.environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+        self.code = main([str(word) for word in argv], self.environment)
+        self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
+
+
+def test_the_way_of_a_model_through_the_commands(tmp_path: Path) -> None:
+    """The packaged model's weights behind ReLU: no good model, a real one."""
+    shutil.copytree(FABLE, tmp_path / "relu")
+    config = json.loads((FABLE / "config.json").read_text())
+    (tmp_path / "relu" / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    made = Ran("quantize", tmp_path / "relu", "-o", tmp_path / "out", "--bundle-ffn", "--json")
+    assert made.code == 0, made.err
+    assert json.loads(made.out)["bytes_before"] == json.loads(made.out)["bytes_after"]
+    assert "4 neurons fill a block" in made.err
+    asked = Ran("calibrate-sparsity", tmp_path / "out", "--tokens", 512, "--trace", tmp_path / "trace.npz", "--json")
+    assert asked.code == 0, asked.err
+    told = json.loads(asked.out)
+    assert told["tokens"] == 512 and told["together"] == 4 and len(told["active"]) == 6
+    trace = sparsity.Trace.load(tmp_path / "trace.npz")
+    assert trace.shares() == pytest.approx(told["active"], abs=1e-5)
+    shown = Ran("calibrate-sparsity", tmp_path / "relu", "--tokens", 512)
+    assert shown.code == 0 and "read per token" in shown.out and "25% of up and down" in shown.out
+    answers = [Ran("run", tmp_path / name, "--raw", "Once upon a time", "-n", 12, "--temp", 0) for name in ("relu", "out")]
+    assert answers[0].code == answers[1].code == 0 and answers[0].out == answers[1].out
+    assert Ran("show", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("arguments, said", ((("--bundle-ffn",), "silu is zero for no neuron"),
+                                             (("--bundle-ffn", "--bits", 4), "as they are"),
+                                             (("--bits", 4, "--gate-sparsity", 0.5), "goes with --bundle-ffn")))
+def test_commands_that_contradict_themselves_are_refused(arguments: tuple, said: str, tmp_path: Path) -> None:
+    ran = Ran("quantize", FABLE, "-o", tmp_path / "out", *arguments)
+    assert ran.code == 2 and said in ran.err and "hint: " in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    ran = Ran("calibrate-sparsity", "fable", "--tokens", 10)
+    assert ran.code == 2 and "too few" in ran.err
+    ran = Ran("calibrate-sparsity", "fable")
+    assert ran.code == 2 and "zero for no neuron" in ran.err

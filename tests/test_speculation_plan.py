@@ -1,0 +1,107 @@
+"""When a run speculates and with whom, decided with the plan: weights in memory and on the disk, mixtures, neurons, draft models."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm import DoesNotFit, UsageError
+from effllm.offload.placement import Residency
+from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.engine import Engine, Step, open_engine
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.speculate import Speculation
+from effllm.runtime.speculating import MIXTURE, NEURONS, decide
+
+sys.path.insert(0, str(Path(__file__).parent))
+from streamed_models import larger_than_memory
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+
+
+def opened(**asked: object) -> Engine:
+    return list(open_engine(FABLE, EngineOptions(device="cpu", **asked)))[-1]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return larger_than_memory(tmp_path_factory.mktemp("models") / "large")
+
+
+@cache
+def resident_budget(folder: Path) -> int:
+    return prepare(folder, EngineOptions(device="cpu", ctx=256)).placement.total_bytes
+
+
+def test_the_planner_turns_it_on_where_a_dense_model_comes_from_the_disk(large: Path) -> None:
+    short = {"device": "cpu", "ctx": 256, "ram": f"{resident_budget(large) - (64 << 20)}"}
+    streams = prepare(large, EngineOptions(**short))
+    assert streams.placement.streamed_bytes and streams.speculating.lookup and "verifies several" in streams.notices[-1]
+    off = prepare(large, EngineOptions(**short, spec="off"))
+    assert off.placement.streamed_bytes and not off.speculating and "verifies" not in " ".join(off.notices)
+    for folder, asked, wanted in ((large, "auto", False), (FABLE, "auto", False), (FABLE, "lookup", True)):
+        assert prepare(folder, EngineOptions(device="cpu", ctx=256, spec=asked)).speculating.lookup is wanted
+    engine = opened(ctx=256, spec="lookup")
+    assert isinstance(engine.speculation, Speculation)
+    engine.close()
+
+
+def test_a_mixture_from_the_disk_never_drafts() -> None:
+    prepared = prepare_synthetic("olmoe-1b-7b", EngineOptions(device="cpu", ctx=128, ram="40G"))
+    assert decide(EngineOptions(spec="lookup"), prepared.config, prepared.placement, None)[0].lookup, "in memory it may"
+    paged = replace(prepared.placement, residency=Residency((), (0,), 0, 1 << 30, 1 << 20))
+    assert decide(EngineOptions(spec="lookup"), prepared.config, paged, None)[1] == (MIXTURE,)
+    for spec in ("auto", "lookup", "off"):
+        assert not decide(EngineOptions(spec=spec), prepared.config, paged, None)[0]
+    slots = replace(prepared.placement, residency=None, expert_slots=40)
+    assert decide(EngineOptions(draft="small"), prepared.config, slots, None)[1] == (MIXTURE,)
+    neurons = replace(prepared.placement, slots=(4,))
+    assert decide(EngineOptions(spec="lookup"), replace(prepared.config, mixture=None), neurons, None)[1] == (NEURONS,)
+    on_card = replace(prepared.placement, devices=("cpu", "cuda"))
+    assert not decide(EngineOptions(spec="lookup"), prepared.config, on_card, None)[0]
+
+
+def test_the_memory_of_a_draft_model_counts() -> None:
+    alone = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="2G"))
+    both = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="2G", draft=str(FABLE)))
+    taken = both.speculating.draft_nbytes
+    assert taken > 11_540_992 and alone.placement.budget.ram - both.placement.budget.ram == taken
+    assert both.speculating.lookup and both.speculating.draft.placement.ctx == 256
+    with pytest.raises(DoesNotFit, match="the draft model"):
+        prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="64M", draft=str(FABLE)))
+    with pytest.raises(UsageError, match="--spec off forbids it"):
+        EngineOptions(draft=str(FABLE), spec="off")
+
+
+def test_a_draft_model_is_opened_with_its_target() -> None:
+    engine, prompt = opened(ctx=256, draft=str(FABLE)), [*range(300, 330)]
+
+    def answer() -> list[Step]:
+        engine.reset()
+        for _ in engine.prefill(prompt):
+            continue
+        return list(engine.generate(Sampler(SamplerSettings(temperature=0), 4096), 60, frozenset()))
+
+    found, counts = answer(), engine.speculation.counts
+    assert counts.passes + counts.accepted == 59 and counts.drafted > 0, "a first guess is always tried"
+    engine.speculation = None
+    assert found == answer()
+    engine.close()
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    other = shutil.copytree(FABLE, tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = (token for token, number in vocabulary.items() if number in (300, 301))
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError) as refused:
+        prepare(FABLE, EngineOptions(device="cpu", draft=str(other)))
+    assert str(other) in refused.value.message and "token 300 is" in refused.value.message and repr(one) in refused.value.message
