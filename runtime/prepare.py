@@ -22,7 +22,8 @@ from ..offload.size import parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import kv_disk
 from .bundles import Windows, is_bundled, is_lossy, places
-from .cache import CacheShape, cache_nbytes, layer_codecs
+from .cache import CacheShape, layer_codecs
+from .cache_shape import cache_nbytes
 from .config import ModelConfig, read_config
 from .container import Container, read_container
 from .kv_setting import AUTO, chosen, profile_for, refuse_broken
