@@ -30,18 +30,18 @@ import numpy as np
 from effllm.kernels.compile import cache_root
 from effllm.offload.experts import POLICIES, belady, replay
 from effllm.offload.hardware import peak_rss
-from effllm.offload.shards import Planned, index_json, plan_files
+from effllm.offload.shards import Planned
 from effllm.offload.size import format_size
 from effllm.quant.methods import rtn
 from effllm.quant.pack import put_rows, put_tables
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import from_f32
 from effllm.runtime.config import parse_config
-from effllm.runtime.container import FILE
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.synthetic import SHAPES, SyntheticStore
+from made_folder import of_store, write_folder, write_marker
 from offload import child, evict
 from report import Figure, publish
 
@@ -93,24 +93,11 @@ def make(shape: str, layers: int, folder: Path) -> None:
     raw = {**SHAPES[shape], "num_hidden_layers": layers}
     store = Store(parse_config(raw), QuantSpec.parse("4bit"))
     groups: dict[str, list[Planned]] = {}
-    for info in store.tensors.values():
-        groups.setdefault(info.name.rpartition("_proj")[0].rpartition(".")[0] if ".experts." in info.name else info.name, []).append(
-            Planned(info.name, info.dtype, info.shape, info.nbytes))
-    folder.mkdir(parents=True, exist_ok=True)
-    files = plan_files(list(groups.values()), {})
-    for file in files:
-        with (folder / file.name).open("wb") as out:
-            out.write(file.head)
-            for name, place in file.places.items():
-                if name in store.tensors:
-                    out.seek(place)
-                    out.write(store.made(name).data)
-            out.truncate(file.size)
-            os.fsync(out.fileno())
-    if len(files) > 1:
-        (folder / "model.safetensors.index.json").write_text(index_json(files))
-    (folder / "config.json").write_text(json.dumps(raw))
-    (folder / FILE).write_text(store.container.to_json())
+    for tensor in of_store(store):
+        record = tensor.name.rpartition("_proj")[0].rpartition(".")[0] if ".experts." in tensor.name else tensor.name
+        groups.setdefault(record, []).append(tensor)
+    write_folder(folder, raw, list(groups.values()), store.made)
+    write_marker(folder, store)
 
 
 def make_gguf(folder: Path, path: Path) -> None:

@@ -26,15 +26,14 @@ from statistics import median
 from effllm.offload.direct import BLOCK, READ_NBYTES, THREADS, Read, Reader
 from effllm.offload.hardware import peak_rss
 from effllm.offload.memory import anonymous
-from effllm.offload.shards import Planned, index_json, plan_files
 from effllm.offload.size import format_size, parse_size
 from effllm.offload.streaming import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
-from effllm.runtime.container import FILE
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
+from made_folder import of_store, write_folder, write_marker
 from report import Figure, publish
 
 PROBE_S = 1.5
@@ -46,22 +45,8 @@ INTRO = "Weights are random, which changes no speed; reads are direct, in order 
 def make(shape: str, folder: Path, bits: int | None) -> None:
     """A folder of random weights: bf16, or as `quantize --bits` would lay it out."""
     store = SyntheticStore(synthetic_config(shape), None if bits is None else QuantSpec.parse(f"{bits}bit"))
-    folder.mkdir(parents=True, exist_ok=True)
-    files = plan_files([[Planned(info.name, info.dtype, info.shape, info.nbytes)] for info in store.tensors.values()], {})
-    for file in files:
-        with (folder / file.name).open("wb") as out:
-            out.write(file.head)
-            for name, place in file.places.items():
-                if name in store.tensors:
-                    out.seek(place)
-                    out.write(store.read(store.tensors[name]).data)
-            out.truncate(file.size)
-            os.fsync(out.fileno())
-    if len(files) > 1:
-        (folder / "model.safetensors.index.json").write_text(index_json(files))
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-    if store.container is not None:
-        (folder / FILE).write_text(store.container.to_json())
+    write_folder(folder, SHAPES[shape], [[tensor] for tensor in of_store(store)], lambda name: store.read(store.tensors[name]))
+    write_marker(folder, store)
 
 
 def evict(paths: list[Path]) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from effllm.offload.shards import Planned, index_json, plan_files
+from effllm.offload.shards import Planned
 from effllm.quant.weight import from_f32, to_f32
 from effllm.runtime.source import open_store
+from made_folder import write_folder
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SMALL, USUAL = 0x33, 0x3C  # high bytes of bf16 noise: below 5e-8, about 0.01
@@ -111,21 +112,11 @@ class Widened:
 
     def write(self, small: Path, folder: Path) -> None:
         """The folder of the wide model."""
-        folder.mkdir(parents=True)
         tensors = self.tensors()
-        files = plan_files([[Planned(name, "BF16", shape, 2 * int(np.prod(shape)))] for name, (shape, _) in tensors.items()], {})
-        for file in files:
-            with (folder / file.name).open("wb") as out:
-                out.write(file.head)
-                for name, place in file.places.items():
-                    if name in tensors:
-                        out.seek(place)
-                        out.write(np.ascontiguousarray(tensors[name][1]()).data)
-                out.truncate(file.size)
-        if len(files) > 1:
-            (folder / "model.safetensors.index.json").write_text(index_json(files))
         changed = {"hidden_size": self.hidden, "intermediate_size": self.ffn, "num_attention_heads": self.heads, "head_dim": self.head_dim,
                    "num_key_value_heads": self.heads, "rms_norm_eps": self.config["rms_norm_eps"] * self.own / self.hidden}
-        (folder / "config.json").write_text(json.dumps({**self.config, **changed}))
+        write_folder(folder, {**self.config, **changed},
+                     [[Planned(name, "BF16", shape, 2 * int(np.prod(shape)))] for name, (shape, _) in tensors.items()],
+                     lambda name: tensors[name][1]())
         for name in COPIED:
             shutil.copy(small / name, folder)

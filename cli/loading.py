@@ -67,15 +67,15 @@ def find_or_pull(model: str, bits: int | None, screen: Screen, yes: bool) -> Mod
 @contextmanager
 def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, threads: int | None = None) -> Iterator[ModelRef]:
     """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run."""
-    from ..runtime import on_load
-    from ..runtime.convert import Converted
-
     bits = f"{weights.bits}bit" if weights.bits is not None else ref.variant
     if bits is None:
         if weights.keep:
             raise UsageError("--keep keeps what --bits makes", f"effllm run {ref.text} --bits 4 --keep")
         yield ref
         return
+    from ..runtime import on_load
+    from ..runtime.convert import Converted
+
     if ref.variant not in (None, bits):
         raise UsageError(f"{ref.text} and --bits {weights.bits} disagree", "give one of them")
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, threads)
@@ -108,6 +108,20 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen) -> Iterator[Lo
         yield Loaded(engine, tokenizer)
     finally:
         engine.close()
+
+
+def text_side(folder: Path, options: EngineOptions) -> Tokenizer | None:
+    """What a run has in memory when it plans, for a plan that is to say what the run will: the session's modules and the tokenizer, which
+    for 128,000 tokens takes as much as a small model. None for a model without one, which a run refuses in words of its own."""
+    from .. import EffllmError
+    from ..runtime import session  # noqa: F401
+    from ..runtime.config import read_config
+    from ..runtime.text import Tokenizer
+
+    try:
+        return Tokenizer.load(folder, read_config(folder, options.strict))
+    except EffllmError:
+        return None
 
 
 def open_with_progress(folder: Path, options: EngineOptions, screen: Screen) -> Engine:

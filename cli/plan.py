@@ -12,7 +12,7 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .loading import find_any, follow, last, with_draft
+from .loading import find_any, follow, last, text_side, with_draft
 from .options import MEMORY, OUTPUT, Json, Model, RunFlags
 from .screen import Screen
 
@@ -69,7 +69,12 @@ def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen)
     spec = f"{bits}bit" if bits is not None else ref.variant
     if ref.variant not in (None, spec):
         raise UsageError(f"{ref.text} and --bits {bits} disagree", "give one of them")
-    return prepare(ref.folder, engine.options()) if spec is None else prepare_at(ref.folder, spec, engine.options())
+    options = engine.options()
+    text = text_side(ref.folder, options)
+    try:
+        return prepare(ref.folder, options) if spec is None else prepare_at(ref.folder, spec, options)
+    finally:
+        del text  # held until here: it is part of what a run takes
 
 
 def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool) -> Roofs:

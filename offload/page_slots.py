@@ -47,7 +47,7 @@ class PageSlots:
                     before_wait()
                     self._reader.wait(ticket, self._cancelled)
                 except BaseException:
-                    for each in missing:
+                    for each in {page, *missing}:  # it may have been read ahead, and failed then
                         self.forget(each)
                     raise
             yield page, self._memory.ctypes.data + slot * self._size + self._skip(page)

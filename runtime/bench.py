@@ -23,10 +23,11 @@ from ..offload.gpu import gpus
 from ..offload.memory import anonymous
 from ..quant.spec import QuantSpec
 from . import forecast, roofs
+from .demands import LOGIT_ROWS
 from .engine import Engine
 from .events import Progress
 from .model import parameters
-from .prepare import LOGIT_ROWS, EngineOptions, Prepared, prepare_with
+from .prepare import EngineOptions, Prepared, prepare_with
 from .sampler import Sampler, SamplerSettings
 from .synthetic import SyntheticStore, synthetic_config
 

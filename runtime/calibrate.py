@@ -21,10 +21,11 @@ from ..quant.stats import Stats
 from ..quant.weight import Norm
 from .cache import AttnSpec, CacheShape, KVCache, open_cache
 from .config import ModelConfig, read_config
+from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .families import LayerWeights, expert_of, expert_role, kind_of
 from .model import Model, attention_specs, dims
-from .prepare import LOGIT_ROWS, EngineOptions, worker_count
+from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
 

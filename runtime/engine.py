@@ -20,11 +20,12 @@ from ..offload.direct import Interrupted
 from ..quant.kv import codec
 from .bundles import is_bundled
 from .cache import KVCache, open_cache
+from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .kv_disk import disk_tier
 from .model import Model, attention_specs, dims
 from .passes import joined
-from .prepare import LOGIT_ROWS, EngineOptions, Prepared, folder_kinds, prepare, worker_count
+from .prepare import EngineOptions, Prepared, folder_kinds, prepare, worker_count
 from .pressure import Watch
 from .sampler import Sampler
 from .speculate import speculation

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import DoesNotFit, EffllmError, UsageError
@@ -15,27 +15,24 @@ from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
-from ..offload.placement import Units
-from ..offload.plan import BlockBytes, Budget, Demand, Placement
-from ..offload.plan_kv import plan_tiers
+from ..offload.plan import Budget, Placement
 from ..offload.size import parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import kv_disk
-from .bundles import Windows, is_bundled, is_lossy, places
-from .cache import CacheShape, cache_nbytes, layer_codecs
+from .bundles import is_bundled, is_lossy
+from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .container import Container, read_container
-from .kv_setting import AUTO, chosen, profile_for, refuse_broken
-from .model import check_tensors, dims
-from .paged_experts import PagedExperts, cut_experts, paged
-from .parts import CONVERTED, Parts, cut
+from .demands import Asked, Cuts, cache_form, cut_weights
+from .kv_setting import AUTO
+from .model import check_tensors
+from .paged_experts import PagedExperts
+from .parts import CONVERTED, Parts
 from .passes import widest
 from .source import check_mapping, is_low_bit, open_weights
-from .sparsity_file import load as load_sparsity
 from .speculating import Speculating, decide
 from .streamed import Streams
 
-LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
 COLD_ALLOWANCE = 64 << 20
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
@@ -127,89 +124,68 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
-                 container: Container | None = None) -> Prepared:
-    """`prepare` for a config and a store at hand."""
-    from ..kernels.cpu.ops import plan_workspace
-
+                 container: Container | None = None, beside: int = 0) -> Prepared:
+    """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet."""
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices]
     device = _device(options, notices) if container is None else _device_of_low_bit(options, notices)
-    sinks = CacheShape(1, options.kv_sink).sinks
-    if options.kv_sink > PAGE:
-        notices.append(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
-    chunk = max(PAGE, options.chunk // PAGE * PAGE)
-    profile = profile_for(options.kv, folder, config, store, notices.append)
-    options = replace(options, kv=chosen(options.kv, profile, notices.append))
-    kv = codec(options.kv)
-    if profile is not None and kv.is_packed and not options.force:
-        refuse_broken(options.kv, profile)
-    layout = kv.layout(config.num_key_value_heads, config.head_dim)
-    codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
-    workers = worker_count(options)
-    wanted = options.ctx
-    learned = config.position_offset is not None
-    if wanted is not None and wanted > config.context_length and (learned or not options.force):
-        raise UsageError(f"-c {wanted} is more than the {config.context_length} positions that the model was made for",
-                         "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
-
-    def shape_for(ctx: int, tokens: int) -> CacheShape:
-        return CacheShape(ctx, sinks, min(options.kv_window, ctx), min(tokens, -(-ctx // PAGE) * PAGE))
-
-    draft = None
-    if options.draft and device == "cpu":
-        from .draft_model import prepare_draft
-
-        draft = prepare_draft(folder, options)
-    ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    ram -= Speculating(draft=draft).draft_nbytes
-    budget = Budget(ram=ram, vram=_vram(options) if device == "cuda" else 0)
-    may_stream, own = device == "cpu" and options.load == "ram" and not options.gpu_layers, config.mixture
-    experts = cut_experts(tensors, own.experts, own.per_token, store) if may_stream and own else None
-    parts = cut(tensors, store) if may_stream and experts is None else None
-    kept = experts or parts
+    options, cache = cache_form(options, folder, config, store, notices.append)
+    _check_context(options, config)
+    draft = _draft(folder, options, device)
+    may_stream = device == "cpu" and options.load == "ram" and not options.gpu_layers
     bundled = is_bundled(container)
-    baseline = _baseline(kernel_kinds(container is not None and container.is_low_bit, options, bundled))
-    neurons = () if parts is None else places(tensors, store)
-    known = load_sparsity(folder, config.num_hidden_layers) if neurons else None
-    units = tuple(Units(place.units, place.unit, () if known is None else known.curve(layer)) for layer, place in enumerate(neurons))
-
-    def plan_for(tokens: int) -> Placement:
-        """The plan with working memory for passes of so many tokens."""
-        shape = shape_for(wanted or config.context_length, tokens)
-        fixed, per_page = cache_nbytes(codecs, layout, shape)
-        workspace, spilled = (4 * sum(plan_workspace(dims(config, shape.ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, bundled, on_disk),
-                                                     workers).values()) for on_disk in (False, True))
-        demand = Demand(
-            baseline=baseline, workspace=workspace,
-            weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in tensors.items()),
-            kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers,
-            blocks=() if parts is None else parts.sizes, always=0 if kept is None else kept.always_nbytes,
-            units=units, experts=experts and experts.demand)
-        return plan_tiers(demand, budget, max(config.context_length, wanted or 0), wanted, options.device if container is None else "cpu",
-                          options.gpu_layers, kv_disk.spill(options, device, codecs, layout, shape.pages, spilled - workspace))
-
-    try:
-        tokens, placement = (chunk, plan_for(chunk)) if kv.is_packed else widest(plan_for, chunk)
-    except DoesNotFit as error:
-        raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
-    windows = Windows(neurons, placement.slots) if placement.slots else None
-    notices += kv_disk.notices(options, placement, shape_for(placement.ctx, chunk).pages)
-    streams = None if placement.residency is None else Streams(parts, placement.residency, windows=windows)
-    if placement.expert_slots is not None:
-        streams = paged(experts, placement.expert_slots, tensors, store)
-        notices += streams.notices
-    shape = shape_for(placement.ctx, tokens)
-    if kv.is_packed and placement.ctx < shape.sinks + shape.window + PAGE:
-        notices.append(f"--kv {options.kv}: nothing will be packed in a context of {placement.ctx} tokens, less than the first and newest"
-                       f" tokens, which stay exact, and a page ({shape.sinks} + {shape.window} + {PAGE})")
+    asked = Asked(
+        config, options, tensors, cache, cut_weights(tensors, config, store, folder) if may_stream else Cuts(), device,
+        options.device if container is None else "cpu", bundled, worker_count(options),
+        _baseline(kernel_kinds(container is not None and container.is_low_bit, options, bundled)) + beside,
+        _budget(options, device, draft))
+    chunk = max(PAGE, options.chunk // PAGE * PAGE)
+    tokens, placement = _planned(asked, chunk, folder)
+    streams = asked.cuts.streams(placement, tensors, store)
+    shape = cache.shape(placement.ctx, tokens)
+    notices += kv_disk.notices(options, placement, cache.shape(placement.ctx, chunk).pages)
+    notices += streams.notices if isinstance(streams, PagedExperts) else ()
+    notices += [f"--kv {options.kv}: {said}"] if (said := cache.unpacked(shape, placement.ctx)) else []
     speculating, remarks = decide(options, config, placement, draft)
-    made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, tuple(codecs),
-                    streams, shape_for(placement.ctx, chunk).chunk, speculating)
-    if windows is not None and is_lossy(container) and not options.force:
+    made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
+                    streams, cache.shape(placement.ctx, chunk).chunk, speculating)
+    if placement.slots and is_lossy(container) and not options.force:
         from .forecast import refuse_slower
 
         refuse_slower(made)
     return made
+
+
+def _check_context(options: EngineOptions, config: ModelConfig) -> None:
+    """Raises UsageError for a context that the model was not made for, unless that is forced and can be."""
+    learned = config.position_offset is not None
+    if options.ctx is not None and options.ctx > config.context_length and (learned or not options.force):
+        raise UsageError(f"-c {options.ctx} is more than the {config.context_length} positions that the model was made for",
+                         "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
+
+
+def _draft(folder: Path | None, options: EngineOptions, device: str) -> Prepared | None:
+    """The plan for the model that drafts; its memory is taken from what the large one gets."""
+    if not options.draft or device != "cpu":
+        return None
+    from .draft_model import prepare_draft
+
+    return prepare_draft(folder, options)
+
+
+def _budget(options: EngineOptions, device: str, draft: Prepared | None) -> Budget:
+    """Bytes for this process: as asked, else what the machine has free."""
+    ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
+    return Budget(ram=ram - Speculating(draft=draft).draft_nbytes, vram=_vram(options) if device == "cuda" else 0)
+
+
+def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placement]:
+    """Tokens of a pass over a prompt and the plan for it. Raises DoesNotFit, with the reason where weights cannot be left on the disk."""
+    try:
+        return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
+    except DoesNotFit as error:
+        parts = asked.cuts.parts
+        raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
 
 
 def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
@@ -259,6 +235,7 @@ def _baseline(kinds: Sequence[str]) -> int:
     import tokenizers  # noqa: F401
 
     from ..kernels import warm
+    from ..kernels.cpu import ops  # noqa: F401
 
     if warm.is_cold(kinds):
         return hardware.rss() + COLD_ALLOWANCE

@@ -29,10 +29,11 @@ from effllm.runtime.compressed import export_compressed
 from effllm.runtime.config import read_config
 from effllm.runtime.container import check_stored, read_container
 from effllm.runtime.convert_plan import plan_conversion
+from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.model import dims
-from effllm.runtime.prepare import LOGIT_ROWS, EngineOptions, kernel_kinds, prepare
+from effllm.runtime.prepare import EngineOptions, kernel_kinds, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import is_low_bit, open_store
 

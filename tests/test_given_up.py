@@ -1,0 +1,144 @@
+"""Reads that nobody wants any more, still under way into memory that somebody does: what becomes of them is nobody's error."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.offload.checkpoint import CheckpointError
+from effllm.offload.direct import BLOCK, Read, Reader
+from effllm.offload.memory import anonymous
+from effllm.offload.page_slots import PageSlots, slot_nbytes
+from effllm.offload.turns import Turns
+
+PREADV = os.preadv
+PLACES = 4
+
+
+class Disk:
+    """Answers when it is told to; reads at the offsets of `bad` fail."""
+
+    def __init__(self) -> None:
+        self.open, self.reached, self.bad = threading.Event(), threading.Event(), set()
+        self.asked: list[int] = []
+
+    def preadv(self, fd: int, buffers: list, offset: int) -> int:
+        self.asked.append(offset)
+        self.reached.set()
+        assert self.open.wait(30)
+        if offset in self.bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return PREADV(fd, buffers, offset)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    made = Disk()
+    monkeypatch.setattr(os, "preadv", made.preadv)
+    yield made
+    made.open.set()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, PLACES * BLOCK, np.uint8).tobytes())
+    return path
+
+
+@pytest.fixture
+def reader(file: Path, disk: Disk) -> Iterator[Reader]:
+    fd = os.open(file, os.O_RDONLY)
+    made = Reader({file: fd}, threads=1)
+    yield made
+    disk.open.set()
+    made.close()
+    os.close(fd)
+
+
+def block(file: Path, place: int) -> bytes:
+    return file.read_bytes()[place * BLOCK : (place + 1) * BLOCK]
+
+
+def meanwhile(disk: Disk, wanted: Callable[[], object]) -> object:
+    """What `wanted` gives where the disk answers a moment after it began to wait."""
+    opening = threading.Timer(0.2, disk.open.set)
+    opening.start()
+    try:
+        return wanted()
+    finally:
+        opening.join()
+
+
+@pytest.fixture
+def turns(reader: Reader, file: Path) -> tuple[Turns, np.ndarray]:
+    """An order of four blocks that share memory for one."""
+    memory = anonymous(BLOCK)
+
+    def ask(place: int, taken: Sequence[object]) -> tuple[str, list[Read]] | None:
+        return None if taken else ("the only place", [Read(file, place * BLOCK, memoryview(memory), BLOCK)])
+
+    return Turns(reader, ask, lambda: False, PLACES), memory
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_place_waits_for_what_was_given_up_and_not_for_its_outcome(disk, file, turns, fails):
+    order, memory = turns
+    disk.bad = {0} if fails else set()
+    order.read_ahead()
+    assert disk.reached.wait(30)  # the first is under way when the third is wanted
+    turn = meanwhile(disk, lambda: order.enter(2))
+    assert turn.number == 2 and memory.tobytes() == block(file, 2)
+    order.leave()
+    order.enter(3)
+    assert memory.tobytes() == block(file, 3)
+
+
+def test_an_error_of_what_is_wanted_is_told_and_read_anew(disk, file, turns):
+    order, memory = turns
+    disk.open.set()
+    disk.bad = {BLOCK}
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        order.enter(1)
+    disk.bad = set()
+    assert order.enter(1).ticket.error is None and memory.tobytes() == block(file, 1)
+
+
+@pytest.fixture
+def slots(reader: Reader, file: Path) -> PageSlots:
+    """One slot for four pages of a block."""
+    return PageSlots(BLOCK, 1, reader, lambda page, memory: [Read(file, page * BLOCK, memoryview(memory)[:BLOCK], BLOCK)],
+                     lambda page: 0, lambda: False)
+
+
+def held(slots: PageSlots, page: int) -> bytes:
+    """A page's bytes as they lie where `fetch` says."""
+    [(found, address)] = slots.fetch([page])
+    start = address - slots._memory.ctypes.data
+    assert found == page and start % slot_nbytes(BLOCK) == 0
+    return slots._memory[start : start + BLOCK].tobytes()
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_page_waits_for_what_was_given_up_and_not_for_its_outcome(disk, file, slots, fails):
+    disk.bad = {0} if fails else set()
+    slots.prefetch([0], ())
+    assert disk.reached.wait(30)
+    assert meanwhile(disk, lambda: held(slots, 2)) == block(file, 2)
+    disk.bad = set()
+    assert held(slots, 0) == block(file, 0) and held(slots, 2) == block(file, 2)
+
+
+def test_a_page_that_was_read_ahead_in_vain_is_read_anew(disk, file, slots):
+    """Its error is told once to whoever asks for it; nobody is told it for ever."""
+    disk.open.set()
+    disk.bad = {BLOCK}
+    slots.prefetch([1], ())
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        held(slots, 1)
+    disk.bad = set()
+    assert held(slots, 1) == block(file, 1)
