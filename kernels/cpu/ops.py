@@ -251,18 +251,10 @@ class CpuOps(Jobs):
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None, beside: np.ndarray | None = None) -> LayerPages:
-        """Storage of one layer's KV pages over host memory; `codec`, where sealed pages are packed, is what packs them, and `beside` the
-        memory of pages that its `better` packs."""
-        from .kv_pages import PackedPages
-        from .pages import LayerPages
+        """Storage of one layer's KV pages over host memory; `codec` packs sealed pages, where they are, and its `better` those `beside`."""
+        from .kv_pages import pages_of
 
-        if beside is not None:
-            from .kv_mixed import MixedPages
-
-            return MixedPages(self, layout, exact, sealed, scale, window, softcap, codec, beside, codec.better)
-        if codec is not None and codec.is_packed:
-            return PackedPages(self, layout, exact, sealed, scale, window, softcap, codec)
-        return LayerPages(self, layout, exact, sealed, scale, window, softcap)
+        return pages_of(self, layout, exact, sealed, scale, window, softcap, codec, beside)
 
     def close(self) -> None:
         self.pool.close()
