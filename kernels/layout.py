@@ -9,6 +9,9 @@ K lies channel by channel: a vector of one channel over many tokens times one nu
 
 The records of all KV heads of a layer lie together, padded to 4096 bytes: a layer-page. A layer's pages follow one another in
 position order, so a scan over the context is one sequential read.
+
+Exact slots of a packed cache never become pages as they are, so they need not look like one: theirs have two parts of 64 tokens, one behind
+the other, each with the records of all heads. A slot with few tokens, as that of the sinks, takes the memory of one part.
 """
 
 from __future__ import annotations
@@ -74,24 +77,43 @@ class PageHeader:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Strides of raw (32- or 16-bit) KV pages for one layer. All figures in bytes."""
+    """Strides of raw (32- or 16-bit) KV pages for one layer. All figures in bytes. `parts`: 1, or 2 for slots in two parts."""
 
     kv_heads: int
     head_dim: int
     stored: int  # F32 or F16
+    parts: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a part."""
+        return PAGE // self.parts
+
+    @property
+    def token_nbytes(self) -> int:
+        """K and V of one token, all heads."""
+        return 2 * self.kv_heads * self.head_dim * STORED_BYTES[self.stored]
 
     @property
     def side_nbytes(self) -> int:
-        """K, or V, of one head."""
-        return PAGE * self.head_dim * STORED_BYTES[self.stored]
+        """K, or V, of one head in a part."""
+        return self.rows * self.head_dim * STORED_BYTES[self.stored]
 
     @property
     def record_nbytes(self) -> int:
         return align(HEADER_NBYTES + 2 * self.side_nbytes)
 
     @property
+    def part_nbytes(self) -> int:
+        return align(self.kv_heads * self.record_nbytes, EXTENT if self.parts == 1 else ALIGN)
+
+    @property
     def layer_page_nbytes(self) -> int:
-        return align(self.kv_heads * self.record_nbytes, EXTENT)
+        return self.parts * self.part_nbytes
+
+    def parts_of(self, tokens: int) -> int:
+        """Parts that so many tokens of a slot take."""
+        return -(-tokens // self.rows)
 
     def key_offset(self, head: int) -> int:
         return head * self.record_nbytes + HEADER_NBYTES

@@ -14,7 +14,7 @@ import numpy as np
 from .weight import RAW_NUMPY
 
 BLOCK = 4096
-WIDTH_MULTIPLE, FFN_MULTIPLE = 16, 32  # what the kernels' lanes ask for
+WIDTH_MULTIPLE, FFN_MULTIPLE = 16, 64  # what the lanes of the widest kernels ask for: a folder runs on every machine
 
 
 @dataclass(frozen=True)

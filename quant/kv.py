@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import UsageError
+from ..kernels import raw_pages
 from ..kernels.kv_layout import CHANNELS, MEAN_BITS, MOST_GROUPS, PackedLayout
 from ..kernels.layout import F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from . import kv_codec
@@ -101,8 +102,8 @@ class PackedFormat:
         return True
 
     def layout(self, kv_heads: int, head_dim: int) -> PageLayout:
-        """Of the exact tokens."""
-        return PageLayout(kv_heads, head_dim, F16)
+        """Of the exact tokens: slots in two parts, so that the sinks, and the newest page until it is half full, take half a slot."""
+        return PageLayout(kv_heads, head_dim, F16, parts=2)
 
     def layers(self, count: int, kv_heads: int, head_dim: int, bases: Sequence[KVBasis] | None = None,
                bits: Sequence[Sequence[tuple[int, int]]] | None = None) -> list[PackedCodec]:
@@ -118,11 +119,8 @@ class PackedFormat:
 
 def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
     """K and V, float32 [H, PAGE, D], of a raw layer-page."""
-    kind = np.float32 if layout.stored == F32 else np.float16
-    sides = [exact[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
-             for head in range(layout.kv_heads)]
-    k = np.stack([side[0].reshape(layout.head_dim, PAGE).T for side in sides]).astype(np.float32)
-    return k, np.stack([side[1].reshape(PAGE, layout.head_dim) for side in sides]).astype(np.float32)
+    k, v = (np.ascontiguousarray(side.swapaxes(0, 1), np.float32) for side in raw_pages.sides(exact, layout))
+    return k, v
 
 
 CODECS = {"32bit": RawCodec(F32), "16bit": RawCodec(F16)}

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..kernels.layout import F32, PAGE, PageLayout
+from ..kernels import raw_pages
+from ..kernels.layout import F32, PageLayout
 
 LEVEL = 6
 LENGTH = struct.Struct("<Q")
@@ -21,7 +22,8 @@ LENGTH = struct.Struct("<Q")
 def pack_exact(pages: Sequence[Sequence[np.ndarray]], counts: Sequence[int], layout: PageLayout) -> bytes:
     """Raw layer-pages (uint8, of `layout`) of each page and layer, of which the first `counts` tokens matter."""
     kind = _kind(layout)
-    values = [side for layers, count in zip(pages, counts, strict=True) for page in layers for side in _rows(page, count, layout, kind)]
+    values = [side.view(kind) for layers, count in zip(pages, counts, strict=True) for page in layers
+              for side in _rows(page, count, layout)]
     items = np.concatenate([side.ravel() for side in values]) if values else np.zeros(0, kind)
     planes = [zlib.compress(plane.tobytes(), LEVEL if place == kind.itemsize - 1 else 0)
               for place, plane in enumerate(items.view(np.uint8).reshape(-1, kind.itemsize).T)]
@@ -46,9 +48,7 @@ def unpack_exact(data: bytes | memoryview, layers: int, counts: Sequence[int], l
     for count in counts:
         pages.append([np.zeros(layout.layer_page_nbytes, np.uint8) for _ in range(layers)])
         for page in pages[-1]:
-            for side in _rows(page, count, layout, kind):
-                side[:] = items[at : at + side.size].reshape(side.shape)
-                at += side.size
+            at = _fill(page, count, layout, items, at)
     return pages
 
 
@@ -56,14 +56,25 @@ def _kind(layout: PageLayout) -> np.dtype:
     return np.dtype("<u4" if layout.stored == F32 else "<u2")
 
 
-def _rows(page: np.ndarray, count: int, layout: PageLayout, kind: np.dtype) -> list[np.ndarray]:
-    """Views of what the first tokens hold, K channel by channel, V token by token, head after head."""
-    found = []
+def _rows(page: np.ndarray, count: int, layout: PageLayout) -> list[np.ndarray]:
+    """What the first tokens hold, K channel by channel, V token by token, head after head."""
+    k, v = raw_pages.sides(page, layout)
+    return [np.ascontiguousarray(side) for head in range(layout.kv_heads) for side in (k[:count, head].T, v[:count, head])]
+
+
+def _fill(page: np.ndarray, count: int, layout: PageLayout, items: np.ndarray, at: int) -> int:
+    """Put what `_rows` gave, in `items` from `at` on, into a page of zeros. Returns where it ends."""
+    keys, values = raw_pages.views(page, layout)
+    size = count * layout.head_dim
     for head in range(layout.kv_heads):
-        start = layout.key_offset(head)
-        k, v = page[start : start + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
-        found += [k.reshape(layout.head_dim, PAGE)[:, :count], v.reshape(PAGE, layout.head_dim)[:count]]
-    return found
+        k, v = (items[begin : begin + size].view(keys.dtype) for begin in (at, at + size))
+        for part in range(layout.parts_of(count)):
+            begin = part * layout.rows
+            held = min(count - begin, layout.rows)
+            keys[part, head, :, :held] = k.reshape(-1, count)[:, begin : begin + held]
+            values[part, head, :held] = v.reshape(count, -1)[begin : begin + held]
+        at += 2 * size
+    return at
 
 
 def _inflated(data: bytes | memoryview, nbytes: int) -> bytes:

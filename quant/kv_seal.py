@@ -99,8 +99,9 @@ class Sealer:
         held = [flat(1 / basis.k_scale), matrix, flat(basis.v_matrix), k_mean, widths, tails, records]
         reciprocals, k_matrix, v_matrix, mean_at, widths_at, tails_at, records_at = map(address, held)
         block = np.zeros(kernel.LAYER_SLOTS, np.int64)
-        block[:] = (size, self.exact.stored, self.exact.record_nbytes, self.exact.side_nbytes, reciprocals, k_matrix, matrix.shape[2],
-                    v_matrix, mean_at if k_mean.size else 0, widths_at, tails_at, address(self._tables), records_at, 0)
+        block[:] = (size, self.exact.stored, self.exact.record_nbytes, self.exact.side_nbytes, self.exact.rows, self.exact.part_nbytes,
+                    reciprocals, k_matrix, matrix.shape[2], v_matrix, mean_at if k_mean.size else 0, widths_at, tails_at,
+                    address(self._tables), records_at, 0)
         block.view(np.float64)[kernel.LONE] = LONE_PAIR
         self._held += held
         return block

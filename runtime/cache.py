@@ -23,47 +23,12 @@ from ..offload.memory import anonymous, discard
 from ..offload.pages import DiskTier, PagePool
 from ..quant.kv import PackedCodec, PackedFormat, RawCodec
 from .cache_parts import sealers, selective
+from .cache_shape import AttnSpec, CacheShape, exact_parts
 from .policy.keep import Action, Keep, PageStats, Policy
 
 if TYPE_CHECKING:
     from ..quant.kv_seal import Sealer
     from .kv_profile import Profile
-
-
-@dataclass(frozen=True)
-class AttnSpec:
-    """Attention of one layer, bound when the cache is made. `window`: a query at p sees keys later than p - window."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """How many tokens the cache is for: context, sinks, exact window, longest chunk."""
-
-    ctx: int
-    sink: int = 64
-    window: int = 128
-    chunk: int = 512
-
-    @property
-    def sinks(self) -> int:
-        """Sinks rounded up to 16, at most a page."""
-        return min(PAGE, -(-self.sink // 16) * 16)
-
-    @property
-    def slots(self) -> int:
-        """Open pages held at once: the sinks', the window's, the chunk's, and one at either end."""
-        return 1 + -(-self.window // PAGE) + -(-self.chunk // PAGE) + 2
-
-    @property
-    def pages(self) -> int:
-        return max(1, -(-(self.ctx - self.sinks) // PAGE))
 
 
 class LayerPages(Protocol):
@@ -116,7 +81,7 @@ class KVCache:
         self.shape, self.codecs, self.policy, self.layout = shape, codecs, policy, layout
         self._layers = [LayerCache(pages, self) for pages in layers]
         self.sealed_nbytes = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
-        self._used: set[int] = set()  # slots that hold tokens, or did and have not been given back
+        self._used: dict[int, int] = {}  # parts of slots that hold tokens, or did and have not been given back
         self.step: Step | None = None
         self.clear()
 
@@ -124,8 +89,9 @@ class KVCache:
         self.n = 0
         self.sealed = 0  # pages sealed so far: they are sealed in order
         self._changed = True  # have pages been sealed or dropped since the last step?
-        self._slot_of: dict[int, int] = {-1: 0}  # page -> slot; -1 are the sinks
-        self._free = list(range(self.shape.slots - 1, 0, -1))
+        # page -> slot; -1 are the sinks, in the last slot, which may have fewer parts than the others
+        self._slot_of: dict[int, int] = {-1: self.shape.slots - 1}
+        self._free = list(range(self.shape.slots - 2, -1, -1))
 
     def layer(self, index: int) -> LayerCache:
         return self._layers[index]
@@ -160,7 +126,8 @@ class KVCache:
         for page in range(max(0, self._page(self.n)), last + 1):
             if page not in self._slot_of:
                 self._slot_of[page] = self._free.pop()
-        self._used.update(slot for page, slot in self._slot_of.items() if page >= 0 or self.shape.sinks)
+        for page in (*([-1] if self.shape.sinks else ()), *range(max(0, self._page(self.n)), last + 1)):
+            self._use(page, self.n + tokens)
         pages = np.where(positions < self.shape.sinks, -1, (positions - self.shape.sinks) // PAGE)
         starts = np.where(pages < 0, 0, self.shape.sinks + PAGE * pages)
         slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
@@ -187,12 +154,18 @@ class KVCache:
             return False
         last.rows[0] = self.n - self._start(page)
         last.blocks[-1, 3] = last.rows[0] + 1
+        self._use(page, self.n + 1)
         self.step = Step(self.n, np.array([self.n]), last.slots, last.rows, last.blocks)
         return True
 
+    def _use(self, page: int, end: int) -> None:
+        """The slot of `page` holds tokens up to `end`."""
+        slot, tokens = self._slot_of[page], min(end - self._start(page), PAGE if page >= 0 else self.shape.sinks)
+        self._used[slot] = max(self._used.get(slot, 0), self.layout.parts_of(tokens))
+
     def _blocks(self, end: int) -> np.ndarray:
         """All blocks that hold a token before `end`, in position order."""
-        rows = [(0, 0, 0, min(end, self.shape.sinks))] if self.shape.sinks else []
+        rows = [(0, self._slot_of[-1], 0, min(end, self.shape.sinks))] if self.shape.sinks else []
         for page in range(self._page(end - 1) + 1):
             first = self._start(page)
             rows.append((1, page, first, PAGE) if page < self.sealed else (0, self._slot_of[page], first, min(PAGE, end - first)))
@@ -293,12 +266,12 @@ class KVCache:
         for page, _ in self.exact_blocks():
             if page >= 0:
                 self._slot_of[page] = self._free.pop()
-            self._used.add(self._slot_of[page])
+            self._use(page, n)
 
     def _release(self, slot: int) -> None:
         """A slot is free: its memory goes back, since a chunk of a prompt takes more slots than an answer after it."""
         self._free.append(slot)
-        self._used.discard(slot)
+        self._used.pop(slot, None)
         self._forget(slot)
 
     def _forget(self, slot: int) -> None:
@@ -321,13 +294,13 @@ class KVCache:
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes in use: sealed pages and exact slots that hold tokens, all layers."""
-        return self.sealed * self.sealed_nbytes + len(self._used) * self.layout.layer_page_nbytes * len(self._layers)
+        """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers."""
+        return self.sealed * self.sealed_nbytes + sum(self._used.values()) * self.layout.part_nbytes * len(self._layers)
 
     @property
     def read_nbytes(self) -> int:
         """Bytes of keys and values that attention over everything held reads."""
-        exact = self.exact_tokens * 2 * self.layout.side_nbytes // PAGE * self.layout.kv_heads * len(self._layers)
+        exact = self.exact_tokens * self.layout.token_nbytes * len(self._layers)
         return exact + self.sealed * self.sealed_nbytes
 
     @property
@@ -359,7 +332,7 @@ def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCod
     kv_heads, head_dim = specs[0].kv_heads, specs[0].head_dim
     layout, codecs = kv.layout(kv_heads, head_dim), codecs or layer_codecs(kv, len(specs), kv_heads, head_dim)
     pool = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in codecs], disk)
-    exact = [anonymous(shape.slots * layout.layer_page_nbytes) for _ in specs]
+    exact = [anonymous(exact_parts(layout, shape) * layout.part_nbytes) for _ in specs]
     layers = [ops.kv_layer(layout, exact[i], pool.extent(i), spec.scale, spec.window, spec.softcap, codecs[i])
               for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
     for i, pages in enumerate(layers):
@@ -380,9 +353,3 @@ def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_d
         return kv.layers(layers, kv_heads, head_dim)
     bits = profile.bits_for(kv.bits_k, kv.bits_v)
     return kv.layers(layers, kv_heads, head_dim, profile.bases(bits), bits)
-
-
-def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> tuple[int, int]:
-    """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
-    sealed = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
-    return len(codecs) * shape.slots * layout.layer_page_nbytes, sealed

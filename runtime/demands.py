@@ -18,7 +18,8 @@ from ..offload.plan_kv import plan_tiers
 from ..quant.kv import PackedCodec, RawCodec, codec
 from . import kv_disk
 from .bundles import Windows, places
-from .cache import CacheShape, cache_nbytes, layer_codecs
+from .cache import CacheShape, layer_codecs
+from .cache_shape import cache_nbytes
 from .config import ModelConfig
 from .kv_setting import chosen, profile_for, refuse_broken
 from .model import ModelTensor, dims

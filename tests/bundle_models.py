@@ -18,13 +18,13 @@ from effllm.runtime.events import Notice
 from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
 
-RELU = {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 160, "head_dim": 16, "num_key_value_heads": 2}
+RELU = {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "num_key_value_heads": 2}
 CASES = {
     "llama, bf16": Case("llama", RELU, dtype="bfloat16"),
     "llama, f32, biases": Case("llama", {**RELU, "mlp_bias": True, "attention_bias": True}),
     "llama, f16": Case("llama", RELU, dtype="float16"),
-    "llama, long sums": Case("llama", {**RELU, "intermediate_size": 4128, "num_hidden_layers": 1}, dtype="bfloat16"),
-    "olmo2": Case("olmo2", {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 96}),
+    "llama, long sums": Case("llama", {**RELU, "intermediate_size": 4160, "num_hidden_layers": 1}, dtype="bfloat16"),
+    "olmo2": Case("olmo2", {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 128}),
     "granite": Case("granite", {**RELU, "residual_multiplier": 0.22}),
     "opt": Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}, dtype="bfloat16"),
 }

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import UsageError
+from effllm.kernels.cpu.bundles import MOST_LANES
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.direct import Interrupted
 from effllm.offload.neurons import MOST_TOKENS, BundlePlace, NeuronPager, WindowTraffic
 from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
 from effllm.offload.streaming import StreamingPager
-from effllm.quant.bundles import BLOCK, BundleLayout, bundle_name
+from effllm.quant.bundles import BLOCK, FFN_MULTIPLE, BundleLayout, bundle_name
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.container import FILE, read_container
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -64,12 +65,16 @@ def test_a_folder_holds_every_neuron_once_and_verifies(folders) -> None:
         info = store.tensors[name]
         assert info.offset % BLOCK == 0
         layout = BundleLayout("bf16", 64, True)
-        up, down = layout.unpack(store.read(info).view(np.uint16).reshape(layout.shape(160)))
+        up, down = layout.unpack(store.read(info).view(np.uint16).reshape(layout.shape(192)))
     with prepare(model, EngineOptions(device="cpu")).store as plain:
         for stored, role in ((up, "up"), (down, "down")):
             original = plain.read(plain.tensors[f"model.layers.1.mlp.{role}_proj.weight"]).view(np.uint16).reshape(stored.shape)
             assert np.array_equal(stored, original)
     assert list(verify(out))
+
+
+def test_a_bundled_folder_runs_on_every_instruction_set() -> None:
+    assert FFN_MULTIPLE % MOST_LANES == 0 and FFN_MULTIPLE % (4 * 16) == 0  # four registers of 16 floats: the widest there are
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------------------
@@ -233,7 +238,7 @@ def test_a_file_that_became_shorter_is_an_error_and_no_answer(tmp_path: Path, re
 
 
 @pytest.mark.parametrize("changes, said", (({"hidden_act": "silu"}, "silu is zero for no neuron"),
-                                           ({"intermediate_size": 88}, "32 neurons and 16 channels")))
+                                           ({"intermediate_size": 88}, "64 neurons and 16 channels")))
 def test_what_would_gain_nothing_is_refused(changes: dict[str, object], said: str, tmp_path: Path) -> None:
     written(Case("llama", {**RELU, **changes}), tmp_path / "model")
     with pytest.raises(UsageError, match=said):

@@ -16,7 +16,8 @@ from effllm.kernels.layout import EXTENT, F16, F32, HEADER_NBYTES, PAGE, PageHea
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import codec, of_types
-from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, cache_nbytes, open_cache
+from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
+from effllm.runtime.cache_shape import cache_nbytes
 from effllm.runtime.policy.keep import Keep
 from effllm.runtime.prepare import EngineOptions
 
@@ -235,6 +236,10 @@ def test_golden_layout():
     assert (layout.side_nbytes, layout.record_nbytes, layout.layer_page_nbytes) == (16384, 32832, 69632)
     assert (layout.key_offset(1), layout.value_offset(1)) == (32896, 49280)
     assert layout.layer_page_nbytes % EXTENT == 0
+    halves = PageLayout(kv_heads=2, head_dim=64, stored=F16, parts=2)
+    assert (halves.rows, halves.side_nbytes, halves.record_nbytes, halves.part_nbytes) == (64, 8192, 16448, 32896)
+    assert halves.layer_page_nbytes == 2 * halves.part_nbytes
+    assert [halves.parts_of(tokens) for tokens in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]
     assert PageLayout(1, 80, F32).record_nbytes == 64 + 2 * 128 * 80 * 4
 
 
@@ -253,6 +258,66 @@ def test_the_byte_count_is_the_memory_in_use(pool):
     assert cache.allocated_nbytes == slots * fixed // shape.slots + cache.sealed * per_page
     assert cache.bits_per_value == pytest.approx(8 * cache.allocated_nbytes / (2 * 48 * 3 * 600))
     assert cache.packed_bits == 8 * cache.layout.layer_page_nbytes / (2 * PAGE * 48) >= 16
+
+
+@pytest.mark.parametrize("kv, sink, parts", [("16bit", 64, 11), ("16bit", 0, 10), ("4bit", 64, 21), ("4bit", 0, 20), ("4bit", 100, 22)])
+def test_the_plan_counts_the_parts_of_slots_that_can_hold_tokens(pool, kv, sink, parts):
+    """Ten slots hold the window, a chunk, and a page at either end; the eleventh the sinks."""
+    shape = CacheShape(4096, sink=sink, window=512)
+    cache = make(pool, kv, head_dim=48, shape=shape)
+    fixed, _ = cache_nbytes(cache.codecs, cache.layout, shape)
+    assert shape.slots == 11 and fixed == parts * cache.layout.part_nbytes == len(cache._exact[0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(cuts=st.lists(st.integers(1, 300), min_size=1, max_size=8), sink=st.sampled_from((0, 16, 64, 80, 128)), back=st.integers(0, 200))
+def test_parts_in_use_are_those_that_hold_tokens(cuts, sink, back):
+    """After any cuts, and after tokens were taken back, no part is counted that the plan has no memory for."""
+    shape = CacheShape(4096, sink=sink, window=128, chunk=256)
+    cache = KVCache([], [], Keep(), shape, PageLayout(2, 16, F16, parts=2))
+    for tokens in cuts:
+        for piece in cache.pieces(tokens):
+            cache.begin(piece)
+            cache.commit()
+    counts = [count for _, count in cache.exact_blocks()]
+    assert sum(counts) == cache.exact_tokens
+    assert sorted(cache._used.values()) == sorted(-(-count // 64) for count in counts)
+    cache.truncate(cache.n - min(back, cache.n))
+    assert sum(cache._used.values()) >= sum(-(-count // 64) for _, count in cache.exact_blocks())
+    assert all(slot < shape.slots and used <= 2 for slot, used in cache._used.items())
+
+
+def test_raw_pages_in_parts_are_the_same_tokens(pool):
+    """A slot in two parts gives what a slot in one gives, to the bit, however many tokens it holds."""
+    outs = []
+    for parts in (1, 2):
+        shape = CacheShape(700, sink=48, window=512, chunk=PAGE)
+        ops = CpuOps(pool, Dims(8, 6, 2, 24, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1), default_registry())
+        layout = PageLayout(2, 24, F16, parts)
+        memory = np.zeros(((shape.slots - 1) * parts + 1) * layout.part_nbytes, np.uint8)
+        layer = ops.kv_layer(layout, memory, np.zeros(0, np.uint8), 24**-0.5, None, None)
+        feed = Feed(KVCache([layer], [codec("16bit")], Keep(), shape, layout), 6, 500)
+        feed.run(400)
+        for _ in range(100):
+            feed.run(1)
+        outs.append(feed.out)
+        k, v = layer.sides(0, feed.cache._slot_of[-1])
+        assert len(k) == layout.rows and np.array_equal(k[:48].reshape(48, -1), feed.k[:48].astype(np.float16))
+        assert np.array_equal(v[:48].reshape(48, -1), feed.v[:48].astype(np.float16))
+    assert np.array_equal(*outs)
+
+
+@pytest.mark.parametrize("head_dim, kv_heads", [(64, 4), (128, 8)])
+@pytest.mark.parametrize("kv, most", [("4bit", 5.0), ("3bit", 4.05), ("2bit", 3.1)])
+@pytest.mark.parametrize("tokens", [8192, 8192 + 63])
+def test_allocated_bits_at_8k_tokens(pool, kv, most, head_dim, kv_heads, tokens):
+    """Sinks and window in 16 bits, headers and padding included, where the window is shortest and where it is longest."""
+    cache = make(pool, kv, heads=kv_heads, kv_heads=kv_heads, head_dim=head_dim, shape=CacheShape(2 * 8192))
+    for piece in cache.pieces(tokens):
+        cache.begin(piece)
+        cache.commit()
+    assert cache.exact_tokens == 64 + 192 + tokens - 8192 and cache.packed_bits < float(kv[0]) + 0.54
+    assert cache.packed_bits < cache.bits_per_value <= most
 
 
 def test_unknown_kv_is_refused_with_what_exists():

@@ -39,7 +39,9 @@ from family_models import CASES, CONTEXT, Case, oracle, text, written
 LENGTHS = (1, 5, 63, 64, 65, 191, 192, 193, 340)
 DECODE_FROM = (5, 180, 310)  # steps cross the edges at 64 and 192, and the sealing of the first page at 320
 STEPS = 40
-TOLERANCE = 1e-4  # of the largest logit
+# Of the largest logit. Powers of theta differ in their last bits between NumPy and torch, on some processors more than on others, and with
+# them angles in the hundreds; a model of random weights makes up to 2e-4 of that. A wrong window, norm or scale SHOWS.
+TOLERANCE, SHOWS = 4e-4, 1e-3
 
 
 def fix_rope(model: PreTrainedModel, ctx: int) -> None:
@@ -142,7 +144,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
         *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), open_store(tmp_path), asked), ("raw",))
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
         engine.close()
-        assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
+        assert np.abs(ours - expected).max() > SHOWS * np.abs(expected).max(), taken
 
 
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "opt",

@@ -72,7 +72,9 @@ def test_page_edges(pool, tokens):
     assert np.abs(stream.out - stream.want).max() < 2e-2
     assert stream.cache.sealed == max(0, (tokens - 64 - 16) // PAGE)
     packed = stream.cache.codecs[0].layout(2, 64).layer_page_nbytes * stream.cache.sealed
-    assert stream.cache.allocated_nbytes == packed + len(stream.cache._used) * stream.cache.layout.layer_page_nbytes
+    exact = tokens - PAGE * stream.cache.sealed - 64  # behind the sinks; these fill one part of a slot
+    assert stream.cache.allocated_nbytes == packed + (1 + sum(-(-min(PAGE, max(0, exact - begin)) // 64) for begin in (0, PAGE)))\
+        * stream.cache.layout.part_nbytes
 
 
 def test_a_channel_that_drowns_the_others(pool):
@@ -133,7 +135,8 @@ def test_a_window_larger_than_the_context_packs_nothing(pool):
     stream.run(512, compare=False)
     exact = Stream(packed_cache(pool, "16bit", shape=CacheShape(512, sink=64, window=512, chunk=PAGE)), 8, 512)
     exact.run(512, compare=False)
-    assert stream.cache.sealed == 0 and np.array_equal(stream.out, exact.out)
+    # Kernels of their own, compiled apart: the compiler may cut their sums of weights differently.
+    assert stream.cache.sealed == 0 and np.abs(stream.out - exact.out).max() < 1e-6 * np.abs(exact.out).max()
 
 
 def test_a_head_size_that_no_record_takes_is_refused():

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effllm.kernels import raw_pages
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.kv_layout import MEAN_BITS, ROTATED_K, TAIL, TAIL_OFFSET, WIDTHS, RecordLayout
 from effllm.kernels.layout import F16, F32, PAGE, PageLayout
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
+from effllm.quant.kv import exact_sides
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_seal import Sealer
@@ -44,13 +46,13 @@ def normal(heads: int, size: int, seed: int = 0, stored: int = F32) -> np.ndarra
     return x if stored == F32 else x.astype(np.float16).astype(np.float32)
 
 
-def exact_page(k: np.ndarray, v: np.ndarray, stored: int = F32) -> np.ndarray:
+def exact_page(k: np.ndarray, v: np.ndarray, stored: int = F32, parts: int = 1) -> np.ndarray:
     """K and V [H, PAGE, D] as a raw layer-page."""
-    layout, kind = PageLayout(k.shape[0], k.shape[2], stored), np.float32 if stored == F32 else np.float16
+    layout = PageLayout(k.shape[0], k.shape[2], stored, parts)
     page = np.zeros(layout.layer_page_nbytes, np.uint8)
-    for head in range(len(k)):
-        for at, side in ((layout.key_offset(head), k[head].T), (layout.value_offset(head), v[head])):
-            page[at : at + layout.side_nbytes] = np.ascontiguousarray(side.astype(kind)).reshape(-1).view(np.uint8)
+    keys, values = raw_pages.views(page, layout)
+    keys[:] = k.reshape(len(k), parts, layout.rows, -1).transpose(1, 0, 3, 2)
+    values[:] = v.reshape(len(v), parts, layout.rows, -1).swapaxes(0, 1)
     return page
 
 
@@ -249,6 +251,21 @@ def test_layers_of_a_cache_in_one_job(pool):
     for layer, (made, basis) in enumerate(zip(out, bases, strict=True)):
         want = encode(*pages[layer], *bits[layer], basis, layer=layer, first_token=64 + PAGE * layer)
         assert np.array_equal(made.reshape(heads, -1), want)
+
+
+@pytest.mark.parametrize("size", [16, 64, 80])
+def test_slots_in_two_parts_seal_to_the_same_bytes(pool, size):
+    heads, basis, made = 2, KVBasis.plain(2, size), []
+    pages = normal(heads, size, 4, F16)
+    for parts in (1, 2):
+        ops = CpuOps(pool, Dims(8, heads, heads, size, 8, 8, 1, 256, 1))
+        sealer = Sealer(ops, PageLayout(heads, size, F16, parts), [basis], [[(4, 3)] * heads])
+        made.append(np.zeros(sealer.layouts[0].layer_page_nbytes, np.uint8))
+        sealer.seal(0, exact_page(*pages, F16, parts), made[-1], 64)
+        sealer.flush()
+        k, v = exact_sides(exact_page(*pages, F16, parts), sealer.exact)
+        assert np.array_equal(k, pages[0]) and np.array_equal(v, pages[1])
+    assert np.array_equal(*made) and made[0].any()
 
 
 def test_heads_of_a_layer_may_have_different_bits(pool):

@@ -11,6 +11,7 @@ import pytest
 
 import effllm
 from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.kernels import raw_pages
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import F16, F32, PAGE, PageLayout
 from effllm.kernels.threads import ThreadPool
@@ -293,9 +294,10 @@ def test_pages_say_what_they_are_of(one):
 
 
 @pytest.mark.parametrize("stored", [F16, F32])
-@pytest.mark.parametrize("counts", [[], [1], [64, 128], [128, 7]])
-def test_exact_tokens_come_back_to_the_bit(stored, counts):
-    layout = PageLayout(2, 16, stored)
+@pytest.mark.parametrize("counts", [[], [1], [64, 128], [128, 7], [65, 64]])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_exact_tokens_come_back_to_the_bit(stored, counts, parts):
+    layout = PageLayout(2, 16, stored, parts)
     rng = np.random.default_rng(len(counts))
     pages = [[rng.integers(0, 256, layout.layer_page_nbytes, np.uint8) for _ in range(3)] for _ in counts]
     data = pack_exact(pages, counts, layout)
@@ -304,12 +306,9 @@ def test_exact_tokens_come_back_to_the_bit(stored, counts):
     kind = np.uint32 if stored == F32 else np.uint16
     for wanted, found, count in zip(pages, back, counts):
         for one_layer, other in zip(wanted, found):
-            for head in range(2):
-                at = layout.key_offset(head)
-                k, v = (page[at : at + 2 * layout.side_nbytes].view(kind).reshape(2, -1) for page in (one_layer, other))
-                np.testing.assert_array_equal(k[0].reshape(16, PAGE)[:, :count], v[0].reshape(16, PAGE)[:, :count])
-                np.testing.assert_array_equal(k[1].reshape(PAGE, 16)[:count], v[1].reshape(PAGE, 16)[:count])
-                assert not v[1].reshape(PAGE, 16)[count:].any()
+            for here, there in zip(raw_pages.sides(one_layer, layout), raw_pages.sides(other, layout)):
+                np.testing.assert_array_equal(here[:count].view(kind), there[:count].view(kind))
+                assert here.shape == (PAGE, 2, 16) and not there[count:].any()
     for bad in (data[:-1], data + b"x", data[: len(data) // 2]) if counts else (b"", data + b"x"):
         with pytest.raises(ValueError):
             unpack_exact(bad, 3, counts, layout)

@@ -97,7 +97,7 @@ def test_a_trace_is_what_ran_and_its_replay_what_a_window_read(tmp_path: Path, f
     engine.close()
     trace.save(tmp_path / "trace.npz")
     again = sparsity.Trace.load(tmp_path / "trace.npz")
-    assert again.neurons == trace.neurons == 160 and all(map(np.array_equal, again.layers, trace.layers))
+    assert again.neurons == trace.neurons == 192 and all(map(np.array_equal, again.layers, trace.layers))
     assert trace.tokens == 400 and all(0.2 < share < 0.8 for share in trace.shares())
     engine = windowed(out, 6, kv="32bit")
     for at in range(250):

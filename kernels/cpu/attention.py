@@ -28,9 +28,9 @@ from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 # these change from call to call; FROM and TO bound the rows of the table that a call sees
 Q, OUT, TOKENS, POSITION, BLOCKS, TABLE, HEADS, FROM, TO = range(9)
 KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(9, 18)
-EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE = range(18, 23)
-SINKS = 23  # address of a float32 logit per query head, 0 for none
-STATE, ATTEND_SLOTS = 24, 25  # where `attend_many` keeps what it has so far, when several calls see the table between them; 0 for one
+EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE = range(18, 25)  # ROWS: tokens of a part of a page
+SINKS = 25  # address of a float32 logit per query head, 0 for none
+STATE, ATTEND_SLOTS = 26, 27  # where `attend_many` keeps what it has so far, when several calls see the table between them; 0 for one
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
 QUERY_TILE = 32
@@ -106,11 +106,32 @@ def _load_queries(a, query, kv, begin_token, rows, padded):
 
 
 @inlined()
+def _load_parts(a, source, count, item, keys, values, broad):
+    """`_load_block` of a slot in parts. Keys of a part without tokens are left: their scores are masked."""
+    depth, part = a[HEAD_DIM], a[ROWS]
+    for begin in range(0, count, part):
+        for i in range(depth):
+            expand(source + i * part * item, a[DTYPE], keys + 4 * (i * PAGE + begin), part)
+        for j in range(begin, min(count, begin + part)):
+            expand(source + a[SIDE] + (j - begin) * depth * item, a[DTYPE], values + 4 * j * broad, depth)
+            row = f32_at(values + 4 * j * broad)
+            for i in range(depth, broad):
+                row[i] = ZERO
+        source += a[PART_STRIDE]
+    rest = f32_at(values)
+    for i in range(count * broad, PAGE * broad):
+        rest[i] = ZERO
+
+
+@inlined()
 def _load_block(a, entry, kv, keys, values, broad):
     """A block of one KV head as float32: K as it lies, V with rows `broad` apart, zero beyond what is held."""
     depth = a[HEAD_DIM]
     item = 4 if a[DTYPE] == F32 else 2
     source = _keys_of(a, entry, kv)
+    if a[ROWS] != PAGE:
+        _load_parts(a, source, entry[COUNT], item, keys, values, broad)
+        return
     expand(source, a[DTYPE], keys, depth * PAGE)
     if broad == depth:
         expand(source + a[SIDE], a[DTYPE], values, depth * entry[COUNT])
@@ -334,27 +355,29 @@ def attend_few_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) ->
 
 # Slots of `write_kv`: K and V [T, kv_heads * head_dim]; SLOTS and ROWS say per token which exact slot and which row of it.
 W_K, W_V, W_TOKENS, W_SLOTS, W_ROWS = range(5)  # these change from call to call
-W_HEADS, W_DIM, W_DTYPE, W_EXACT, W_PAGE_STRIDE, W_HEAD_STRIDE, W_SIDE, WRITE_SLOTS = range(5, 13)
+W_HEADS, W_DIM, W_DTYPE, W_EXACT, W_PAGE_STRIDE, W_HEAD_STRIDE, W_SIDE, W_ROWS_OF_PART, W_PART_STRIDE, WRITE_SLOTS = range(5, 15)
 
 
 @kernel()
 def write_kv(args, worker, counter):
     """Put new keys and values into their open pages in the cache's stored type. Blocks are tokens."""
     a = i64_at(args)
-    heads, depth, stride = a[W_HEADS], a[W_DIM], a[W_HEAD_STRIDE]
+    heads, depth, stride, part = a[W_HEADS], a[W_DIM], a[W_HEAD_STRIDE], a[W_ROWS_OF_PART]
     while True:
         t = fetch_add(counter, 1)
         if t >= a[W_TOKENS]:
             return
-        page, row = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + HEADER_NBYTES, i64_at(a[W_ROWS])[t]
+        row = i64_at(a[W_ROWS])[t]
+        page = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + row // part * a[W_PART_STRIDE] + HEADER_NBYTES
+        row %= part
         for head in range(heads):
             k, v = f32_at(a[W_K] + 4 * (t * heads + head) * depth), f32_at(a[W_V] + 4 * (t * heads + head) * depth)
             keys, values = page + head * stride, page + head * stride + a[W_SIDE]
             if a[W_DTYPE] == F32:
                 wide_k, wide_v = f32_at(keys), f32_at(values)
                 for i in range(depth):
-                    wide_k[i * PAGE + row], wide_v[row * depth + i] = k[i], v[i]
+                    wide_k[i * part + row], wide_v[row * depth + i] = k[i], v[i]
             else:
                 narrow_k, narrow_v = u16_at(keys), u16_at(values)
                 for i in range(depth):
-                    narrow_k[i * PAGE + row], narrow_v[row * depth + i] = narrow_half(k[i]), narrow_half(v[i])
+                    narrow_k[i * part + row], narrow_v[row * depth + i] = narrow_half(k[i]), narrow_half(v[i])

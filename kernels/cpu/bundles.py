@@ -49,8 +49,7 @@ HIDDEN, LANES, OUT, OUT_STRIDE, UP_BIAS, DOWN_BIAS, BEGINS, ENDS, PANELS = range
 SLOTS = FIRST + 17
 
 UP_BLOCK, OUT_BLOCK = 16, 256
-MOST_LANES = max(FEW_STEP, MANY_STEP)
-WIDTH_MULTIPLE, FFN_MULTIPLE = 16, max(32, MOST_LANES)
+MOST_LANES = max(FEW_STEP, MANY_STEP)  # neurons come in multiples of it: a rest would be summed in another order
 
 
 @inlined()

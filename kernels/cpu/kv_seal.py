@@ -26,8 +26,9 @@ EXACT, OUT, LAYER, COS, SIN, NOTE_SLOTS = range(6)
 # K_MEAN [H, D] or 0; WIDTHS uint8 [H, 3, D / 16]: of K, of K when it is not turned, of V; TAILS uint8 [H, 2, 16], not turned and turned,
 # all but the largest scale; TABLES [2, 9, TABLE_SLOTS]: of K and V by bits (`kv_seal_loops`); RECORDS int64 [H, RECORD_SLOTS]; LONE is a
 # float64: how many times the mean power a lone pair has.
-(DIM, DTYPE, HEAD_STRIDE, SIDE, RECIPROCALS, K_MATRIX, BROAD, V_MATRIX, K_MEAN, WIDTHS, TAILS, TABLES, RECORDS, LONE,
- LAYER_SLOTS) = range(15)
+# ROWS tokens are a part of an exact layer-page, parts PART_STRIDE apart.
+(DIM, DTYPE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE, RECIPROCALS, K_MATRIX, BROAD, V_MATRIX, K_MEAN, WIDTHS, TAILS, TABLES, RECORDS, LONE,
+ LAYER_SLOTS) = range(17)
 # A head's record: where it begins in the layer-page, its five parts and the end of them in it, its length.
 START, K_CODES, K_EXPONENTS, K_ZEROS, V_CODES, V_SCALES, END, NBYTES, RECORD_SLOTS = range(9)
 TAIL_NBYTES = HEADER_NBYTES - TAIL_OFFSET
@@ -221,8 +222,10 @@ def seal_records(args, worker, counter):
         groups = depth // CHANNELS
         widths = layer[WIDTHS] + 3 * groups * head
 
-        expand(source, layer[DTYPE], turned, PAGE * depth)
-        _transpose(turned, depth, PAGE, plain)
+        for begin in range(0, PAGE, layer[ROWS]):
+            part = source + begin // layer[ROWS] * layer[PART_STRIDE]
+            expand(part, layer[DTYPE], turned + 4 * begin * depth, layer[ROWS] * depth)
+            _transpose(turned + 4 * begin * depth, depth, layer[ROWS], plain + 4 * begin * depth)
         if layer[K_MEAN] != 0:
             _subtract_mean(plain, layer[K_MEAN] + 4 * depth * head, note[COS], note[SIN], depth)
         reciprocals = layer[RECIPROCALS] + 4 * depth * head
@@ -241,7 +244,9 @@ def seal_records(args, worker, counter):
                                      depth, 0)
         status = KEYS_ODD if _seal_keys(layer, record, widths + groups if lone else widths, turned, out, spans, found, codes) else 0
 
-        expand(source + layer[SIDE], layer[DTYPE], turned, PAGE * depth)
+        for begin in range(0, PAGE, layer[ROWS]):
+            part = source + layer[SIDE] + begin // layer[ROWS] * layer[PART_STRIDE]
+            expand(part, layer[DTYPE], turned + 4 * begin * depth, layer[ROWS] * depth)
         _transpose(turned, PAGE, depth, plain)
         matrix = layer[V_MATRIX] + 4 * depth * depth * head
         for i in range(0, depth, LOW_ROWS):

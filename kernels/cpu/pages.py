@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .. import reference
+from .. import raw_pages, reference
 from ..layout import F32, PageLayout
 from ..registry import Call
 from ..workspace import address
@@ -72,18 +72,19 @@ class LayerPages:
         self.scale, self.window, self.softcap = scale, window, softcap
         self.choice = ops.registry.select(Call("attend", "f32" if layout.stored == F32 else "f16")).candidate
         shared = (layout.layer_page_nbytes, layout.record_nbytes, layout.side_nbytes)
+        parts = layout.rows, layout.part_nbytes
         # The slots of the argument blocks that never change; what a call adds is below.
         self._attend = np.zeros(attention.ATTEND_SLOTS, np.int64)
         self._attend[attention.KV_HEADS], self._attend[attention.HEAD_DIM] = layout.kv_heads, layout.head_dim
         self._attend[attention.WINDOW], self._attend[attention.DTYPE] = window or 0, layout.stored
         self._attend[attention.EXACT], self._attend[attention.PAGES] = address(exact), address(sealed)
-        self._attend[attention.PAGE_STRIDE : attention.SIDE + 1] = shared
+        self._attend[attention.PAGE_STRIDE : attention.PART_STRIDE + 1] = *shared, *parts
         self._attend[attention.SCRATCH : attention.PARTIALS + 1] = ops.scratch, ops.scratch_stride, ops.partials
         reals = self._attend.view(np.float64)
         reals[attention.SCALE], reals[attention.SOFTCAP] = scale, softcap or 0.0
         self._write = np.zeros(attention.WRITE_SLOTS, np.int64)
         self._write[attention.W_HEADS : attention.W_EXACT + 1] = layout.kv_heads, layout.head_dim, layout.stored, address(exact)
-        self._write[attention.W_PAGE_STRIDE : attention.W_SIDE + 1] = shared
+        self._write[attention.W_PAGE_STRIDE : attention.W_PART_STRIDE + 1] = *shared, *parts
         self._attend_at, self._write_at = address(self._attend), address(self._write)
 
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
@@ -113,11 +114,12 @@ class LayerPages:
         self._place(page)[:] = data
 
     def read_slot(self, slot: int) -> np.ndarray:
-        """The bytes of an exact slot, uint8 `[layout.layer_page_nbytes]`, a copy."""
+        """The bytes of an exact slot, uint8 `[layout.layer_page_nbytes]`, a copy; of the last slot fewer where it has fewer parts."""
         return self._slot(slot).copy()
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
-        self._slot(slot)[:] = data
+        own = self._slot(slot)
+        own[:] = data[: len(own)]
 
     def _slot(self, slot: int) -> np.ndarray:
         return self.exact[slot * self.layout.layer_page_nbytes : (slot + 1) * self.layout.layer_page_nbytes]
@@ -238,12 +240,5 @@ class LayerPages:
         out[:] = result.reshape(out.shape)
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """K and V as stored, [PAGE, KVH, D], of a block."""
-        layout = self.layout
-        size = layout.layer_page_nbytes
-        page = self._sealed_page(index) if sealed else self.exact[index * size : (index + 1) * size]
-        kind = np.float32 if layout.stored == F32 else np.float16
-        bodies = [page[layout.key_offset(head) : layout.key_offset(head) + 2 * layout.side_nbytes].view(kind).reshape(2, -1)
-                  for head in range(layout.kv_heads)]
-        return (np.stack([body[0].reshape(layout.head_dim, -1).T for body in bodies], 1),
-                np.stack([body[1].reshape(-1, layout.head_dim) for body in bodies], 1))
+        """K and V as stored, [PAGE, KVH, D], of a block; of a slot with fewer parts fewer tokens."""
+        return raw_pages.sides(self._sealed_page(index) if sealed else self._slot(index), self.layout)

@@ -28,7 +28,7 @@ from ..kv_layout import (
 )
 from ..layout import PAGE, PageLayout
 from .attention import Partial, block_partial, finish, fold, pages_at_once, rows_of
-from .pages import COUNT, FIRST, INDEX, SEALED, TorchLayerPages, runs, visible_span
+from .pages import COUNT, FIRST, INDEX, SEALED, TorchLayerPages, pages_of, runs, visible_span
 
 MOST_OPEN = 64  # pages opened at once: as float32 they take eight times their packed size, and more
 
@@ -101,7 +101,7 @@ class TorchPackedPages(TorchLayerPages):
                 if is_sealed:
                     merged = fold(merged, self._packed_partial(blocks[part, INDEX].tolist(), turned, scaled, where))
                 else:
-                    sides = (side[table[part, INDEX]] for side in self._exact_sides)
+                    sides = (pages_of(side, table[part, INDEX], self.layout) for side in self._exact_sides)
                     merged = fold(merged, block_partial(rows, *sides, *where))
         return finish(merged, len(q), kv_heads, sinks)
 

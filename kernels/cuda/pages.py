@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..layout import F32, HEADER_NBYTES, PAGE, STORED_BYTES, PageLayout
+from ..layout import F32, HEADER_NBYTES, STORED_BYTES, PageLayout
 from .attention import attend_blocks
 
 SEALED, INDEX, FIRST, COUNT = range(4)
@@ -27,13 +27,22 @@ class Codec(Protocol):
 
 
 def sides(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of every layer-page in uint8 `memory`, as views [pages, KVH, 128, D]; K lies channel by channel, V token by token."""
+    """K and V of every part of the layer-pages in uint8 `memory`, as views [parts, KVH, rows, D]; K lies channel by channel, V token by
+    token."""
     item = STORED_BYTES[layout.stored]
     typed = memory.view(torch.float32 if layout.stored == F32 else torch.float16)
-    shape = (len(memory) // layout.layer_page_nbytes, layout.kv_heads, PAGE, layout.head_dim)
-    outer = (layout.layer_page_nbytes // item, layout.record_nbytes // item)
-    keys = typed.as_strided(shape, (*outer, 1, PAGE), HEADER_NBYTES // item)
+    shape = (len(memory) // layout.part_nbytes, layout.kv_heads, layout.rows, layout.head_dim)
+    outer = (layout.part_nbytes // item, layout.record_nbytes // item)
+    keys = typed.as_strided(shape, (*outer, 1, layout.rows), HEADER_NBYTES // item)
     return keys, typed.as_strided(shape, (*outer, layout.head_dim, 1), (HEADER_NBYTES + layout.side_nbytes) // item)
+
+
+def pages_of(side: torch.Tensor, index: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """Pages `index` [n] of what `sides` gave: [n, KVH, 128, D], a copy. What the last slot has no memory for is what it has some for."""
+    if layout.parts == 1:
+        return side[index]
+    parts = index[:, None] * layout.parts + torch.arange(layout.parts, device=index.device)
+    return side[parts.clamp(max=len(side) - 1)].swapaxes(1, 2).flatten(2, 3)
 
 
 def visible_span(blocks: np.ndarray, position: int, tokens: int, window: int | None) -> slice:
@@ -67,10 +76,11 @@ class TorchLayerPages:
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
         """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. Halves saturate, as on the CPU."""
-        slot, row = self.upload(slots), self.upload(rows)
+        slot, row, layout = self.upload(slots), self.upload(rows), self.layout
+        part, row = slot * layout.parts + row // layout.rows, row % layout.rows
         for side, new in zip(self._exact_sides, (k, v)):
-            new = new.unflatten(1, (self.layout.kv_heads, self.layout.head_dim))
-            side[slot, :, row] = (new if self.layout.stored == F32 else new.clamp(-HALF_MAX, HALF_MAX)).to(side.dtype)
+            new = new.unflatten(1, (layout.kv_heads, layout.head_dim))
+            side[part, :, row] = (new if layout.stored == F32 else new.clamp(-HALF_MAX, HALF_MAX)).to(side.dtype)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`; the bytes pass through the host."""
@@ -92,7 +102,8 @@ class TorchLayerPages:
         return self._slot(slot).cpu().numpy().copy()
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
-        self._slot(slot).copy_(torch.from_numpy(np.array(data)))
+        own = self._slot(slot)
+        own.copy_(torch.from_numpy(np.array(data[: len(own)])))
 
     def _slot(self, slot: int) -> torch.Tensor:
         return self.exact[slot * self.layout.layer_page_nbytes : (slot + 1) * self.layout.layer_page_nbytes]
@@ -111,4 +122,4 @@ class TorchLayerPages:
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V, of the blocks in their order: one copy per run of sealed or of exact blocks."""
         for exact, sealed in zip(self._exact_sides, self._sealed_sides):
-            yield torch.cat([(sealed if is_sealed[run.start] else exact)[index[run]] for run in runs(is_sealed)])
+            yield torch.cat([pages_of(sealed if is_sealed[run.start] else exact, index[run], self.layout) for run in runs(is_sealed)])

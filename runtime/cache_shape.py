@@ -1,0 +1,56 @@
+"""What a KV cache is for, and the bytes that follow from it: what the planner counts and what a cache is made of are one arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..kernels.layout import PAGE, PageLayout
+from ..quant.kv import PackedCodec, RawCodec
+
+
+@dataclass(frozen=True)
+class AttnSpec:
+    """Attention of one layer, bound when the cache is made. `window`: a query at p sees keys later than p - window."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """How many tokens the cache is for: context, sinks, exact window, longest chunk."""
+
+    ctx: int
+    sink: int = 64
+    window: int = 128
+    chunk: int = 512
+
+    @property
+    def sinks(self) -> int:
+        """Sinks rounded up to 16, at most a page."""
+        return min(PAGE, -(-self.sink // 16) * 16)
+
+    @property
+    def slots(self) -> int:
+        """Open pages held at once: the sinks', the window's, the chunk's, and one at either end."""
+        return 1 + -(-self.window // PAGE) + -(-self.chunk // PAGE) + 2
+
+    @property
+    def pages(self) -> int:
+        return max(1, -(-(self.ctx - self.sinks) // PAGE))
+
+
+def exact_parts(layout: PageLayout, shape: CacheShape) -> int:
+    """Parts of a layer's exact slots, at most: those of the last one, the sinks', are as many as these need."""
+    return (shape.slots - 1) * layout.parts + layout.parts_of(shape.sinks)
+
+
+def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> tuple[int, int]:
+    """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
+    sealed = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
+    return len(codecs) * exact_parts(layout, shape) * layout.part_nbytes, sealed
