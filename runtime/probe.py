@@ -28,6 +28,7 @@ ROOF_NBYTES, MEMORY_PASSES = 256 << 20, 7
 PROMPT = 512  # a chunk of a prompt, as a run reads it
 TOKENS = 24
 LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
+PATIENCE_S = 1.0  # for one figure: on a machine that is never left alone, more runs would take long and agree no better
 DEPTH = 1024
 FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 3
 _SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
@@ -94,9 +95,11 @@ def _ids(tokens: int) -> list[int]:
 def _settled(run: Callable[[], Sequence[float]]) -> list[float]:
     """The best of each time that `run` takes, over some runs: what disturbs one makes it longer. On a machine that is left alone two runs
     agree, and more would tell nothing."""
-    found: list[Sequence[float]] = []
-    while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and not _agree([sum(times) for times in found])):
+    found, spent = [], []
+    while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and sum(spent) < PATIENCE_S and not _agree([sum(times) for times in found])):
+        started = time.perf_counter()
         found.append(run())
+        spent.append(time.perf_counter() - started)
     return [min(times) for times in zip(*found)]
 
 
