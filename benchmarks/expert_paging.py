@@ -39,10 +39,11 @@ from effllm.quant.weight import from_f32
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
-from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.synthetic import SHAPES, SyntheticStore
 from made_folder import of_store, write_folder, write_marker
 from offload import child, evict
+from promised import promise
 from report import Figure, publish
 
 CONSTANT, SLOW, FAST, PERSISTENCE = 0.1, 0.6, 0.3, 0.97  # shares of the power of a row; what of the slow part stays from token to token
@@ -170,6 +171,14 @@ def timed(engine: Engine, ids: range | list[int]) -> Iterator[tuple[float, float
         yield time.perf_counter() - started, engine.model.pager.wait_s - before
 
 
+def promised(folder: Path, ram: int) -> float:
+    """Tokens a second that `plan` promises."""
+    prepared = prepare(folder, EngineOptions(device="cpu", ram=str(ram), ctx=512))
+    made = promise(prepared)
+    prepared.store.close()
+    return made.start.tokens_per_s
+
+
 def alone(engine: Engine, misses: list[list[int]]) -> float:
     """Seconds of the reads of some tokens with nothing computed beside, a layer's asked for at once."""
     pager = engine.model.pager
@@ -275,6 +284,7 @@ def main() -> int:
         arguments = [str(asked.folder), "--alone", "own", "--ram", str(ram), *(["--threads", str(asked.threads)] if asked.threads else [])]
         limit = ram if asked.gguf else None
         child([*arguments, "--tokens", "8"], limit, __file__)  # shows the model's routing
+        expected = promised(asked.folder, ram)
         own = child([*arguments, "--tokens", str(asked.tokens)], limit, __file__)
     print(json.dumps(own), file=sys.stderr, flush=True)
     under = f"{asked.folder.name}, {own['model_gb']:.1f} GB in {own['ram_gb']:.2f} GB"
@@ -283,6 +293,7 @@ def main() -> int:
         Figure("tokens_per_s", "decode", under, 1 / own["seconds"], "tokens/s"),
         Figure("bound", "1 / (disk + dense)", f"{1000 * own['disk_s']:.0f} + {1000 * own['dense_s']:.0f} ms", bound, "tokens/s"),
         Figure("share", "decode over 1 / (disk + dense)", under, 1 / own["seconds"] / bound, ""),
+        Figure("predicted_tokens_per_s", "predicted before the run", under, expected, "tokens/s"),
         Figure("resident_s", "a token whose experts are all in memory", under, 1000 * own["resident_s"], "ms"),
         Figure("hit_rate", "hit rate", f"{own['slots']:.0f} of {own['experts']:.0f} experts in memory, {POLICIES[int(own['policy'])]}",
                own["hit_rate"], ""),

@@ -23,9 +23,8 @@ from statistics import median
 
 import numpy as np
 
-from effllm.offload import disk
 from effllm.offload.hardware import peak_rss
-from effllm.runtime import forecast, roofs, sparsity, sparsity_file
+from effllm.runtime import sparsity, sparsity_file
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine, open_engine
@@ -33,6 +32,7 @@ from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
 from offload import evict
+from promised import promise
 from report import Figure, publish
 from widened import Widened
 
@@ -99,13 +99,7 @@ def measure(folder: Path, ram: int | None, tokens: int) -> dict[str, object]:
 def predicted(folder: Path, ram: int) -> float:
     """Tokens a second that `plan` promises, from rates that are measured now."""
     prepared = prepare(folder, EngineOptions(device="cpu", ctx=CTX, ram=str(ram)))
-    wanted = forecast.wanted(prepared)
-    known = roofs.known(wanted)
-    if (lacking := roofs.missing(wanted, known)) is not None:
-        *_, known = roofs.probe(lacking, known)
-    found = disk.probe(wanted.file)
-    print("disk", [(read.nbytes, read.depth, round(read.rate / 1e6)) for read in found.reads], file=sys.stderr, flush=True)
-    made = forecast.forecast(prepared, replace(known, disk=roofs.DiskRoofs(found, "now", wanted.file.stat().st_size)), PROMPT)
+    made = promise(prepared)
     prepared.store.close()
     return made.start.tokens_per_s
 

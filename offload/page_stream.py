@@ -8,7 +8,7 @@ moved) keeps what fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -71,6 +71,7 @@ class PageStream:
             self._starts.append(self._starts[-1] + -(-pages * nbytes // BLOCK) * BLOCK)
         self._pages, self._slot = pages, slot_nbytes(page_nbytes, pages)
         self._ring = anonymous(ring_nbytes(page_nbytes, pages, budget))
+        self._at, self._most = self._ring.ctypes.data, max(1, len(self._ring) // self._slot // 2)
         self._reader = Reader({spill.path: spill.descriptor}, direct=direct, what="the KV cache is")
         self.slots = [self._slots_of(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
         self.staging = [np.zeros(nbytes, np.uint8) for nbytes in page_nbytes]
@@ -112,9 +113,9 @@ class PageStream:
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
-    def begin(self, wanted: Sequence[tuple[int, int]]) -> None:
-        """A pass begins; `wanted` are the pages [begin, end) that it reads, by layer."""
-        if tuple(wanted) != self._wanted:
+    def begin(self, wanted: Sequence[tuple[int, int]]) -> bool:
+        """A pass begins; `wanted` are the pages [begin, end) that it reads, by layer. Are they others than in the pass before?"""
+        if is_new := tuple(wanted) != self._wanted:
             self._wanted = tuple(wanted)
             self._runs = [list(self._cut(layer, begin, end)) for layer, (begin, end) in enumerate(wanted)]
             self._order = [run for runs in self._runs for run in runs]
@@ -123,6 +124,7 @@ class PageStream:
             self._turns.keep(sum(1 for _ in fitting))
             self._turns.reorder(len(self._order))
         self._turns.read_ahead()
+        return is_new
 
     def runs(self, layer: int) -> list[Run]:
         """Of the pass in hand."""
@@ -133,10 +135,27 @@ class PageStream:
         """The address of a run's first page for the time of a `with`. Raises CheckpointError where it cannot be read, Interrupted."""
         turn = self._turns.enter(self._places[run])
         try:
-            begin = self._starts[run.layer] + run.begin * self.page_nbytes[run.layer]
-            yield self._ring.ctypes.data + turn.where.slot * self._slot + begin % BLOCK
+            yield self._address(turn.where)
         finally:
             self._turns.leave()
+
+    def come(self, layer: int) -> Generator[list[tuple[int, int, int]]]:
+        """A layer's runs of the pass in hand, in order, as (first page, the one behind the last, address of the first): those that have
+        come, at most half of the ring, and at least one, which is waited for. They stay until the next are asked for. Raises as `lease`."""
+        runs, at = self._runs[layer], 0
+        while at < len(runs):
+            self._turns.enter(self._places[runs[at]])
+            turns = self._turns.come(min(self._most, len(runs) - at))
+            try:
+                yield [(turn.where.run.begin, turn.where.run.end, self._address(turn.where)) for turn in turns]
+            finally:
+                self._turns.leave(len(turns))
+            at += len(turns)
+
+    def _address(self, held: _Slot) -> int:
+        """Of the first page of a run in its slot."""
+        run = held.run
+        return self._at + held.slot * self._slot + (self._starts[run.layer] + run.begin * self.page_nbytes[run.layer]) % BLOCK
 
     def page(self, layer: int, index: int) -> np.ndarray:
         """A copy of one page, for those who need one now and then."""
@@ -188,11 +207,12 @@ class LayerSpill:
     def first(self) -> int:
         return self._stream.first
 
-    def runs(self) -> list[tuple[int, int]]:
-        return [(run.begin, run.end) for run in self._stream.runs(self._layer)]
+    def reads(self) -> tuple[int, int]:
+        runs = self._stream.runs(self._layer)
+        return (runs[0].begin, runs[-1].end) if runs else (self.first, self.first)
 
-    def lease(self, run: tuple[int, int]):
-        return self._stream.lease(Run(self._layer, *run))
+    def come(self) -> Generator[list[tuple[int, int, int]]]:
+        return self._stream.come(self._layer)
 
     def page(self, index: int) -> np.ndarray:
         return self._stream.page(self._layer, index)

@@ -5,11 +5,11 @@ when the context has grown to it. So weights come first: where they fit, all of 
 the context comes first as long as it fits beside streamed weights; only then its pages go to the disk, all of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import DoesNotFit
 from .placement import Residency, reside
-from .plan import Budget, Demand, Placement, _is_resident, _least, plan, with_slack
+from .plan import Budget, Demand, Placement, _is_resident, _least, largest, plan, with_slack
 from .size import format_size
 
 PAGE = 128  # tokens
@@ -60,7 +60,9 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     if with_slack(least + weights) <= budget.ram:
         pages = min(most, total, (budget.ram * 100 // 105 - least - weights) // page)
         return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, None, with_slack(least + weights + pages * page))
-    if not demand.blocks or demand.units:  # neurons, and experts, take what memory the cache leaves
+    if demand.experts or demand.units:
+        return _beside(demand, budget, ctx_max, ctx_wanted, ctx, most, spill)
+    if not demand.blocks:
         return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + weights), "the KV cache")
     if spill.ram is None:
         try:
@@ -74,6 +76,33 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     fixed = with_slack(least + pages * page)
     residency = reside(demand.blocks, budget.ram - fixed - demand.always)
     return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, residency, fixed + demand.always + residency.nbytes)
+
+
+def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, most: int, spill: Spill) -> Placement:
+    """The plan where experts, or neurons, take what memory a cache leaves that has as many of `most` pages as fit beside the least of
+    them. Where nobody said how much it may have, the cache lies on the disk only if it does not fit otherwise."""
+    page = demand.kv_bytes_per_token * PAGE
+
+    def held(pages: int) -> Placement:
+        own = replace(demand, workspace=demand.workspace + spill.workspace, kv_bytes_per_token=0,
+                      kv_fixed=demand.kv_fixed + spill.ring + pages * page)
+        return plan(own, budget, max(ctx_max, ctx), ctx, "cpu", None, PAGE)
+
+    def fits(pages: int) -> bool:
+        try:
+            return bool(held(pages))
+        except DoesNotFit:
+            return False
+
+    if spill.ram is None:
+        try:
+            return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
+        except DoesNotFit:
+            most = 0
+    pages = largest(fits, most, 1)
+    own = held(pages)
+    placed = _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, own.residency, own.total_bytes)
+    return replace(placed, slots=own.slots, window_bytes=own.window_bytes, expert_slots=own.expert_slots, notes=own.notes + placed.notes)
 
 
 def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, needed: int, what: str) -> Placement:
@@ -100,7 +129,7 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
     held = demand.kv_fixed + spill.ring + pages * page
     notes = [f"with a full context {format_size(on_disk * page)} of the KV cache lie on the disk, read for every token; "
              f"{format_size(held)} of it stay in memory"]
-    if residency is not None and residency.streamed:
+    if residency is not None and residency.streamed and not demand.units:
         notes.append(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either: every token reads them too")
     if ctx > ctx_max:
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from .checkpoint import CheckpointError
 from .direct import Interrupted, Read, Reader, Ticket
@@ -62,9 +63,15 @@ class Turns:
             raise
         return self._turns[0]
 
-    def leave(self) -> None:
-        """The one in use is not needed any more."""
-        self._turns.popleft()
+    def come(self, most: int) -> list[Turn]:
+        """The one that was entered and those behind it whose reads are made, at most `most`; they stay until as many `leave`."""
+        come = takewhile(lambda turn: not turn.ticket.left and turn.ticket.error is None, islice(self._turns, 1, most))
+        return [self._turns[0], *come]
+
+    def leave(self, count: int = 1) -> None:
+        """Those in use are not needed any more."""
+        for _ in range(count):
+            self._turns.popleft()
         self.read_ahead()
 
     def keep(self, count: int) -> None:

@@ -118,7 +118,7 @@ class KVCache:
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
         if self.pool is not None and self.pool.stream is not None:
-            self.pool.stream.begin([self._seen(layer.pages.window, tokens) for layer in self._layers])
+            self._changed |= self.pool.stream.begin([self._seen(layer.pages.window, tokens) for layer in self._layers])
         if tokens == 1 and self._begin_next():
             return self.step
         positions = np.arange(self.n, self.n + tokens, dtype=np.int64)

@@ -329,8 +329,10 @@ class Model:
         host = self.backends["cpu"]
         if not self.pager.resident:
             self.store.check_unchanged()
-        # A pass of one token over weights that stay where they are does what the last one did, until the list of blocks changes.
-        same = step.blocks if len(ids) == 1 and tap is no_tap and self.pager.resident and not self._on_device else None
+        # A pass of one token over weights that stay where they are does what the last one did, until the list of blocks changes. The first
+        # pass is another: a layer does not know yet who follows.
+        may_repeat = len(ids) == 1 and tap is no_tap and self.pager.stays and not self._on_device and len(self._wrapped) > len(self.devices)
+        same = step.blocks if may_repeat else None
         if tap is not no_tap:
             tap = _after_flush(host, tap)
         with host.together():

@@ -184,6 +184,8 @@ class LayerExperts(ExpertPages):
         return self._following() if self._pager.guesses else None
 
     def look_ahead(self, logits: np.ndarray) -> None:
+        if not self._pager.guesses:
+            return
         top = self._pager.per_token
         likely = np.argpartition(-logits, top - 1)[:top] if top < len(logits) else np.arange(len(logits))
         self._pager.look_ahead(self._index + 1, likely[np.argsort(-logits[likely], kind="stable")].tolist())

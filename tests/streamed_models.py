@@ -46,10 +46,11 @@ def streaming(folder: Path, keep: int = 0, ring: int | None = None, direct: bool
     return engine
 
 
-def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, **options: object) -> Engine:
-    """An engine that holds `slots` of its experts."""
+def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, kv_pages: int | None = None, **options: object) -> Engine:
+    """An engine that holds `slots` of its experts, and of its cache `kv_pages` pages or all."""
     asked = EngineOptions(device="cpu", **options)
     prepared = prepare(folder, asked)
+    prepared = replace(prepared, placement=replace(prepared.placement, kv_pages=kv_pages))
     own = prepared.config.mixture
     parts = cut_experts(check_tensors(prepared.config, prepared.store, prepared.container), own.experts, own.per_token, prepared.store)
     engine = Engine(replace(prepared, streams=PagedExperts(parts, slots, Choice(policy, 0.5), direct=direct)))

@@ -81,6 +81,16 @@ def test_neither_threads_nor_the_way_of_reading_change_a_bit(spec: str, threads:
     assert np.array_equal(paged(folders[spec], 8, threads=threads, direct=direct), expected[spec])
 
 
+def test_pages_of_the_cache_may_lie_on_the_disk_too(folders, tmp_path: Path) -> None:
+    asked = {"ctx": 512, "kv": "4bit", "kv_sink": 0, "kv_window": 0}
+    whole = list(open_engine(folders["4bit"], EngineOptions(device="cpu", **asked)))[-1]
+    disk = paging(folders["4bit"], 8, kv_pages=1, spill_dir=str(tmp_path), **asked)
+    assert np.array_equal(logits(disk, 440), logits(whole, 440))
+    assert disk.cache.sealed == 3 and disk.cache.pool.traffic.nbytes > 0 and disk.model.pager.tally.hits > 0
+    for engine in (whole, disk):
+        engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ("bf16", "4bit"))
 def test_products_in_float32_give_the_same_bits(spec: str, folders) -> None:

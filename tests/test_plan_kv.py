@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.plan import BlockBytes, Budget, Demand, Placement, plan
+from effllm.offload.plan import BlockBytes, Budget, Demand, Experts, Placement, Units, plan
 from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
 from effllm.offload.predict import KindRate, Part, Rates, Work, decode, prompt
 
@@ -109,6 +109,58 @@ def test_a_plan_is_kept(ram: int, ctx: int | None, cap: int | None, disk: int, b
         assert placed.kv_pages >= 0 and placed.kv_disk_bytes > 0
         assert placed.kv_pages * PAGE * 100_000 + placed.kv_disk_bytes >= placed.ctx * 100_000
         assert cap is None or placed.kv_bytes <= cap * MB
+
+
+# -- beside experts and neurons ------------------------------------------------------------------------------------------------
+
+EXPERTS = Experts(layers=20, count=20 * 16, per_token=2, slot_nbytes=2 * MB)
+UNITS = (Units(4096, 8192),) * 20
+
+
+def shared(ram: int, ctx: int | None, spill: Spill, **more: object) -> Placement:
+    """800 MB of layers, of which 640 MB are experts or neurons."""
+    whole = {**{"blocks": () if "experts" in more else (BLOCK,) * 20, "always": 200 * MB}, **more}
+    return plan_tiers(replace(demand(), **whole), Budget(ram * MB), 32_768, ctx, "cpu", None, spill)
+
+
+@pytest.mark.parametrize("kind", ({"experts": EXPERTS}, {"units": UNITS}), ids=("experts", "neurons"))
+def test_memory_for_the_cache_as_asked_beside_weights_that_come_and_go(kind: dict[str, object]) -> None:
+    spill = replace(SPILL, ram=100 * MB)
+    placed = shared(800, 16_384, spill, **kind)
+    page = 100_000 * PAGE
+    assert placed.kv_pages == (100 * MB - 27 * MB) // page and placed.kv_bytes == 27 * MB + placed.kv_pages * page
+    assert placed.kv_disk_bytes == (128 - placed.kv_pages) * page and placed.kv_bytes_per_token == 100_000
+    held = placed.expert_slots if "experts" in kind else sum(placed.slots)
+    assert placed.total_bytes <= 800 * MB and held > 0
+    more = shared(800, 16_384, replace(SPILL, ram=50 * MB), **kind)
+    assert (more.expert_slots or sum(more.slots)) > held, "what the cache does not get is theirs"
+    assert any("of the KV cache lie on the disk" in note for note in placed.notes)
+    assert len(placed.notes) == len(set(placed.notes))
+
+
+@pytest.mark.parametrize("kind", ({"experts": EXPERTS}, {"units": UNITS}), ids=("experts", "neurons"))
+def test_a_context_that_fits_only_on_the_disk_beside_weights_that_come_and_go(kind: dict[str, object]) -> None:
+    placed = shared(700, 16_384, SPILL, **kind)
+    assert placed.kv_pages == 0 and placed.kv_disk_bytes == 128 * 100_000 * PAGE and placed.total_bytes <= 700 * MB
+    assert shared(700, 512, SPILL, **kind).kv_pages is None
+    with pytest.raises(DoesNotFit) as caught:
+        shared(200, 16_384, SPILL, **kind)
+    needed = int(caught.value.hint.split("--ram ")[1].split("Mi")[0]) << 20
+    assert shared(-(-needed // MB), 16_384, SPILL, **kind).kv_pages == 0
+
+
+@given(ram=st.integers(200, 1200), ctx=st.one_of(st.none(), st.integers(1, 32_768)), cap=st.one_of(st.none(), st.integers(1, 1000)),
+       kind=st.sampled_from(({"experts": EXPERTS}, {"units": UNITS})))
+def test_a_plan_beside_weights_that_come_and_go_is_kept(ram: int, ctx: int | None, cap: int | None, kind: dict[str, object]) -> None:
+    try:
+        placed = shared(ram, ctx, replace(SPILL, ram=cap and cap * MB), **kind)
+    except DoesNotFit as error:
+        assert error.exit_code == 4 and error.hint
+        return
+    assert placed.total_bytes <= ram * MB and (ctx is None or placed.ctx == ctx)
+    assert cap is None or placed.kv_bytes <= cap * MB, "whatever else does not fit"
+    if placed.kv_pages is not None:
+        assert placed.kv_pages * PAGE * 100_000 + placed.kv_disk_bytes >= placed.ctx * 100_000
 
 
 # -- how fast ------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 Between two kernels the weights have driven the interpreter's own data out of the caches, and preparing a stage there costs several
 times what it costs beforehand. The jobs of a forward pass are therefore collected and run by one call at its end. While an answer is
 written, a pass differs from the one before in a position alone: its list is kept, and what the position changes is refreshed in
-place, so that a token costs no preparation at all.
+place, so that a token costs no preparation at all. Where a pass depends on what comes from a disk, or on who is routed where, an action
+stands in the list (`between`), and only that is done anew.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from ..workspace import address
 
 @dataclass
 class Recording:
-    """The jobs of a pass. `key` says which passes are the same but for the position; `refresh` are told where the next one begins."""
+    """The jobs of a pass, with the actions between them. `key` says which passes are the same but for the position; `refresh` are told
+    where the next one begins. `begin`: of the jobs that are collected, the first that is not in `steps` yet."""
 
     key: object
+    begin: int = 0
     refresh: list[Callable[[int], None]] = field(default_factory=list)
-    jobs: np.ndarray | None = None
+    steps: list[np.ndarray | Callable[[], None]] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
 
 
@@ -75,17 +78,35 @@ class Jobs:
             self._collected = []
         if self._again is not None:
             again, self._again = self._again, None
-            self.pool.run_list(again.jobs)
+            for step in again.steps:
+                if callable(step):
+                    step()
+                    self.flush()
+                else:
+                    self.pool.run_list(step)
+
+    def between(self, action: Callable[[], None]) -> None:
+        """Run what was collected, then `action`, which may run kernels whose number and arguments nobody foresees. A recorded pass does the
+        action anew when it comes again."""
+        making = self._making
+        if making is not None:
+            making.steps += [np.array(self._collected[making.begin :], np.int64), action]
+        self.flush()
+        action()
+        self.flush()
+        self._making = making
+        if making is not None:
+            making.begin = 0
 
     @contextmanager
     def recording(self, key: object | None) -> Iterator[None]:
         """Record the jobs that follow as a pass that may come again with this very `key`; None forgets what was recorded."""
         self._last = None
-        made = self._making = None if key is None else Recording(key)
-        begin = len(self._collected)
+        made = self._making = None if key is None else Recording(key, len(self._collected))
         yield
         if made is not None and self._making is made:
-            made.jobs, made.kept = np.array(self._collected[begin:], np.int64), list(self._kept)
+            made.steps.append(np.array(self._collected[made.begin :], np.int64))
+            made.kept = list(self._kept)
             self._last, self._making = made, None
 
     def refresh(self, change: Callable[[int], None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,18 +66,16 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
     for job in before:
         ops.run(*job)
     ahead = _note_next(ops, x, pages) if len(x) == 1 else None
-    few = len(x) <= stage.table.columns
-    if not few:
+    if len(x) <= stage.table.columns:
+        ops.between(partial(_few, ops, stage, pages, grouping, ahead))
+    else:
         for job in grouping:
             ops.run(*job)
-    ops.flush()  # who goes where is known; everything that earlier layers noted has run
-    if few:
-        _few(ops, stage, pages, grouping)
-    else:
+        ops.flush()  # who goes where is known; everything that earlier layers noted has run
         _many(ops, norm, pages, stage, asked[2])
+        if ahead is not None:
+            pages.look_ahead(ahead)
     ops.run(kernels.combine_visits, address(stage.kept[0]), len(x) > 1)
-    if ahead is not None:
-        pages.look_ahead(ahead)
     if see is not None:
         see(stage.routed)
     return x
@@ -94,8 +93,8 @@ def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages) -> np.ndarray | N
     return out[0]
 
 
-def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple]) -> None:
-    """Products of a few tokens, as argument blocks that `group_visits` writes."""
+def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple], ahead: np.ndarray | None) -> None:
+    """Products of a few tokens, as argument blocks that `group_visits` writes; who goes where is known. `ahead`: scores of the next."""
     table = stage.table
     if len(stage.x) == 1:
         needed, tokens = stage.chosen.tolist(), None
@@ -113,6 +112,8 @@ def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple
         ops.flush()
         visit.wait(expert)
         _note_products(ops, stage, (expert,), number)
+    if ahead is not None:
+        pages.look_ahead(ahead)
 
 
 def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Mapping[int, int]) -> None:

@@ -10,13 +10,15 @@ run after run of pages for as long as each is leased, then the open pages. Every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from .. import raw_pages, reference
+from ..compile import Kernel
 from ..layout import F32, PageLayout
 from ..registry import Call
 from ..workspace import address
@@ -39,11 +41,12 @@ class Spilled(Protocol):
     lead: int
     staging: np.ndarray
 
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """Which of them the pass in hand reads, as (first page, the one behind the last), in order."""
+    def reads(self) -> tuple[int, int]:
+        """Which of them the pass in hand reads, [first, end)."""
 
-    def lease(self, run: tuple[int, int]) -> AbstractContextManager[int]:
-        """The address of a run's first page; the others follow it."""
+    def come(self) -> Generator[Sequence[tuple[int, int, int]]]:
+        """Those, in order, as runs (first page, the one behind the last, address of the first), some at a time as they come. They stay
+        until the next are asked for."""
 
     def page(self, index: int) -> np.ndarray:
         """A copy of one page."""
@@ -152,8 +155,8 @@ class LayerPages:
         heads = width // self.layout.head_dim
         block[attention.SINKS] = address(sinks)
         if self.spilled is not None:
-            if runs := self.spilled.runs():
-                self._in_turns(runs, q, position, blocks, table, out)
+            if (read := self.spilled.reads())[0] < read[1]:
+                self._in_turns(read, q, position, blocks, table, out)
                 return
             if self.selective is not None and self.window is None and (end := int(blocks[:, attention.SEALED].sum())) > self.spilled.first:
                 self.selective.attend(q, position, blocks, table, out, end)
@@ -172,29 +175,28 @@ class LayerPages:
                 ops.run(partials, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM, changing)
             ops.run(self.merge, self._attend_at, width * len(blocks) >= SHARE_FROM, changing)
 
-    def _in_turns(self, runs: Sequence[tuple[int, int]], q: np.ndarray, position: int, blocks: np.ndarray, table: int,
-                  out: np.ndarray) -> None:
+    def _in_turns(self, read: tuple[int, int], q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> None:
         """`compiled` where pages of the disk lie between those in memory. What was noted so far runs while the first of them come."""
-        calls = self.calls(q, position, blocks, table, out)
-        lead, at = self.spilled.lead, int(self._attend[self.base])
-        self.turn(calls, 0, lead + runs[0][0])
-        self.ops.flush()
-        for run in runs:
-            with self.spilled.lease(run) as where:
-                for call in calls:
-                    call[self.base] = where - run[0] * self.stride
-                self.turn(calls, lead + run[0], lead + run[1])
-                self.ops.flush()
-        for call in calls:
-            call[self.base] = at
-        self.turn(calls, lead + runs[-1][1], len(blocks))
+        calls, lead = self.calls(q, position, blocks, table, out), self.spilled.lead
+        self.turn(calls, 0, lead + read[0])
+        self.ops.between(partial(self._as_they_come, calls))
+        self.turn(calls, lead + read[1], len(blocks))
         self.merged(calls)
+
+    def _as_they_come(self, calls: Sequence[np.ndarray]) -> None:
+        """Attention over the pages that are read, all of them sealed."""
+        lead, few = self.spilled.lead, self.few[-1:]
+        with closing(self.spilled.come()) as come:
+            for runs in come:
+                for begin, end, where in runs:
+                    self.turn(calls, lead + begin, lead + end, where - begin * self.stride, few)
+                self.ops.flush()
 
     def calls(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> list[np.ndarray]:
         """Argument blocks for taking turns: one for each of a few tokens, or one for many."""
         ops, (tokens, width) = self.ops, q.shape
         heads, few = width // self.layout.head_dim, tokens <= FEW
-        calls = [self._attend.copy() for _ in range(tokens if few else 1)]
+        calls = [self._noted(self._attend) for _ in range(tokens if few else 1)]
         for t, call in enumerate(calls):
             call[: attention.HEADS + 1] = (ops.at(q) + 4 * t * width, ops.at(out) + 4 * t * width, 1 if few else tokens, position + t,
                                            len(blocks), table, heads)
@@ -204,18 +206,30 @@ class LayerPages:
                 call[attention.STATE] = address(ops.workspace.take("state", 1))
         return calls
 
-    def turn(self, calls: Sequence[np.ndarray], begin: int, end: int) -> None:
-        """Note attention over rows [begin, end) of the table."""
+    def turn(self, calls: Sequence[np.ndarray], begin: int, end: int, base: int | None = None,
+             few: Sequence[Kernel] | None = None) -> None:
+        """Note attention over rows [begin, end) of the table; `base`: where page 0 would lie, if not in memory's extent; `few`: the kernels
+        of a few tokens, if not all are needed."""
         for call in calls if begin < end else ():
-            call[attention.FROM], call[attention.TO] = begin, end
-            for kernel in self.few if call[attention.STATE] == 0 else (self.many,):
-                self.ops.run(kernel, address(call), True, call)
+            own = self._noted(call)
+            own[attention.FROM], own[attention.TO] = begin, end
+            if base is not None:
+                own[self.base] = base
+            for kernel in (few or self.few) if call[attention.STATE] == 0 else (self.many,):
+                self.ops.run(kernel, address(own))
 
     def merged(self, calls: Sequence[np.ndarray]) -> None:
         """Note the merging of partials, for a few tokens."""
         for call in calls:
             if call[attention.STATE] == 0:
-                self.ops.run(self.merge, address(call), True, call)
+                self.ops.run(self.merge, address(self._noted(call)))
+
+    def _noted(self, call: np.ndarray) -> np.ndarray:
+        """An argument block of a job's own, which may come again from another position on."""
+        own = call.copy()
+        self.ops.keep(own)
+        self.ops.refresh(partial(own.__setitem__, attention.POSITION))
+        return own
 
     @property
     def stride(self) -> int:

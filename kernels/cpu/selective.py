@@ -72,11 +72,8 @@ class Selective:
         ops.flush()
         partials = ops.workspace.take("partials", pages.layout.kv_heads, len(blocks), group, pages.layout.head_dim + 2)
         wanted, likely = choose(partials[..., -2], partials[..., -1], lead + self._first, lead + end, pages.spilled.most, LEFT)
-        at = int(calls[0][pages.base])
         for page, where in pages.spilled.fetch([self._first + each for each in wanted], ops.flush):
-            calls[0][pages.base] = where - page * stride
-            pages.turn(calls, lead + page, lead + page + 1)
-        calls[0][pages.base] = at
+            pages.turn(calls, lead + page, lead + page + 1, where - page * stride)
         pages.merged(calls)
         pages.spilled.prefetch([self._first + each for each in likely], [self._first + each for each in wanted])
 

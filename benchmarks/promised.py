@@ -1,0 +1,21 @@
+"""What `effllm plan` would promise for a run, from rates that are measured at that moment."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from effllm.offload import disk
+from effllm.runtime import forecast, roofs
+from effllm.runtime.prepare import Prepared
+
+
+def promise(prepared: Prepared, file: Path | None = None) -> forecast.Forecast:
+    """The prediction; what is not known of this machine is measured, and the disk anew, on the model's own file, or on `file`."""
+    wanted = forecast.wanted(prepared)
+    wanted = replace(wanted, file=file or wanted.file)
+    known = roofs.known(wanted)
+    if (lacking := roofs.missing(wanted, known)) is not None:
+        *_, known = roofs.probe(lacking, known)
+    found = disk.probe(wanted.file)
+    print("disk", [(read.nbytes, read.depth, round(read.rate / 1e6)) for read in found.reads], file=sys.stderr, flush=True)
+    return forecast.forecast(prepared, replace(known, disk=roofs.DiskRoofs(found, "now", wanted.file.stat().st_size)))

@@ -1,0 +1,131 @@
+"""Passes that ask a disk half-way are recorded too: what a token costs in Python, and that its bits are those of memory."""
+
+import errno
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.kernels.cpu.jobs import Jobs
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.offload.checkpoint import CheckpointError
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions, prepare
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import options, run
+from streamed_models import FABLE, paging
+from test_moe_models import mixture_model
+
+PREADV = os.preadv
+CACHE = {"ctx": 1024, "kv": "4bit", "kv_sink": 0, "kv_window": 0}
+
+
+def opened(folder: Path, kv_pages: int | None, **asked: object) -> Engine:
+    prepared = prepare(folder, EngineOptions(device="cpu", **CACHE, **asked))
+    engine = Engine(replace(prepared, placement=replace(prepared.placement, kv_pages=kv_pages)))
+    for _ in engine.model.load():
+        continue
+    return engine
+
+
+class Counted:
+    """How often a model's blocks are gone through in Python."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        self.count, block = 0, engine.model.block
+
+        def counting(*more: object) -> object:
+            self.count += 1
+            return block(*more)
+
+        patch.setattr(engine.model, "block", counting)
+
+
+def answer(engine: Engine, ids: list[int]) -> np.ndarray:
+    return np.concatenate([engine.forward_logits([token]).copy() for token in ids])
+
+
+def tokens(engine: Engine, count: int) -> list[int]:
+    return np.random.default_rng(3).integers(0, engine.config.vocab_size, count).tolist()
+
+
+def test_pages_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = opened(FABLE, None), opened(FABLE, 1, spill_dir=str(tmp_path))
+    ids = tokens(disk, 700)
+    for engine in (memory, disk):
+        for _ in engine.prefill(ids[:400]):
+            continue
+    counted = Counted(disk, monkeypatch)
+    assert np.array_equal(answer(disk, ids[400:]), answer(memory, ids[400:]))
+    layers = disk.config.num_hidden_layers
+    assert disk.cache.sealed == 5 and disk.cache.pool.traffic.nbytes > 0
+    assert counted.count <= 4 * layers, "once for every page that was begun, of 300 tokens"
+    for engine in (memory, disk):
+        engine.close()
+
+
+def test_a_disk_that_fails_while_a_pass_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = opened(FABLE, None), opened(FABLE, 0, spill_dir=str(tmp_path))
+    ids = tokens(disk, 430)
+    for engine in (memory, disk):
+        for _ in engine.prefill(ids[:400]):
+            continue
+        answer(engine, ids[400:410])
+
+    def failing(*more: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            for _ in range(9):  # what was read ahead comes first
+                disk.forward_logits(ids[410:411])
+                disk.cache.truncate(410)
+                del disk.tokens[410:]
+    assert disk.cache.n == 410
+    assert np.array_equal(answer(disk, ids[410:]), answer(memory, ids[410:]))
+    for engine in (memory, disk):
+        engine.close()
+
+
+def test_experts_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(mixture_model(tmp_path / "bf16"), tmp_path / "4bit", options("4bit"))
+    memory = list(open_engine(tmp_path / "4bit", EngineOptions(device="cpu", ctx=256)))[-1]
+    disk = paging(tmp_path / "4bit", 8, ctx=256)
+    ids = tokens(disk, 150)
+    counted = Counted(disk, monkeypatch)
+    assert np.array_equal(answer(disk, ids), answer(memory, ids))
+    tally, layers = disk.model.pager.tally, disk.config.num_hidden_layers
+    assert 0 < tally.hits < tally.uses == 150 * 2 * disk.model.pager.layers
+    assert counted.count <= 4 * layers
+    for engine in (memory, disk):
+        engine.close()
+
+
+def test_what_stands_between_is_done_anew() -> None:
+    pool = ThreadPool(2)
+    ops, seen = CpuOps(pool, Dims(8, 2, 1, 8, 8, 8, chunk=4, ctx=64, rows=1)), []
+    assert isinstance(ops, Jobs)
+    key, again = object(), [False]
+    for turn in range(3):
+        with ops.together():
+            again[0] = ops.replay(key, turn)
+            if not again[0]:
+                with ops.recording(key):
+                    ops.refresh(lambda position: seen.append(("at", position)))
+                    ops.between(lambda: seen.append("first"))
+                    ops.between(lambda: seen.append("second"))
+        assert again[0] == (turn > 0)
+    assert seen == ["first", "second", ("at", 1), "first", "second", ("at", 2), "first", "second"]
+    with ops.together(), ops.recording(key):
+        ops.flush()  # a pass that needs to be told apart is none to repeat
+        ops.between(lambda: seen.append("third"))
+    with ops.together():
+        assert not ops.replay(key, 3)
+    pool.close()
