@@ -76,6 +76,7 @@ class Model:
         self.weights = {name.removeprefix("model."): value.float() for name, value in load_file(folder / "model.safetensors").items()}
         self.bias_k: dict[int, Tensor] = {}
         self.wake: Tensor | None = None  # [tokens, head_dim]
+        self.lifts_bias = False  # is the bias of K kept from the codec?
 
     def get(self, layer: int, name: str) -> Tensor:
         return self.weights[f"layers.{layer}.{name}.weight"]
@@ -156,7 +157,10 @@ class Harness:
             q, k, v = model.project(layer, x)
             k, v = (torch.cat([old, new], 2) for old, new in zip(self.prefix[at][layer], (k, v), strict=True))
             q, before, after = turn_queries(q), k[:, :, SINKS:packed], turn(k)
-            if gain is None:
+            if model.lifts_bias:
+                added = model.bias_k[layer][None, :, None].expand_as(before)
+                k_packed = kv.keys(layer, before - added, turn_packed) + turn_packed(added)
+            elif gain is None:
                 k_packed = kv.keys(layer, before, turn_packed)
             else:
                 k_packed = kv.keys(layer, before * gain, turn_packed) / gain
@@ -220,6 +224,7 @@ def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
     """What `effllm eval kv-profile` records of a text, by the same code but through this model; bits are tried on `tried` windows."""
     turn, rows = model.turns(0, ids.shape[1]), np.unique(np.linspace(FIRST, ids.shape[1] - 1, ROWS).astype(np.int64))
     moments, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], Reading(model.head_dim**-0.5)
+    seen = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)] if model.lifts_bias else moments
     kept: list[list[tuple[np.ndarray, ...]]] = [[] for _ in moments]
     with torch.inference_mode():
         for number, plain in enumerate(ids):
@@ -234,9 +239,15 @@ def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
                 gram = (out.transpose(1, 2) @ out / power).double().numpy()
                 recorded = (q[0, :, rows].numpy(), k[0].numpy(), v[0].numpy(), gram, rows)
                 moments[layer].add(*recorded, reading)
+                if model.lifts_bias:
+                    plain_k = k[0] - turn(model.bias_k[layer][:, None].expand_as(k[0]))
+                    seen[layer].add(recorded[0], plain_k.numpy(), *recorded[2:], reading)
                 if number < tried:
                     kept[layer].append(recorded)
-    bases = [KVBasis.from_moments(*each.means) for each in moments]
+    bases = []
+    for priced, own in zip(moments, seen, strict=True):
+        (k_moment, *_, k_page), (_, price_k, v_moment, price_v, _) = own.means, priced.means
+        bases.append(KVBasis.from_moments(k_moment, price_k, v_moment, price_v, k_page))
     costs = []
     for basis, windows in zip(bases, kept, strict=True):
         found = [trials(*recorded, reading, basis) for recorded in windows]

@@ -29,7 +29,7 @@ from effllm.runtime.kv_profile import Profile
 from kv_codecs import Codec, Exact, Packed, Stages
 from kv_model import KV, Harness, Model, Score, balance, profile, static_mean, text_windows
 from kv_peers import block_peers, group_peers
-from kv_twins import TWINS, verify
+from kv_twins import EASIER, TWINS, verify
 from report import Figure, publish
 
 BITS = (8, 6, 5, 4, 3, 2)
@@ -271,12 +271,13 @@ def of_twins(arguments: argparse.Namespace, text: str, calibration: str) -> Iter
 
 
 def twin_figures(kept: Rows, sections: Sequence[Section], arguments: argparse.Namespace) -> Iterator[Figure]:
-    """KLD of each twin over the plain model's."""
+    """KLD of each twin over the plain model's, or over that of its own function with an easier cache."""
     twins = {section.prefix.rpartition(" ")[2]: section.rows(kept) for section in sections if " twin " in section.prefix}
     for twin, rows in twins.items():
         for name, (_, score) in rows.items() if twin != "plain" else ():
-            ratio = score.kld / twins["plain"][name][1].kld
-            yield Figure(f"twin_{twin}_{name}".replace(" ", "_"), f"4 bits, {name}: KLD of the {twin} twin over the plain model's",
+            easier = EASIER.get(twin, "plain")
+            ratio = score.kld / twins[easier][name][1].kld
+            yield Figure(f"twin_{twin}_{name}".replace(" ", "_"), f"4 bits, {name}: KLD of the {twin} twin over that of {easier}",
                          f"{arguments.models[0].name}, {arguments.few} windows of {arguments.ctx}", ratio, "×")
 
 

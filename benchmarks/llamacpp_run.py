@@ -12,7 +12,7 @@ import numpy as np
 FLASH = {"auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO, "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
          "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
 
-CACHE = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0, "q4_0": llama_cpp.GGML_TYPE_Q4_0}
+CACHE = {name: getattr(llama_cpp, f"GGML_TYPE_{name.upper()}") for name in ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")}
 
 
 @llama_cpp.llama_log_callback

@@ -35,6 +35,14 @@ class RawCodec:
     def is_packed(self) -> bool:
         return False
 
+    @property
+    def policy(self) -> str:
+        return ""
+
+    @property
+    def better(self) -> None:
+        return None
+
     def layout(self, kv_heads: int, head_dim: int) -> PageLayout:
         return PageLayout(kv_heads, head_dim, self.stored)
 
@@ -59,10 +67,13 @@ class RawCodec:
 
 @dataclass(frozen=True)
 class PackedCodec:
-    """One layer's packing: bits of K and V of each KV head, and the basis in which they are quantized."""
+    """One layer's packing: bits of K and V of each KV head, and the basis in which they are quantized. `better`: the codec of those pages
+    that a policy gives more bits, at most `share` of all, in the same basis."""
 
     bits: tuple[tuple[int, int], ...]
     basis: KVBasis
+    better: PackedCodec | None = None
+    share: float = 0.0
 
     @property
     def is_packed(self) -> bool:
@@ -92,10 +103,23 @@ class PackedCodec:
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """What a `--kv` of 8 to 2 bits asks for, before a model is known."""
+    """What a `--kv` of 8 to 2 bits asks for, before a model is known. `policy`: the name of what decides which pages get more bits than
+    others, these bits on average."""
 
     bits_k: int
     bits_v: int
+    policy: str = ""
+
+    @property
+    def mixed(self) -> tuple[PackedFormat, PackedFormat, float]:
+        """Of a policy: the formats of pages with more bits and of those with fewer, and the share of the first. Raises UsageError for bits
+        that have no such two."""
+        if self.bits_k != self.bits_v or self.bits_k not in MIXED:
+            widths = ", ".join(map(str, sorted(MIXED)))
+            raise UsageError(f"+{self.policy}: pages of unequal bits have {widths} on average, keys as many as values",
+                             f"--kv 4bit+{self.policy}, or no +{self.policy}")
+        more, fewer, share = MIXED[self.bits_k]
+        return PackedFormat(more, more), PackedFormat(fewer, fewer), share
 
     @property
     def is_packed(self) -> bool:
@@ -124,7 +148,10 @@ def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.n
 
 
 CODECS = {"32bit": RawCodec(F32), "16bit": RawCodec(F16)}
-PACKED = re.compile(r"([234568])bit|k([234568])v([234568])")
+PACKED = re.compile(r"(?:([234568])bit|k([234568])v([234568]))(?:\+([a-z0-9]+))?")
+# Bits of pages with more and with fewer, and the share of the first: as near each other as there are widths, because noise grows by a
+# factor of four a bit and attention is seldom so uneven.
+MIXED = {6: (8, 5, 1 / 3), 5: (6, 4, 1 / 2), 4: (5, 3, 1 / 2), 3: (4, 2, 1 / 2)}
 
 
 def codec(name: str) -> RawCodec | PackedFormat:
@@ -132,8 +159,8 @@ def codec(name: str) -> RawCodec | PackedFormat:
     if name in CODECS:
         return CODECS[name]
     if found := PACKED.fullmatch(name):
-        both, bits_k, bits_v = found.groups()
-        return PackedFormat(int(both or bits_k), int(both or bits_v))
+        both, bits_k, bits_v, policy = found.groups()
+        return PackedFormat(int(both or bits_k), int(both or bits_v), policy or "")
     widths = ", ".join(f"{bits}bit" for bits in MEAN_BITS if bits > 1)  # a single bit is for profiles to give
     raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and its like, or auto")
 

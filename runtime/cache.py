@@ -11,7 +11,7 @@ A block, for attention, is (sealed?, slot or page, first position, tokens held);
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -23,8 +23,10 @@ from ..offload.memory import anonymous, discard
 from ..offload.pages import DiskTier, PagePool
 from ..quant.kv import PackedCodec, PackedFormat, RawCodec
 from .cache_parts import sealers, selective
+from .cache_probes import Probes
 from .cache_shape import AttnSpec, CacheShape, exact_parts
-from .policy.keep import Action, Keep, PageStats, Policy
+from .policy import open_policy
+from .policy.keep import Action, PageStats, Policy
 
 if TYPE_CHECKING:
     from ..quant.kv_seal import Sealer
@@ -71,16 +73,18 @@ class Step:
 
 class KVCache:
     """`layers` are the backends' storages in layer order, `codecs` what seals their pages; `layout` is that of exact tokens and `exact`
-    their memory; `sealers` are told when all of a page has been noted; `pool` has the memory of sealed pages. `n` tokens are held.
-    `open_cache` makes one."""
+    their memory; `sealers` are told when all of a page has been noted; `pool` has the memory of sealed pages. `probes` are what a policy
+    sees of attention. `n` tokens are held. `open_cache` makes one."""
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
                  layout: PageLayout, exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
-                 pool: PagePool | None = None) -> None:
-        self._exact, self._sealers, self.pool = exact, sealers, pool
+                 pool: PagePool | None = None, probes: Probes | None = None) -> None:
+        self._exact, self._sealers, self.pool, self.probes = exact, sealers, pool, probes
         self.shape, self.codecs, self.policy, self.layout = shape, codecs, policy, layout
         self._layers = [LayerCache(pages, self) for pages in layers]
-        self.sealed_nbytes = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
+        self.better = [codec.better for codec in codecs if codec.better is not None]
+        self.sealed_nbytes, self._better_nbytes = (sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in each)
+                                                   for each in (codecs, self.better))
         self._used: dict[int, int] = {}  # parts of slots that hold tokens, or did and have not been given back
         self.step: Step | None = None
         self.clear()
@@ -88,6 +92,7 @@ class KVCache:
     def clear(self) -> None:
         self.n = 0
         self.sealed = 0  # pages sealed so far: they are sealed in order
+        self._kinds: list[int] = []  # of sealed pages: 1, or 2 where a policy gave more bits
         self._changed = True  # have pages been sealed or dropped since the last step?
         # page -> slot; -1 are the sinks, in the last slot, which may have fewer parts than the others
         self._slot_of: dict[int, int] = {-1: self.shape.slots - 1}
@@ -166,9 +171,15 @@ class KVCache:
     def _blocks(self, end: int) -> np.ndarray:
         """All blocks that hold a token before `end`, in position order."""
         rows = [(0, self._slot_of[-1], 0, min(end, self.shape.sinks))] if self.shape.sinks else []
+        places = [0, 0, 0]  # pages of a kind lie side by side, whatever lies between them
         for page in range(self._page(end - 1) + 1):
             first = self._start(page)
-            rows.append((1, page, first, PAGE) if page < self.sealed else (0, self._slot_of[page], first, min(PAGE, end - first)))
+            if page < self.sealed:
+                kind = self._kinds[page]
+                rows.append((kind, places[kind], first, PAGE))
+                places[kind] += 1
+            else:
+                rows.append((0, self._slot_of[page], first, min(PAGE, end - first)))
         return np.array(rows, np.int64)
 
     @property
@@ -189,9 +200,9 @@ class KVCache:
         self.n += left if tokens is None else tokens
         while self._start(self.sealed + 1) <= self.n - self.shape.window:
             page, slot = self.sealed, self._slot_of[self.sealed]
-            if self.policy.act(PageStats(page, self._start(page), PAGE)) is Action.KEEP:
+            if (action := self.policy.act(self._stats(page))) in (Action.KEEP, Action.FEWER):
                 try:
-                    self._seal(page, slot)
+                    self._seal(page, slot, 2 if self.better and action is Action.KEEP else 1)
                 except ValueError as error:
                     hint = "--kv 16bit keeps it as it is; effllm verify MODEL looks for damage in the model's files"
                     raise EffllmError(f"the KV cache cannot be packed: {error}", hint) from error
@@ -202,13 +213,25 @@ class KVCache:
             self.sealed += 1
             self._changed = True
 
-    def _seal(self, page: int, slot: int) -> None:
-        for index, (layer, codec) in enumerate(zip(self._layers, self.codecs, strict=True)):
-            layer.pages.seal(slot, page, index, self._start(page), codec)
+    def _stats(self, page: int) -> PageStats:
+        """What a policy may know of a page that is about to be sealed."""
+        stats = PageStats(page, self._start(page), PAGE)
+        if not self.policy.probes:
+            return stats
+        near = dict.fromkeys((*((-1,) if self.shape.sinks else ()), page, page + self.probes.behind))
+        keys = [[layer.pages.sides(0, self._slot_of[other])[0][: PAGE if other >= 0 else self.shape.sinks] for other in near]
+                for layer in self._layers]
+        return replace(stats, attention=self.probes.attention(page, keys))
+
+    def _seal(self, page: int, slot: int, kind: int) -> None:
+        place = page if not self.better else self._kinds.count(kind)
+        for index, (layer, codec) in enumerate(zip(self._layers, self.better if kind == 2 else self.codecs, strict=True)):
+            layer.pages.seal(slot, place, index, self._start(page), codec)
         for sealer in self._sealers:
             sealer.flush()
         if self.pool is not None:
             self.pool.keep(page)
+        self._kinds.append(kind)
 
     def truncate(self, n: int) -> int:
         """Forget tokens from `n` on. Returns how many are held: fewer than `n` where a sealed page would have to be exact again, and
@@ -220,6 +243,7 @@ class KVCache:
         sealed = max(0, (n - self.shape.window - self.shape.sinks) // PAGE)
         if self.sealed > sealed:
             self.sealed, n = sealed, min(n, self._start(sealed))
+            del self._kinds[sealed:]
         keep = self._page(n - 1) if n else -1
         for page in [page for page in self._slot_of if page > keep]:
             self._release(self._slot_of.pop(page))
@@ -262,7 +286,7 @@ class KVCache:
             self._forget(slot)
         self.clear()
         self._used.clear()
-        self.n, self.sealed = n, sealed
+        self.n, self.sealed, self._kinds = n, sealed, [1] * sealed
         for page, _ in self.exact_blocks():
             if page >= 0:
                 self._slot_of[page] = self._free.pop()
@@ -295,13 +319,19 @@ class KVCache:
     @property
     def allocated_nbytes(self) -> int:
         """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers."""
-        return self.sealed * self.sealed_nbytes + sum(self._used.values()) * self.layout.part_nbytes * len(self._layers)
+        return self._packed_nbytes + sum(self._used.values()) * self.layout.part_nbytes * len(self._layers)
 
     @property
     def read_nbytes(self) -> int:
         """Bytes of keys and values that attention over everything held reads."""
         exact = self.exact_tokens * self.layout.token_nbytes * len(self._layers)
-        return exact + self.sealed * self.sealed_nbytes
+        return exact + self._packed_nbytes
+
+    @property
+    def _packed_nbytes(self) -> int:
+        """Bytes of sealed pages, all layers."""
+        better = self._kinds.count(2)
+        return (self.sealed - better) * self.sealed_nbytes + better * self._better_nbytes
 
     @property
     def is_packed(self) -> bool:
@@ -320,9 +350,9 @@ class KVCache:
 
     @property
     def packed_bits(self) -> float:
-        """Bits per value of a sealed page, header and alignment included, sinks and window left out."""
+        """Bits per value of a sealed page, header and alignment included, sinks and window left out; of those that are sealed, the mean."""
         values = 2 * PAGE * self.layout.kv_heads * self.layout.head_dim * len(self._layers)
-        return 8 * self.sealed_nbytes / values
+        return 8 * (self._packed_nbytes / self.sealed if self.sealed else self.sealed_nbytes) / values
 
 
 def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
@@ -333,14 +363,21 @@ def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCod
     layout, codecs = kv.layout(kv_heads, head_dim), codecs or layer_codecs(kv, len(specs), kv_heads, head_dim)
     pool = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in codecs], disk)
     exact = [anonymous(exact_parts(layout, shape) * layout.part_nbytes) for _ in specs]
-    layers = [ops.kv_layer(layout, exact[i], pool.extent(i), spec.scale, spec.window, spec.softcap, codecs[i])
+    better = [codec.better for codec in codecs if codec.better is not None]
+    beside = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in better])
+    layers = [ops.kv_layer(layout, exact[i], pool.extent(i), spec.scale, spec.window, spec.softcap, codecs[i],
+                           **({"beside": beside.extent(i)} if better else {}))
               for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
     for i, pages in enumerate(layers):
         if pool.stream is not None:
             pages.spilled = pool.spilled(i, lead=1 if shape.sinks else 0)
             if disk.slots:
                 pages.selective = selective(pages, codecs[i], pool)
-    return KVCache(layers, codecs, Keep(), shape, layout, exact, sealers(backends, layers, codecs, layout), pool)
+    sealing = sealers(backends, layers, codecs, layout)
+    if better:
+        sealing += sealers(backends, [pages.second for pages in layers], better, layout)
+    policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
+    return KVCache(layers, codecs, policy, shape, layout, exact, sealing, pool, Probes(specs, shape) if policy.probes else None)
 
 
 def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int,
@@ -349,6 +386,12 @@ def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_d
     packed."""
     if not isinstance(kv, PackedFormat):
         return [kv] * layers
+    if kv.policy:
+        more, fewer, share = kv.mixed
+        first = layer_codecs(fewer, layers, kv_heads, head_dim, profile)
+        second = layer_codecs(more, layers, kv_heads, head_dim, profile)
+        # What pages of both give is turned back together: one basis.
+        return [replace(codec, better=replace(other, basis=codec.basis), share=share) for codec, other in zip(first, second, strict=True)]
     if profile is None:
         return kv.layers(layers, kv_heads, head_dim)
     bits = profile.bits_for(kv.bits_k, kv.bits_v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from ..kernels.layout import PAGE, PageLayout
 from ..quant.kv import PackedCodec, RawCodec
@@ -53,4 +54,9 @@ def exact_parts(layout: PageLayout, shape: CacheShape) -> int:
 def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> tuple[int, int]:
     """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
     sealed = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
-    return len(codecs) * exact_parts(layout, shape) * layout.part_nbytes, sealed
+    fixed = len(codecs) * exact_parts(layout, shape) * layout.part_nbytes
+    if codecs[0].better is None:
+        return fixed, sealed
+    # A share of the pages takes more, rounded up to whole pages.
+    more = sum(codec.better.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs) - sealed
+    return fixed + more, sealed + ceil(codecs[0].share * more)

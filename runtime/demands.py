@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import UsageError
 from ..kernels.layout import PAGE, PageLayout
 from ..offload.checkpoint import TensorStore
 from ..offload.neurons import BundlePlace
@@ -21,10 +22,11 @@ from .bundles import Windows, places
 from .cache import CacheShape, layer_codecs
 from .cache_shape import cache_nbytes
 from .config import ModelConfig
-from .kv_setting import chosen, profile_for, refuse_broken
+from .kv_setting import AUTO, chosen, profile_for, refuse_broken
 from .model import ModelTensor, dims
 from .paged_experts import ExpertParts, PagedExperts, cut_experts, paged
 from .parts import Parts, cut
+from .policy import open_policy
 from .sparsity_file import load as load_sparsity
 from .streamed import Streams
 
@@ -65,6 +67,10 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     sinks = CacheShape(1, options.kv_sink).sinks
     if options.kv_sink > PAGE:
         say(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
+    if options.kv != AUTO and (policy := codec(options.kv).policy):
+        open_policy(policy, 0.0)
+        if options.kv_ram:
+            raise UsageError(f"--kv {options.kv}: pages of two kinds stay in memory in this version", f"no --kv-ram, or no +{policy}")
     profile = profile_for(options.kv, folder, config, store, say)
     options = replace(options, kv=chosen(options.kv, profile, say))
     kv = codec(options.kv)
@@ -133,7 +139,7 @@ class Asked:
         config, options, cache, cuts = self.config, self.options, self.cache, self.cuts
         shape = cache.shape(options.ctx or config.context_length, tokens)
         fixed, per_page = cache_nbytes(cache.codecs, cache.layout, shape)
-        workspace, spilled = self._workspace(shape, False), self._workspace(shape, True)
+        workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
         demand = Demand(
             baseline=self.baseline, workspace=workspace,
             weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in self.tensors.items()),
@@ -142,10 +148,11 @@ class Asked:
             units=cuts.units, experts=cuts.experts and cuts.experts.demand)
         return plan_tiers(demand, self.budget, max(config.context_length, options.ctx or 0), options.ctx,
                           self.held_to, options.gpu_layers,
+                          None if cache.kv.policy else
                           kv_disk.spill(options, self.device, cache.codecs, cache.layout, shape.pages, spilled - workspace))
 
     def _workspace(self, shape: CacheShape, on_disk: bool) -> int:
-        """Bytes of working memory; `on_disk`: with pages of the cache read from there."""
+        """Bytes of working memory; `on_disk`: with pages of the cache read from there, or of two kinds: attention takes turns."""
         from ..kernels.cpu.ops import plan_workspace
 
         widths = dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk)

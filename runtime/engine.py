@@ -97,8 +97,9 @@ class Engine:
         config, options, shape = prepared.config, prepared.options, prepared.shape
         self.prepared, self.config, self.options = prepared, config, options
         self.placement, self.n_ctx = prepared.placement, prepared.placement.ctx
-        widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, codec(options.kv).is_packed, is_bundled(prepared.container),
-                      self.placement.kv_pages is not None)
+        kv = codec(options.kv)
+        widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
+                      self.placement.kv_pages is not None or bool(kv.policy))
         self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact)
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
         # told a prompt and how much of it is held; may put more of it into the cache, and says how much is held then

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..kernels.blas import one_thread
 from ..kernels.layout import PAGE
 from .config import read_config
 from .engine import Engine, open_prepared
@@ -40,9 +41,10 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
         cut = [window for window in windows(tokenizer, text, ctx, source) if len(window) > cut_off(engine) + 1]
         held = len(cut) > 1
         share = FOR_RECORDING if held else 1.0
-        for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=int(held)):
-            if not isinstance(item, Profile):
-                yield item
+        with one_thread():  # products of a few million multiplications, between passes of our own threads
+            for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=int(held)):
+                if not isinstance(item, Profile):
+                    yield item
         for found in checked(engine, item, cut[-1], until) if held else (item,):
             if isinstance(found, Profile):
                 save_profile(found, path)

@@ -43,6 +43,7 @@ def chosen(name: str, profile: Profile | None, remark: Callable[[str], None]) ->
 def refuse_broken(name: str, profile: Profile) -> None:
     """Raises UsageError, with the number, for a packed cache that breaks the model by its profile's checks."""
     kv = codec(name)
+    kv = kv.mixed[1] if kv.policy else kv
     flips = profile.flips(profile.bits_for(kv.bits_k, kv.bits_v))
     if flips is not None and flips > MOST_FLIPS:
         raise UsageError(f"--kv {name} would change {100 * flips:.0f}% of this model's likeliest next tokens, more than {MOST_FLIPS:.0%}",

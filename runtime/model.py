@@ -329,6 +329,8 @@ class Model:
         host = self.backends["cpu"]
         if not self.pager.resident:
             self.store.check_unchanged()
+        if tap is no_tap and cache.probes is not None and cache.probes.begin(step.positions):
+            tap = cache.probes.see
         # A pass of one token over weights that stay where they are does what the last one did, until the list of blocks changes. The first
         # pass is another: a layer does not know yet who follows.
         may_repeat = len(ids) == 1 and tap is no_tap and self.pager.stays and not self._on_device and len(self._wrapped) > len(self.devices)

@@ -130,6 +130,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     notices = [*config.warnings, *store.notices]
     device = _device(options, notices) if container is None else _device_of_low_bit(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)
+    if cache.kv.policy and (device != "cpu" or options.gpu_layers):
+        raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
+                         f"--device cpu, or no +{cache.kv.policy}")
     _check_context(options, config)
     draft = _draft(folder, options, device)
     may_stream = device == "cpu" and options.load == "ram" and not options.gpu_layers

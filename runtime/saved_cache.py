@@ -108,7 +108,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], s
     """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
     OSError."""
     cache, tokens = engine.cache, engine.tokens
-    if not tokens or cache.n != len(tokens):
+    if not tokens or cache.n != len(tokens) or cache.better:  # pages of two kinds are read again instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
     total, pages = cache.sealed * cache.sealed_nbytes, []

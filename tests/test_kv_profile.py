@@ -218,6 +218,27 @@ def test_bits_that_break_the_model_are_refused_with_the_number(folder: Path, tmp
     assert any("no bits that were checked" in notice for notice in nothing.notices)
 
 
+@pytest.mark.slow
+def test_bits_that_break_a_twin_are_refused_with_the_number(tmp_path: Path) -> None:
+    """A twin of fable whose queries are eight times as long: noise in K costs it far more, which its own profile finds out."""
+    twin = shutil.copytree(FABLE, tmp_path / "twin")
+    path = twin / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    for name, info in json.loads(raw[8 : 8 + length]).items():
+        if name.endswith("q_proj.weight"):
+            begin, end = info["data_offsets"]
+            numbers = np.frombuffer(raw, np.uint16, (end - begin) // 2, 8 + length + begin)  # bfloat16: three more in the exponent
+            numbers[numbers & 0x7F80 != 0] += 3 << 7
+    path.write_bytes(raw)
+    *_, made = recorded(twin, built_in_text(), 45.0)
+    assert made.flips(made.bits(2, 8)) > 0.05 > made.flips(made.bits(8))
+    with pytest.raises(UsageError, match=r"--kv k2v8 would change \d+% of this model's likeliest next tokens, more than 5%"):
+        prepare(twin, EngineOptions(device="cpu", kv="k2v8"))
+    for options in (EngineOptions(device="cpu", kv="k2v8", force=True), EngineOptions(device="cpu", kv="8bit")):
+        prepare(twin, options).store.close()
+
+
 def spoilt(folder: Path, tmp_path: Path, **changes: object) -> Path:
     copy = shutil.copytree(folder, tmp_path / "copy")
     raw = json.loads((copy / FILE).read_text())

@@ -28,6 +28,8 @@ class Codec(Protocol):
     """What packs a page of this layer (`quant/kv.py`)."""
 
     basis: Basis
+    better: Codec | None
+    is_packed: bool
 
     def layout(self, kv_heads: int, head_dim: int) -> PackedLayout: ...
     def open(self, page: np.ndarray, kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]: ...
@@ -75,6 +77,18 @@ class PackedPages(LayerPages):
             return super().sides(sealed, index)
         k, v = self.codec.open(self._sealed_page(index), self.layout.kv_heads, self.layout.head_dim)
         return k.swapaxes(0, 1), v.swapaxes(0, 1)
+
+
+def pages_of(ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
+             softcap: float | None, codec: Codec | None, beside: np.ndarray | None) -> LayerPages:
+    """A layer's storage: raw, packed, or packed by two codecs, the `better` of which has its pages in `beside`."""
+    if codec is None or not codec.is_packed:
+        return LayerPages(ops, layout, exact, sealed, scale, window, softcap)
+    if beside is None:
+        return PackedPages(ops, layout, exact, sealed, scale, window, softcap, codec)
+    from .kv_mixed import MixedPages
+
+    return MixedPages(ops, layout, exact, sealed, scale, window, softcap, codec, beside, codec.better)
 
 
 def _padded(matrices: np.ndarray) -> np.ndarray:

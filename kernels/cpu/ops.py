@@ -250,14 +250,11 @@ class CpuOps(Jobs):
         return known[2]
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
-                 softcap: float | None, codec: object | None = None) -> LayerPages:
-        """Storage of one layer's KV pages over host memory; `codec`, where sealed pages are packed, is what packs them."""
-        from .kv_pages import PackedPages
-        from .pages import LayerPages
+                 softcap: float | None, codec: object | None = None, beside: np.ndarray | None = None) -> LayerPages:
+        """Storage of one layer's KV pages over host memory; `codec` packs sealed pages, where they are, and its `better` those `beside`."""
+        from .kv_pages import pages_of
 
-        if codec is not None and codec.is_packed:
-            return PackedPages(self, layout, exact, sealed, scale, window, softcap, codec)
-        return LayerPages(self, layout, exact, sealed, scale, window, softcap)
+        return pages_of(self, layout, exact, sealed, scale, window, softcap, codec, beside)
 
     def close(self) -> None:
         self.pool.close()

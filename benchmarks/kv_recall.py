@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Numbers that were stated far back, asked for with a packed cache and with an exact one: the share that comes right.
+
+Facts lie within the first 30% or 95% of the context, questions behind it; both caches are asked the same ones (`effllm eval recall`). A
+row says something about the cache where the exact one is right at least 99 times of 100.
+
+    python benchmarks/kv_recall.py --models DIR ... --text heldout.txt [--ctx 512 1024 2048] [--kv 4bit 2bit]
+"""
+
+import argparse
+from pathlib import Path
+
+from effllm.runtime.config import read_config
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.recall import SURE, RecallResult, recall
+from effllm.runtime.text import Tokenizer
+from kv_grid import opened
+from report import Figure, publish
+
+
+def asked(folder: Path, text: str, ctx: int, kv: str) -> RecallResult:
+    engines = [opened(folder, EngineOptions(device="cpu", threads=1, kv=each, ctx=ctx, force=True), False) for each in (kv, "32bit")]
+    try:
+        *_, result = recall(*engines, Tokenizer.load(folder, read_config(folder)), text, ctx)
+    finally:
+        for engine in engines:
+            engine.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--ctx", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--kv", nargs="+", default=["4bit", "2bit"])
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    text, figures = options.text.read_text(encoding="utf-8"), []
+    lines = ["| model | context | facts within | cache | numbers' tokens | right | right with an exact cache | counts |",
+             "|---|---:|---:|---|---:|---:|---:|---|"]
+    for folder in options.models:
+        for ctx in options.ctx:
+            for kv in options.kv:
+                for row in asked(folder, text, ctx, kv).rows:
+                    counts = "yes" if row.comparable else f"no: below {SURE:.0%}"
+                    lines.append(f"| {folder.name} | {ctx} | {row.spread:.0%} | {kv} | {row.tokens} | {row.right:.2%} | "
+                                 f"{row.right_exact:.2%} | {counts} |")
+                    if row.comparable:
+                        what = f"{folder.name}, {kv}, {ctx} tokens, facts within {row.spread:.0%}"
+                        figures.append(Figure(f"{folder.name}_{ctx}_{row.spread:g}_{kv}", what, f"{row.tokens} tokens asked",
+                                              row.right / row.right_exact, "of the exact cache's"))
+    intro = f"{' '.join(__doc__.split(chr(10) * 2)[1].split())}\n\n" + "\n".join(lines)
+    publish("kv-recall", "Recall over packed pages", intro, figures, keep=not options.no_results)
+
+
+if __name__ == "__main__":
+    main()

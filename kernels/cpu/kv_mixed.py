@@ -1,0 +1,100 @@
+"""Packed pages of two kinds in one layer: those that a policy gave more bits lie in an extent of their own.
+
+A block table says 1 for a page of the first codec and 2 for one of the second, with the page's place in its own extent. The kernels know
+one kind: a kind's partials are made with its own argument block, from a table in which pages of the other kind are not sealed. Partials
+have their places by row and merge in page order as ever; both codecs have one basis, so they are turned back together. A prompt goes
+through the table in turns, a run of pages of one kind after another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..layout import PageLayout
+from ..workspace import address
+from . import attention, kv_attention
+from .kv_pages import Codec, PackedPages
+from .ops import FEW, SHARE_FROM, CpuOps
+
+FIRST_KIND, SECOND_KIND = 1, 2
+
+
+class MixedPages(PackedPages):
+    """`sealed` and `better` are the extents of `codec`'s pages and of `second`'s, which have the same basis."""
+
+    def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
+                 softcap: float | None, codec: Codec, better: np.ndarray, second: Codec) -> None:
+        """Raises ValueError for codecs of two bases."""
+        if any(not np.array_equal(getattr(codec.basis, side), getattr(second.basis, side)) for side in ("k_matrix", "v_matrix", "k_scale")):
+            raise ValueError("two codecs of one layer have one basis")
+        super().__init__(ops, layout, exact, sealed, scale, window, softcap, codec)
+        self.second = PackedPages(ops, layout, exact, better, scale, window, softcap, second)
+        self._first = self._attend.copy()
+        self._tables: tuple[np.ndarray | None, tuple[np.ndarray, ...]] = (None, ())
+
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
+        """Into place `page` of the codec's own extent."""
+        if codec is self.second.codec:
+            self.second.seal(slot, page, layer, first_token, codec)
+        else:
+            super().seal(slot, page, layer, first_token, codec)
+
+    def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.second.sides(1, index) if sealed == SECOND_KIND else super().sides(sealed, index)
+
+    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
+        if not (blocks[:, attention.SEALED] == SECOND_KIND).any():
+            super().compiled(q, position, blocks, sinks, out)
+            return
+        self._attend[attention.SINKS] = address(sinks)
+        if len(q) > FEW:
+            self._many_of_both(q, position, blocks, out)
+        else:
+            self._few_of_both(q, position, blocks, out)
+
+    def _few_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+        ops, width = self.ops, q.shape[1]
+        q_at, out_at = ops.at(q), ops.at(out)
+        kinds = list(zip((self._first, self.second._attend), map(address, self._tables_of(blocks)), strict=True))
+        parallel, changing = width * len(blocks) * attention.PAGE >= SHARE_FROM, len(q) > 1
+        if not changing:
+            ops.refresh(self._move)
+        for t in range(len(q)):
+            step = (q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), ops.addresses_of_step(blocks, blocks)[0],
+                    width // self.layout.head_dim, 0, len(blocks))
+            self._attend[: attention.TO + 1] = step
+            ops.run(attention.attend_few, self._attend_at, parallel, self._attend if changing else None)
+            for block, table in kinds:
+                block[: attention.TO + 1] = step
+                block[attention.TABLE] = table
+                ops.run(kv_attention.attend_packed, address(block), parallel, block if changing else None)
+            ops.run(self.merge, self._attend_at, width * len(blocks) >= SHARE_FROM, self._attend if changing else None)
+
+    def _many_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+        table = self.ops.addresses_of_step(blocks, blocks)[0]
+        (call,) = self.calls(q, position, blocks, table, out)
+        other = call.copy()
+        other[kv_attention.PACKED : kv_attention.TURN] = self.second._attend[kv_attention.PACKED : kv_attention.TURN]
+        kinds = blocks[:, attention.SEALED]
+        begin = 0
+        while begin < len(blocks):
+            packed = kinds[begin:][kinds[begin:] > 0]
+            own = packed[0] if len(packed) else FIRST_KIND
+            ends = np.flatnonzero((kinds[begin:] > 0) & (kinds[begin:] != own))
+            end = begin + int(ends[0]) if len(ends) else len(blocks)
+            self.turn([other if own == SECOND_KIND else call], begin, end)
+            begin = end
+
+    def _tables_of(self, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The block table as each kind's kernel sees it. A table that a step changes in place changes in exact rows alone."""
+        known, tables = self._tables
+        if known is not blocks:
+            tables = tuple(blocks.copy() for _ in (FIRST_KIND, SECOND_KIND))
+            for kind, table in zip((FIRST_KIND, SECOND_KIND), tables, strict=True):
+                table[table[:, attention.SEALED] != kind, attention.SEALED] = 0
+            self._tables = blocks, tables
+        return tables
+
+    def _move(self, position: int) -> None:
+        for block in (self._attend, self._first, self.second._attend):
+            block[attention.POSITION] = position

@@ -1,0 +1,34 @@
+"""NumPy's matrix products on one thread: held and given back, whatever happens in between."""
+
+import numpy as np
+import pytest
+
+from effllm.kernels import blas
+
+
+def threads() -> int | None:
+    functions = blas._functions()
+    return None if functions is None else functions[0]()
+
+
+def test_held_to_one_and_given_back():
+    before = threads()
+    if before is None:
+        pytest.skip("NumPy's BLAS is no OpenBLAS of its own")
+    with blas.one_thread():
+        assert threads() == 1
+        x = np.ones((64, 64), np.float32)
+        assert (x @ x == 64).all()
+        with blas.one_thread():
+            assert threads() == 1
+        assert threads() == 1
+    assert threads() == before
+    with pytest.raises(KeyError), blas.one_thread():
+        raise KeyError
+    assert threads() == before
+
+
+def test_another_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr(blas, "_functions", lambda: None)
+    with blas.one_thread():
+        assert (np.ones((2, 2)) @ np.ones((2, 2)) == 2).all()

@@ -1,0 +1,233 @@
+"""Pages of unequal bits: what policies decide, what they see, and attention over pages of two kinds."""
+
+from __future__ import annotations
+
+import sys
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import effllm
+from effllm import UsageError
+from effllm.kernels import reference
+from effllm.kernels.cpu.kv_mixed import MixedPages
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.layout import PAGE
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.quant.kv import MIXED, PackedCodec, codec
+from effllm.quant.kv_basis import KVBasis
+from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, layer_codecs, open_cache
+from effllm.runtime.cache_probes import BLOCK, PROBES, Probes
+from effllm.runtime.cache_shape import cache_nbytes
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.policy import SCORES, open_policy
+from effllm.runtime.policy.keep import Action, Keep, PageStats
+from effllm.runtime.policy.salient import Salient
+from effllm.runtime.prepare import EngineOptions
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from kv_samples import Stream, moments_basis, relative
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = ThreadPool(2)
+    yield pool
+    pool.close()
+
+
+def mixed_cache(pool: ThreadPool, kv: str = "4bit+mikv", heads: int = 8, kv_heads: int = 2, head_dim: int = 64, window: int | None = None,
+                basis: KVBasis | None = None) -> KVCache:
+    """One layer. Nobody tells its policy of queries, so all pages score alike and the budget alone decides: every other page at 4 bits."""
+    form, shape = codec(kv), CacheShape(2048, sink=64, window=16, chunk=2 * PAGE)
+    ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1, packed_kv=True, spilled_kv=True))
+    codecs = layer_codecs(form, 1, kv_heads, head_dim)
+    if basis is not None:
+        own = codecs[0]
+        codecs = [PackedCodec(own.bits, basis, PackedCodec(own.better.bits, basis), own.share)]
+    return open_cache([ops], [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window)], form, shape, codecs)
+
+
+# ---- what is decided
+
+
+@settings(max_examples=80, deadline=None)
+@given(scores=st.lists(st.floats(0, 1), min_size=1, max_size=60), share=st.sampled_from((1 / 3, 0.5, 0.25, 1.0)))
+def test_a_share_of_the_pages_at_most_keeps_its_bits(scores, share):
+    policy, kept = Salient(lambda attention: attention[0, 0, 0].item(), share), 0
+    for page, score in enumerate(scores):
+        action = policy.act(PageStats(page, 64 + PAGE * page, PAGE, np.full((1, 1, 1), score)))
+        most = ceil(share * (page + 1))
+        free = most - kept
+        kept += action is Action.KEEP
+        assert most - 1 <= kept <= most
+        if action is Action.KEEP and free == 1:
+            assert sum(other > score for other in scores[:page]) < most
+    assert kept >= 1  # the first page always does
+
+
+def test_pages_that_matter_keep_their_bits_and_what_was_taken_back_is_forgotten():
+    policy = Salient(lambda attention: float(attention[0, 0, 0]), 0.5)
+
+    def act(page: int, score: float) -> Action:
+        return policy.act(PageStats(page, 0, PAGE, np.full((1, 1, 1), score)))
+
+    assert [act(page, score) for page, score in enumerate((0.1, 0.2, 0.9, 0.05))] == [Action.KEEP, Action.FEWER, Action.KEEP, Action.FEWER]
+    assert act(4, 0.5) is Action.KEEP
+    assert act(2, 0.01) is Action.FEWER  # the cache went back to page 2: what was said of pages 2 to 4 is void
+    assert act(3, 0.3) is Action.KEEP
+    with pytest.raises(ValueError, match="page 6 comes before page 4"):
+        act(6, 0.5)
+
+
+def test_scores_of_the_papers():
+    attention = np.zeros((2, 1, 8), np.float32)
+    attention[0, 0, 3], attention[1] = 0.4, 0.01
+    assert SCORES["mikv"](attention) == pytest.approx((0.4 + 0.08) / 2)
+    assert SCORES["zipcache"](attention) == pytest.approx((0.4 + 0.01) / 2)
+    assert isinstance(open_policy("", 0.0), Keep) and open_policy("zipcache", 0.5).share == 0.5
+
+
+# ---- what is seen
+
+
+@pytest.mark.parametrize("window, softcap, seen", [(128, None, None), (16, None, None), (128, 5.0, None), (128, None, 150)])
+def test_probes_see_the_share_of_attention_that_a_page_gets(window, softcap, seen):
+    """Against plain softmax weights, read from attention over values that say which block of 16 a token lies in."""
+    spec, shape = AttnSpec(4, 2, 16, 0.25, seen, softcap), CacheShape(1024, sink=32, window=window)
+    rng = np.random.default_rng(0)
+    tokens = 32 + 3 * PAGE
+    q, k = rng.standard_normal((tokens, 4 * 16)).astype(np.float32) * 2, rng.standard_normal((tokens, 2, 16)).astype(np.float32)
+    probes = Probes([spec], shape)
+    for begin, end in ((0, 200), (200, 201), (201, tokens)):
+        if probes.begin(np.arange(begin, end)):
+            probes.see("k", 0, q[begin:end] * 9)
+            probes.see("q", 0, q[begin:end])
+    for page in (0, 1):
+        start = 32 + PAGE * page
+        last = start + PAGE * (2 if window >= PAGE else 1)
+        found = probes.attention(page, [[k[:32], k[start : start + PAGE], *([k[start + PAGE : last]] if window >= PAGE else [])]])
+        rows, held = np.arange(last - PROBES, last), np.concatenate([np.arange(32), np.arange(start, last)])
+        blocks = np.zeros((len(held), 2, 16), np.float32)
+        for block in range(PAGE // BLOCK):
+            blocks[32 + BLOCK * block : 32 + BLOCK * (block + 1), :, block] = 1
+        made = np.stack([reference.attend(q[row].reshape(1, 4, 16), k[held], blocks, row, held, 0.25, seen, softcap)[0] for row in rows])
+        want = made.mean(0).reshape(2, 2, 16).max(1)[:, : PAGE // BLOCK]
+        assert found.shape == (1, 2, 8) and np.allclose(found[0], want, atol=1e-6)
+
+
+def test_a_page_of_which_nothing_was_seen_has_no_attention():
+    probes = Probes([AttnSpec(2, 1, 16, 0.25)], CacheShape(1024, sink=0, window=128))
+    k = np.ones((PAGE, 1, 16), np.float32)
+    assert not probes.begin(np.arange(0, 100)) and not probes.attention(0, [[k, k]]).any()
+
+
+# ---- attention over both kinds
+
+
+@pytest.mark.parametrize("kv", ["4bit+mikv", "3bit+mikv", "5bit+zipcache", "6bit+mikv"])
+@pytest.mark.parametrize("shape", [{}, {"heads": 4, "kv_heads": 4, "head_dim": 80}, {"window": 200}])
+def test_attention_is_softmax_over_the_decoded_pages(pool, kv, shape):
+    options = {"heads": 8, "kv_heads": 2, "head_dim": 64} | shape
+    cache = mixed_cache(pool, kv, **options, basis=moments_basis(options["kv_heads"], options["head_dim"]))
+    stream = Stream(cache, options["heads"], 900)
+    for tokens in (700, 3, *[1] * 197):
+        stream.run(tokens, compare=tokens > 1 or cache.n > 880)
+    compared = ~np.isnan(stream.want).all(1)
+    assert relative(stream.out[compared], stream.want[compared]) < 5e-3
+    assert set(cache._kinds) == {1, 2} and len(cache._kinds) == cache.sealed == 6
+    assert isinstance(cache.layer(0).pages, MixedPages)
+
+
+def test_bits_do_not_depend_on_threads_or_on_how_few_come_together():
+    outs = []
+    for workers, cuts in ((1, [700] + [1] * 16), (2, [700] + [2] * 8), (3, [700, 8, 8])):
+        pool = ThreadPool(workers)
+        stream = Stream(mixed_cache(pool), 8, 716)
+        for cut in cuts:
+            stream.run(cut, compare=False)
+        outs.append(stream.out)
+        pool.close()
+    assert all(np.array_equal(outs[0], out) for out in outs[1:])
+
+
+@pytest.mark.parametrize("kv", ["4bit+mikv", "6bit+mikv"])
+def test_bytes_are_those_of_the_plan_and_the_mean_is_what_was_asked_for(pool, kv):
+    cache = mixed_cache(pool, kv, basis=KVBasis.plain(2, 64))
+    for piece in cache.pieces(2040):
+        cache.begin(piece)
+        cache.commit()
+    fixed, per_page = cache_nbytes(cache.codecs, cache.layout, cache.shape)
+    more, fewer, share = MIXED[int(kv[0])]
+    assert cache.sealed == 15 and cache._kinds.count(2) == ceil(share * 15)
+    assert share * more + (1 - share) * fewer == pytest.approx(int(kv[0]))
+    packed = cache.allocated_nbytes - sum(cache._used.values()) * cache.layout.part_nbytes
+    own, better = (each.layout(2, 64).layer_page_nbytes for each in (cache.codecs[0], cache.codecs[0].better))
+    assert packed == (15 - ceil(share * 15)) * own + ceil(share * 15) * better <= cache.sealed * per_page + better - own
+    assert cache.allocated_nbytes <= fixed + cache.sealed * per_page
+    assert abs(cache.packed_bits - int(kv[0]) - 0.53125) < (more - fewer) / 15
+    assert cache.truncate(1000) and cache._kinds == cache._kinds[: cache.sealed] and cache.sealed == 7
+
+
+def test_two_codecs_of_a_layer_have_one_basis(pool):
+    cache = mixed_cache(pool)
+    pages, other = cache.layer(0).pages, PackedCodec(((5, 5),) * 2, moments_basis(2, 64))
+    with pytest.raises(ValueError, match="one basis"):
+        MixedPages(pages.ops, pages.layout, pages.exact, pages.records, 0.125, None, None, pages.codec, pages.records, other)
+
+
+# ---- a model
+
+
+@pytest.fixture(scope="module")
+def engine():
+    *_, engine = open_engine(FABLE, EngineOptions(device="cpu", kv="4bit+zipcache", ctx=1024, chunk=256))
+    yield engine
+    engine.close()
+
+
+def tokens(engine: Engine, count: int) -> list[int]:
+    return np.random.default_rng(3).integers(3, engine.config.vocab_size, count).tolist()
+
+
+def test_which_pages_keep_bits_depends_on_positions_not_on_cuts(engine):
+    ids, kinds = tokens(engine, 800), []
+    for cuts in ([800], [300, 500], [600, *[1] * 200]):
+        engine.reset()
+        at = 0
+        for cut in cuts:
+            for piece in list(engine.cache.pieces(cut)):
+                engine.model.forward(np.array(ids[at : at + piece]), engine.cache)
+                at += piece
+        kinds.append(list(engine.cache._kinds))
+        assert engine.cache.sealed == 4 and engine.cache.better
+    assert kinds[0] == kinds[1] == kinds[2] and kinds[0].count(2) in (1, 2)
+    attention = engine.cache.probes
+    assert len(attention._rows) <= 4 * PROBES  # rows of pages long sealed are forgotten
+
+
+def test_an_answer_is_nearer_than_that_of_fewer_bits(engine):
+    """Six bits on average lie nearer to an exact cache than four, with pages of two kinds as without."""
+    ids, found = tokens(engine, 700), []
+    for kv in ("32bit", "6bit+mikv", "4bit+zipcache", "3bit+mikv"):
+        *_, one = open_engine(FABLE, EngineOptions(device="cpu", kv=kv, ctx=1024))
+        found.append(np.concatenate([logits.copy() for _, logits in one.score(ids, pages=1)])[400:])
+        one.close()
+    errors = [relative(each, found[0]) for each in found[1:]]
+    assert errors == sorted(errors) and 0 < errors[0] and errors[-1] < 0.5
+
+
+@pytest.mark.parametrize("kv, more, said", [("4bit+h2o", {}, "no such policy"), ("8bit+mikv", {}, "3, 4, 5, 6 on average"),
+                                            ("k4v3+mikv", {}, "keys as many as values"), ("2bit+mikv", {}, "3, 4, 5, 6 on average"),
+                                            ("16bit+mikv", {}, "not known"), ("4bit+mikv", {"kv_ram": "1M"}, "stay in memory"),
+                                            ("4bit+", {}, "not known")])
+def test_what_cannot_be_is_refused(kv, more, said):
+    with pytest.raises(UsageError, match=said):
+        list(open_engine(FABLE, EngineOptions(device="cpu", kv=kv, ctx=512, **more)))
