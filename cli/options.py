@@ -113,6 +113,9 @@ class SessionFlags:
     session_disk: Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "disk for the caches of all sessions (4G)")] = None
 
 
+RANDOM = -1  # as a seed, in llama.cpp and its kin
+
+
 @dataclass(frozen=True)
 class SamplingFlags:
     """How the next token is drawn. What is not given comes from the model's generation_config.json, then from SamplerSettings."""
@@ -125,7 +128,7 @@ class SamplingFlags:
     repetition_penalty: Annotated[float | None, flag(SAMPLING, "--repeat-penalty", "X", "above 1 avoids what was said (1.0)")] = None
     presence_penalty: Annotated[float | None, flag(SAMPLING, "--presence-penalty", "X", "subtracted once from what was said (0.0)")] = None
     frequency_penalty: Annotated[float | None, flag(SAMPLING, "--frequency-penalty", "X", "subtracted each time it was said (0.0)")] = None
-    seed: Annotated[int | None, flag(SAMPLING, "--seed", "N", "same seed and flags, same text (random; --stats tells it)")] = None
+    seed: Annotated[int | None, flag(SAMPLING, "--seed", "N", "same seed and flags, same text (random, also -1; --stats tells it)")] = None
 
     def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:
         """Settings for the model in `folder`; what its file of defaults says in vain is told to `remark`."""
@@ -135,7 +138,10 @@ class SamplingFlags:
         content, remarks = read_generation_config(folder)
         for each in remarks:
             remark(each)
-        return SamplerSettings.from_generation_config(content, **given(self))
+        said = given(self)
+        if said.get("seed") == RANDOM:
+            del said["seed"]
+        return SamplerSettings.from_generation_config(content, **said)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         session.max_tokens = None if tokens < 0 else tokens
     else:
         field, kind = SETTINGS[name]
-        free = name == "seed" and value == "random"
+        free = name == "seed" and value in ("random", "-1")
         session.settings = replace(session.settings, **{field: None if free else converted(name, value, kind)})
 
 

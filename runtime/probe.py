@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -26,9 +26,11 @@ from ..offload.predict import CACHED_NBYTES, MEMORY_NBYTES
 
 ROOF_NBYTES, MEMORY_PASSES = 256 << 20, 7
 PROMPT = 512  # a chunk of a prompt, as a run reads it
-TOKENS, ROUNDS = 24, 3
+TOKENS = 24
+LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
+PATIENCE_S = 1.0  # for one figure: on a machine that is never left alone, more runs would take long and agree no better
 DEPTH = 1024
-FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 6
+FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 3
 _SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
           "torch_dtype": "bfloat16", "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 SMALL = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
@@ -90,36 +92,56 @@ def _ids(tokens: int) -> list[int]:
     return np.random.default_rng(0).integers(0, _SHAPE["vocab_size"], tokens).tolist()
 
 
-def _prompt_s(engine: object, tokens: int, repeats: int = 3) -> float:
-    """Seconds for a prompt, the best of some: what disturbs one makes it longer."""
-    ids, best = _ids(tokens), float("inf")
-    for _ in range(repeats):
-        engine.reset()
+def _settled(run: Callable[[], Sequence[float]]) -> list[float]:
+    """The best of each time that `run` takes, over some runs: what disturbs one makes it longer. On a machine that is left alone two runs
+    agree, and more would tell nothing."""
+    found, spent = [], []
+    while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and sum(spent) < PATIENCE_S and not _agree([sum(times) for times in found])):
         started = time.perf_counter()
+        found.append(run())
+        spent.append(time.perf_counter() - started)
+    return [min(times) for times in zip(*found)]
+
+
+def _agree(totals: Sequence[float]) -> bool:
+    """Were the two fastest runs equally fast?"""
+    best, second = sorted(totals)[:2]
+    return second - best <= CLOSE * best
+
+
+def _prompt_s(engine: object, tokens: int) -> list[float]:
+    """Seconds for each chunk of a prompt."""
+    ids = _ids(tokens)
+
+    def run() -> list[float]:
+        engine.reset()
+        stamps = [time.perf_counter()]
         for _ in engine.prefill(ids):
-            continue
-        best = min(best, time.perf_counter() - started)
-    return best
+            stamps.append(time.perf_counter())
+        return [after - before for before, after in zip(stamps, stamps[1:])]
+
+    return _settled(run)
 
 
-def _token_s(engine: object, tokens: int = TOKENS, rounds: int = ROUNDS) -> float:
-    """Seconds for one token after what is held: a quarter of the passes were faster, in the best of some rounds. Other programs only ever
-    make a pass longer, and what they disturb is often longer than a round."""
-    found = []
-    for _ in range(rounds):
+def _token_s(engine: object, tokens: int = TOKENS) -> float:
+    """Seconds for one token after what is held: a quarter of the passes were faster. Other programs only ever make a pass longer, and what
+    they disturb is often longer than a run of passes."""
+
+    def run() -> list[float]:
         times = []
         for token in _ids(tokens):
             started = time.perf_counter()
             engine.forward_logits([token])
             times.append(time.perf_counter() - started)
-        found.append(sorted(times[2:])[(len(times) - 2) // 4])
-    return min(found)
+        return [sorted(times[2:])[(len(times) - 2) // 4]]
+
+    return _settled(run)[0]
 
 
 def _overhead(threads: int) -> Figure:
     seconds = {}
     for layers in (FEW_LAYERS, MANY_LAYERS):
-        engine = _engine(SMALL, layers, threads, 512)
+        engine = _engine(SMALL, layers, threads, 1024)
         engine.forward_logits(_ids(4))
         seconds[layers] = _token_s(engine, 3 * TOKENS)
         engine.close()
@@ -128,18 +150,18 @@ def _overhead(threads: int) -> Figure:
 
 
 def _attention(threads: int, kv: str) -> Figure:
-    """Both rates from one engine: a token at depth 1024 against one at the start, and the second half of a prompt against the first."""
-    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, DEPTH + 8 * TOKENS, kv=kv)
+    """Both rates from one engine: a token at depth 1024 against one at the start, and the second chunk of a prompt against the first."""
+    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, DEPTH + 2 * MOST_RUNS * TOKENS, kv=kv)
     width = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"] * ATTENTION_LAYERS
     try:
         engine.forward_logits(_ids(4))
         shallow = _token_s(engine)
-        half, whole = _prompt_s(engine, DEPTH // 2), _prompt_s(engine, DEPTH)
+        first, second = _prompt_s(engine, DEPTH)
         deep = _token_s(engine)
-        # The halves differ by what the second one sees of the first: depth/2 queries times depth/2 keys.
+        # The chunks differ by what the second one sees of the first: depth/2 queries times depth/2 keys.
         seen = width * (DEPTH // 2) ** 2
         return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(deep - shallow, 1e-6),
-                "prefill": seen / max(whole - 2 * half, 0.02 * whole)}
+                "prefill": seen / max(second - first, 0.02 * (first + second))}
     finally:
         engine.close()
 
@@ -148,21 +170,29 @@ def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
     from ..quant.spec import QuantSpec
 
     name, _, exact = kind.partition(" ")
-    spec, rates = QuantSpec.parse(name), {}
-    for rate, model, nbytes in (("cached", NARROW, CACHED_NBYTES), ("decode", WIDE, MEMORY_NBYTES)):
-        shapes = _matrices(model)
-        layer = sum(spec.nbytes(shape) for shape in shapes)
+    spec = QuantSpec.parse(name)
+
+    def opened(shape: Mapping[str, object], layers: int) -> object:
+        engine = _engine(shape, layers, threads, PROMPT + MOST_RUNS * TOKENS, None if spec.is_raw else name, exact=bool(exact))
+        engine.forward_logits(_ids(4))
+        return engine
+
+    found = {}
+    for rate, shape, nbytes in (("cached", NARROW, CACHED_NBYTES), ("decode", WIDE, MEMORY_NBYTES)):
+        layer = sum(spec.nbytes(own) for own in _matrices(shape))
         layers = max(1, round(nbytes / layer))
-        engine = _engine(model, layers, threads, PROMPT + 8 * TOKENS, None if spec.is_raw else name, exact=bool(exact))
+        engine = opened(shape, layers)
         try:
-            engine.forward_logits(_ids(4))
-            rates[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
-            if model is WIDE:
-                products = layers * sum(rows * depth for rows, depth in shapes)
-                rates["prefill"] = PROMPT * products / _prompt_s(engine, PROMPT)
+            found[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
         finally:
             engine.close()
-    return {"figure": "kind", "kind": kind, **rates}
+    # A prompt is arithmetic, whatever it reads: one layer tells as much as the many that a format of few bits has in so many bytes.
+    engine = opened(WIDE, 1)
+    try:
+        found["prefill"] = PROMPT * sum(rows * depth for rows, depth in _matrices(WIDE)) / sum(_prompt_s(engine, PROMPT))
+    finally:
+        engine.close()
+    return {"figure": "kind", "kind": kind, **found}
 
 
 def _matrices(shape: Mapping[str, object]) -> list[tuple[int, int]]:

@@ -117,6 +117,11 @@ def test_the_same_seed_writes_the_same_text() -> None:
     assert one == two != other
 
 
+def test_a_seed_of_minus_one_is_a_random_one_as_in_other_tools() -> None:
+    seeds = {json.loads(Ran("run", "fable", STORY, "--seed", "-1", "-n", "1", "--json").out)["seed"] for _ in range(2)}
+    assert len(seeds) == 2 and min(seeds) >= 0
+
+
 def test_no_tokens_evaluates_the_prompt_and_writes_nothing() -> None:
     ran = Ran("run", "fable", STORY, "-n", "0")
     assert (ran.code, ran.out) == (0, "") and "stopped after 0 tokens" in ran.err

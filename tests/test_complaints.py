@@ -1,7 +1,9 @@
 """What people complain of in other tools, and the test that holds it here.
 
 A complaint that an older test covers stands in COVERED, which a test compares with the functions that there are; the others are tests of
-this file, named after the thread. Left out is what needs a server, a GPU, the network's own storage, or a comparison of speeds.
+this file, named after the thread. Left out is what needs a server (quodeq#1122, tinycode#210, maya#31, vllm#40362), a GPU or an operating
+system of another kind (airllm#44, mlx#883, mlx-lm#1047, omlx#28), images or heads that draft (llama.cpp#18111, #23472), the hub's own
+storage by chunks, which is not used (xet-core#883, hub#4508), a compiler (ktransformers#1537), or a comparison of speeds (ollama#8667).
 """
 
 import ast
@@ -43,18 +45,20 @@ COVERED = {
     # B. the memory is estimated wrongly, or too late
     "ollama#10920, #8192; lms#499, lmstudio#1631 (and a way to load it anyway)": (
         "test_pull.py::test_ollama_10920_hours_of_download_for_a_model_that_cannot_run",),
-    "ollama#8707, #9988, #12692, #13556, #6918; llama.cpp#22592, #18097; unsloth#10489": (
-        "test_plan_held.py::test_a_run_stays_below_its_plan", "test_plan.py::test_a_plan_is_kept_and_a_refusal_is_true"),
+    "ollama#8707, #9988, #12692, #13556, #6918; llama.cpp#22592, #18097, #21801; lms#1544, #1225; unsloth#10489, #11043": (
+        "test_plan_held.py::test_a_run_stays_below_its_plan",
+        "test_plan_held.py::test_a_plan_and_a_run_ask_for_the_same_memory", "test_plan.py::test_a_plan_is_kept_and_a_refusal_is_true"),
     "ollama#15650 (the page cache is no used memory)": ("test_hardware.py::test_memory_v2",),
     "lmstudio#2295 (shown as a crash)": ("test_cli_errors.py::test_memory_files_and_interrupts",),
     # C. a budget in bytes
-    "ollama#12353, #9002, #8316; llama.cpp#8113, #24626, #21690": (
+    "ollama#12353, #14342, #9002, #8316; llama.cpp#8113, #24626, #21690; mlx-lm#1666, #948; omlx#947, #1372": (
         "test_engine.py::test_a_budget_that_is_too_small_is_refused_with_the_numbers",
         "test_plan.py::test_refusal_names_the_numbers_and_what_fits"),
     # D. killed in a container
-    "psutil#2100, vllm#47372, ComfyUI#14938": ("test_hardware.py::test_memory_v1", "test_hardware.py::test_a_quota_on_an_ancestor_binds"),
+    "psutil#2100, vllm#47372, ComfyUI#14938, #15272, #15788; facet#111": ("test_hardware.py::test_memory_v1",
+                                                                        "test_hardware.py::test_a_quota_on_an_ancestor_binds"),
     # E. disks and downloads
-    "ollama#14255, #12093, #11045, #9152, #15547": ("test_pull.py::test_ollama_14255_disk_space_is_looked_at_first",),
+    "ollama#14255, #12093, #11045, #9152, #15547, #15218": ("test_pull.py::test_ollama_14255_disk_space_is_looked_at_first",),
     "ollama#6727": ("test_pull_disk.py::test_ollama_6727_a_disk_that_fills_in_the_middle_says_how_much_is_missing_and_the_pull_goes_on",),
     "ollama#8484, #8406, #1736": ("test_pull_resume.py::test_ollama_8484_progress_never_runs_backwards",),
     "ollama#8280": ("test_pull_resume.py::test_ollama_8280_the_rate_is_that_of_late_and_the_time_left_follows_from_it",),
@@ -62,20 +66,40 @@ COVERED = {
         "test_pull_resume.py::test_huggingface_hub_4196_a_killed_download_goes_on_in_the_next_process",),
     "huggingface_hub#4349 (no second try)": ("test_pull.py::test_server_errors_and_cuts_are_tried_again",),
     # F. where does it run
-    "llama.cpp#28455, #24485; lmstudio#2246 (a packed cache changes the device)": (
+    "llama.cpp#28455, #28456, #27109, #24485; lmstudio#2246 (a packed cache changes the device)": (
         "test_engine.py::test_a_packed_cache_answers_nearly_as_an_exact_one",),
     # G. quantized caches
-    "mlx-lm#1573, #1583 (sliding windows crash)": ("test_families.py::test_logits_of_prompts", "test_families.py::test_greedy_tokens"),
+    "mlx-lm#1573, #1583, #968, #1074, #1353, #1476 (sliding windows crash)": ("test_families.py::test_logits_of_prompts",
+                                                                              "test_families.py::test_greedy_tokens"),
+    "minimal-ai#18; FreeToken#268; lmstudio#1740 (what is far back is lost)": ("test_evaluate.py::test_recall_counts_what_both_caches_find",
+                                                                               "test_evaluate.py::test_a_model_that_forgets_is_counted"),
+    "ollama#10794, #16245, #16723, #5091 (keys and values apart, a setting for one model)": (
+        "test_engine.py::test_a_packed_cache_answers_nearly_as_an_exact_one",
+        "test_kv_profile.py::test_auto_takes_the_fewest_bits_that_keep_the_answers"),
+    "mlx-lm#1555 (a setting that breaks the model)": (
+        "test_kv_profile.py::test_bits_that_break_the_model_are_refused_with_the_number",),
+    # H. larger than memory
+    "airllm#186, #325, #324 (what fits stays in memory)": ("test_placement.py::test_what_fits_is_pinned_to_the_last_byte",
+                                                          "test_plan_streamed.py::test_what_fits_does_not_stream"),
+    "llama.cpp#27766, #5207 (faults of a mapped file)": ("test_streaming.py::test_bytes_read_are_counted",),
+    "llama.cpp#25257, #19825; ds4#202 (experts from the disk)": (
+        "test_paged_runs.py::test_a_run_keeps_to_its_budget_and_answers_the_same",
+        "test_expert_pager.py::test_whatever_is_needed_in_whatever_order"),
+    "ollm#15, #41; exllamav3#28; exllama#52, #177; exllamav2#225; vllm#3563 (weights from the disk at all)": (
+        "test_streamed_runs.py::test_a_run_keeps_to_its_budget_and_answers_the_same",
+        "test_streamed.py::test_everything_on_the_disk_gives_the_same_bits"),
     # I. a cold start, silence
     "llm#732, #848, #949, #1282; openai-python#2819": ("test_architecture.py::test_import_and_help_load_nothing_heavy",
                                                       "test_storage.py::test_names_for_the_shell_come_without_heavy_imports"),
-    "RNAlysis#127, ttim#39, dealias#13 (compiling)": ("test_threads.py::test_two_cold_starts_at_once_share_one_compilation",),
+    "RNAlysis#127, ttim#39, dealias#13, numba#8085 (compiling)": ("test_threads.py::test_two_cold_starts_at_once_share_one_compilation",),
+    "omlx#706; ollama#3499, #2431; IntelOwl#3855 (how long it took, and what of it was loading)": (
+        "test_cli_run.py::test_json_is_one_object_with_the_promised_keys",),
     # J. templates and ends
     "lmstudio#1143; mistral.rs#1012, #1147; ik_llama#339; unsloth#468": (
         "test_text.py::test_stop_ids_from_generation_config", "test_text.py::test_stop_ids_from_the_vocabulary_and_the_tokenizer_config"),
     "tabbyAPI#281; llama.cpp#11402; jan#6123": ("test_template.py::test_renders_as_transformers",),
     "lm-eval#2109": ("test_session.py::test_a_template_without_a_system_role_gets_it_in_front_of_the_first_message",),
-    "vllm#3574, TGI#1254, SwiftLM#126, mlx-knife#68": ("test_stream_filters.py::test_a_stop_string_over_three_tokens",
+    "vllm#3574, TGI#1254, SwiftLM#126, #132, mlx-knife#68": ("test_stream_filters.py::test_a_stop_string_over_three_tokens",
                                                       "test_stream_filters.py::test_stop_strings_do_not_depend_on_the_pieces"),
     "llama.cpp#9867 (the last text is lost)": ("test_stream_filters.py::test_flush_gives_back_what_could_have_become_a_stop",),
     "mlx-lm, chat.py (the system prompt again in every turn)": ("test_session.py::test_the_next_turn_prefills_only_what_is_new",),
@@ -83,11 +107,11 @@ COVERED = {
     "llm#472, #1224; opencode#45162": ("test_cli_chat.py::test_ctrl_c_stops_an_answer_and_keeps_what_was_written",
                                        "test_cli_run.py::test_an_interrupt_keeps_what_was_written_and_ends_with_130"),
     "llm#606": ("test_cli_run.py::test_chat_into_a_pipe_answers_once",),
-    "ollama#8528, #15629, #10492 (thinking in the answer)": (
+    "ollama#8528, #15629, #18221, #10492 (thinking in the answer)": (
         "test_cli_screen.py::test_thinking_goes_to_stderr_dim_on_a_terminal_plain_in_a_pipe",),
     # L. sessions
     "ollama#8288, #5961; textgen#7072 (a chat comes back)": ("test_cli_chat.py::test_saved_chats_come_back",),
-    "llama.cpp#17107, #12437; mlx-lm#372 (and what it has read comes back with it)": (
+    "llama.cpp#17107, #12437; mlx-lm#372; llama-cpp-turboquant#223 (and what it has read comes back with it)": (
         "test_cli_session.py::test_runs_that_end_say_what_one_that_goes_on_says",
         "test_saved_cache.py::test_every_logit_afterwards_has_the_same_bits",),
     # M. defaults, and the same again
@@ -203,7 +227,7 @@ def test_ollama_5754_a_budget_in_a_variable_or_a_file_holds(person: Person) -> N
 
 
 def test_ollama_2463_nobody_throws_away_what_has_come(hub: Hub, person: Person) -> None:
-    """Other commands, other pulls and a later start leave an unfinished download alone."""
+    """(#6711, #14254) Other commands, other pulls and a later start leave an unfinished download alone."""
     hub.add(REPO, files=sharded(FABLE))
     hub.add("org/other", FABLE)
     hub.swap["model-00003-of-00003.safetensors"] = b"x" * len(hub.repos[REPO].files["model-00003-of-00003.safetensors"])
@@ -224,7 +248,8 @@ def test_ollama_2463_nobody_throws_away_what_has_come(hub: Hub, person: Person) 
 
 
 def test_ollama_9704_no_device_is_taken_silently(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was asked for and is not there ends the run; what was not asked for is told; --json names every layer's."""
+    """(#7323, #12141, #9517, #10381, #14461) One that was asked for and is not there ends the run; what was not asked for is told; --json
+    names every layer's."""
     if not Path("/dev/nvidiactl").exists():
         assert "cuda" in person.types("run", "fable", STORY, "--device", "cuda", "-n", "1").refused(2)
     ran = person.types("run", "fable", STORY, "--device", "cpu", "-n", "1", "--json").json
@@ -290,14 +315,14 @@ def test_pygama_348_what_was_compiled_from_other_sources_is_not_used(tmp_path: P
 
 
 def test_ollama_14571_no_codes_for_a_terminal_that_is_none(person: Person) -> None:
-    """Neither stream, nor when only one of them is a pipe; FORCE_COLOR or not."""
+    """(#6120, #4686, #16859) Neither stream, nor when only one of them is a pipe; FORCE_COLOR or not."""
     process = person.starts("run", "fable", STORY, "-n", "20", "--stats", "--markdown", TERM="xterm-256color")
     out, err = process.communicate(timeout=MINUTE)
     assert process.returncode == 0 and out.strip() and not any(code in out + err for code in ("\x1b", "\r", "\x07"))
 
 
 def test_llamacpp_27214_nothing_waits_for_a_person_who_is_not_there(person: Person) -> None:
-    """With nothing on standard input, every command ends by itself."""
+    """(#18200) With nothing on standard input, every command ends by itself."""
     for words, code in ((("run", "fable", STORY, "-n", "1"), 0), (("run", "fable"), 2), (("chat", "fable"), 0), (("chat",), 2),
                         (("run", "tinyllama", "Hi"), 3), (("rm", "fable"), 2)):
         process = person.starts(*words)
@@ -323,7 +348,7 @@ def test_mlx_lm_818_an_answer_that_was_cut_says_so(person: Person) -> None:
 
 @pytest.mark.slow
 def test_llamacpp_5156_quantizing_needs_a_part_of_the_model_in_memory(tmp_path: Path) -> None:
-    """A process of its own reports the most that it held, above what it held before the work."""
+    """(#7428; BitNet#120) A process of its own reports the most that it held, above what it held before the work."""
     width, ffn, layers = 512, 16_384, 6
     rng = np.random.default_rng(0)
     tensors = {"model.embed_tokens.weight": rng.standard_normal((64, width)), "model.norm.weight": np.ones(width)}
