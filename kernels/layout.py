@@ -36,6 +36,7 @@ EXTENT = 4096  # alignment of a layer-page: what direct I/O asks for
 
 # magic, version, layer, head, first token, count, bits of K, bits of V, reserved, base position, profile hash, crc32 of the body
 HEADER = struct.Struct("<4sHHHHqIBBHqQI")
+BITS_OFFSET = struct.calcsize("<4sHHHHqI")  # of the two bytes with the bits of K and of V
 HEADER_NBYTES = 64
 MAGIC, VERSION = b"EFKV", 1
 

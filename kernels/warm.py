@@ -27,12 +27,28 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     BUNDLED the MLP over neurons that lie one by one, SPARSE the estimates of pages that are not read. Those first that take longest to
     compile."""
     from . import threads
-    from .cpu import attention, experts, gemm, kv_attention, kv_seal, linear, lut, lut_order, packed, packed_rows, roof, rows, sampling
+    from .cpu import (
+        attention,
+        experts,
+        gemm,
+        kv_attention,
+        kv_few,
+        kv_merge,
+        kv_seal,
+        linear,
+        lut,
+        lut_order,
+        packed,
+        packed_rows,
+        roof,
+        rows,
+        sampling,
+    )
     from .cpu import bundles as neurons
     from .cpu import kv_estimate as estimates
 
-    modules = {LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order), KV: (kv_attention, kv_seal),
-               BUNDLED: (neurons,), SPARSE: (estimates,),
+    modules = {LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
+               KV: (kv_attention, kv_few, kv_merge, kv_seal), BUNDLED: (neurons,), SPARSE: (estimates,),
                RAW: (sampling, attention, linear, rows, experts, threads, roof)}
     return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
             if isinstance(value, Kernel | Jit) and (value is gemm.multiply_exact) == (kind == EXACT)]

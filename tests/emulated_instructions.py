@@ -106,5 +106,6 @@ def _permuted_floats(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -
 
 EMULATED = {"vpdpbusd.512": _dot_product, "vpdpbusd.256": _dot_product, "vpdpwssd.512": _pairs, "vpdpwssd.256": _pairs,
             "permvar.si.512": _permuted, "permvar.sf.512": _permuted_floats, "pshuf.b.512": _halved("pshuf.b", I8, 32),
-            "pmul.hr.sw.512": _halved("pmul.hr.sw", I16, 16), "packuswb.512": _halved("packuswb", I8, 32),
+            "pmul.hr.sw.512": _halved("pmul.hr.sw", I16, 16),
+            "pmulhu.w.512": _halved("pmulhu.w", I16, 16), "packuswb.512": _halved("packuswb", I8, 32),
             "pmaddubs.w.512": _halved("pmadd.ub.sw", I16, 16), "pmaddw.d.512": _halved("pmadd.wd", I32, 8)}

@@ -41,6 +41,47 @@ def test_shapes_windows_and_caps(pool, heads, kv_heads, head_dim, window, softca
     assert worst_error(pool, "4bit", heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, softcap=softcap) < 1e-2
 
 
+def test_bytes_round_a_fraction_of_what_the_codec_loses(pool):
+    """Keys and values that the basis was made for, codes of few bits on one side or on both: a thirtieth of the noise (of five bits of K, a
+    twelfth)."""
+    exact = Stream(packed_cache(pool, "32bit"), 8, 420)
+    exact.run(420, compare=False)
+    for kv, share in (("4bit", 0.18), ("3bit", 0.1), ("2bit", 0.05), ("k4v8", 0.14), ("k5v8", 0.3), ("k8v4", 0.3)):
+        stream = Stream(packed_cache(pool, kv, basis=KVBasis.plain(2, 64)), 8, 420)
+        for tokens in (400, *[1] * 20):
+            stream.run(tokens)
+        single = slice(400, 420)
+        assert 1e-3 < relative(stream.out[single], stream.want[single]) < share * relative(stream.want[single], exact.out[single]), kv
+
+
+def test_small_weights_beside_a_large_one_are_not_lost(pool):
+    """One token of a page has most of the attention and no value to speak of, 127 have next to nothing each, and all the same value."""
+
+    def ruin(k, v):
+        k[64 : 64 + PAGE] *= 0.01
+        v[64 : 64 + PAGE] = v[64]
+        k[100] = 0.85 * np.sign(v[64])
+        v[100] *= 0.01
+        return k, v
+
+    stream = Stream(packed_cache(pool, basis=KVBasis.plain(2, 64)), 8, 401, ruin=ruin)
+    stream.q[400] = np.tile(np.sign(stream.v[64].reshape(2, 64)), (1, 4)).reshape(-1) * 1.5
+    stream.run(400, compare=False)
+    stream.run(1)
+    assert relative(stream.out[400], stream.want[400]) < 0.03
+
+
+@pytest.mark.parametrize("group", (1, 3, 4, 5, 8, 12))
+def test_any_number_of_heads_shares_a_record(pool, group):
+    """Tiles of four and eight rows, and what only fills them."""
+    for window in (None, 150):
+        cache = packed_cache(pool, heads=2 * group, window=window, basis=KVBasis.plain(2, 64))
+        stream = Stream(cache, 2 * group, 420)
+        for tokens in (400, *[1] * 20):
+            stream.run(tokens)
+        assert relative(stream.out[400:], stream.want[400:]) < 0.025
+
+
 def test_what_is_lost_is_what_the_codec_loses(pool):
     """Not only do kernels agree with the decoder: both are near the exact answer, nearer with more bits."""
     exact = Stream(packed_cache(pool, "32bit"), 8, 420)

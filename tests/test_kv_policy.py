@@ -31,7 +31,7 @@ from effllm.runtime.policy.salient import Salient
 from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from kv_samples import Stream, moments_basis, relative
+from kv_samples import SHARE, Stream, moments_basis, packed_cache, relative
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
@@ -141,7 +141,10 @@ def test_attention_is_softmax_over_the_decoded_pages(pool, kv, shape):
     for tokens in (700, 3, *[1] * 197):
         stream.run(tokens, compare=tokens > 1 or cache.n > 880)
     compared = ~np.isnan(stream.want).all(1)
-    assert relative(stream.out[compared], stream.want[compared]) < 5e-3
+    exact = Stream(packed_cache(pool, "32bit", **options), options["heads"], 900)
+    exact.run(900, compare=False)
+    lost = relative(stream.want[compared], exact.out[compared])
+    assert relative(stream.out[compared], stream.want[compared]) < 5e-3 + SHARE * lost
     assert set(cache._kinds) == {1, 2} and len(cache._kinds) == cache.sealed == 6
     assert isinstance(cache.layer(0).pages, MixedPages)
 

@@ -158,6 +158,18 @@ def _scale_scores(scores, rows, scale, softcap):
 
 
 @inlined()
+def sealed_rows(a):
+    """Where sealed pages begin and end among the rows of the table that a call sees."""
+    begin = a[FROM]
+    while begin < a[TO] and not i64_at(a[TABLE] + 8 * COLUMNS * begin)[SEALED]:
+        begin += 1
+    end = begin
+    while end < a[TO] and i64_at(a[TABLE] + 8 * COLUMNS * end)[SEALED]:
+        end += 1
+    return begin, end
+
+
+@inlined()
 def _merge(o, m, l, part, part_m, part_l, depth):
     """Fold a partial into the running (o, m, l): o in place, returns (m, l)."""
     if part_l == ZERO:
@@ -197,15 +209,17 @@ def attend_few(args, worker, counter):
     values = keys + 4 * depth * PAGE
     scores = values + 4 * PAGE * broad
     part = scores + 4 * padded * PAGE
+    sealed_from, sealed_to = (a[TO], a[TO]) if a[PAGES] else sealed_rows(a)
+    seen -= sealed_to - sealed_from
     loaded = -1
     while True:
         job = fetch_add(counter, 1)
         if job >= kv_heads * seen:
             return
         kv, block = job // seen, a[FROM] + job % seen
+        if block >= sealed_from:
+            block += sealed_to - sealed_from
         entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
-        if entry[SEALED] and not a[PAGES]:
-            continue
         first, count = entry[FIRST], entry[COUNT]
         partial = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
         if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):
@@ -218,7 +232,7 @@ def attend_few(args, worker, counter):
             loaded = kv
         _load_block(a, entry, kv, keys, values, broad)
         for r in range(0, padded, LOW_ROWS):
-            for j in range(0, PAGE, TILE_COLUMNS):
+            for j in range(0, count, TILE_COLUMNS):  # scores behind are masked
                 low_tile_product(query + 4 * r * depth, 4 * depth, keys + 4 * j, 4 * PAGE, scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
         _scale_scores(scores, padded, scale, softcap)
         for r in range(padded):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from numba import float32
 
 from ..compile import inlined, kernel
-from ..kv_layout import CHANNELS
 from ..layout import PAGE
 from .arithmetic import MINUS_INF, ZERO
 from .attention import (
@@ -26,7 +25,6 @@ from .attention import (
     INDEX,
     KV_HEADS,
     OUT,
-    PARTIALS,
     POSITION,
     QUERY_TILE,
     SCALE,
@@ -40,7 +38,6 @@ from .attention import (
     TOKENS,
     WINDOW,
     _begin,
-    _cap,
     _end,
     _load_block,
     _load_queries,
@@ -52,15 +49,13 @@ from .attention import (
 )
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .kv_loops import SPAN, dot_keys, dot_values, prefetch, round_row, row_factor
-from .kv_record import GROUP_NBYTES, SPANS, float_keys, float_values, open_keys, open_values, opened_nbytes
+from .kv_record import float_keys, float_values, open_keys, open_values, opened_nbytes
 
 # Slots behind those of `attention.py`: packed pages and their stride, where each head's record begins and where its five parts do (int64
-# [KVH, HEAD_SLOTS]: in the page, its bytes, the parts), the bases as float32 (K's
-# inverse and V's transposed inverse [KVH, D, wide D], K's channel scales [KVH, D]), and the eight powers 2^(i / 8).
-PACKED, PACKED_STRIDE, RECORDS, TURN, BACK, CHANNEL_SCALE, EIGHTH_POWERS, PACKED_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 8)
+# [KVH, HEAD_SLOTS]: in the page, its bytes, the parts), the bases as float32 (K's inverse and V's transposed inverse [KVH, D, wide D], K's
+# channel scales [KVH, D]), `kv_weights.tables`, and whether each page's partial is to be kept.
+PACKED, PACKED_STRIDE, RECORDS, TURN, BACK, CHANNEL_SCALE, TABLES, BY_PAGE, PACKED_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 9)
 HEAD_SLOTS, PARTS = 7, 2
-AHEAD = 2  # blocks: what this worker will likely draw next while another has the one between
 
 
 @inlined()
@@ -86,129 +81,6 @@ def _record(a, entry, kv):
 def _parts(a, kv):
     """Offsets of the five parts of a head's records."""
     return i64_at(a[RECORDS] + 8 * (HEAD_SLOTS * kv + PARTS))
-
-
-@inlined()
-def _round(x, out, count):
-    """float32 x [count] -> 16-bit numbers; returns what they count in."""
-    factor = row_factor(x, count)
-    round_row(x, factor, out, count)
-    return ZERO if factor == ZERO else float32(1.0) / factor
-
-
-@kernel({"contract"})
-def attend_packed(args, worker, counter):
-    """Partials of the packed pages for few tokens. Blocks of work: (KV head, page block).
-
-    Scratch per worker: Q[rows, D], turned Q[rows, wide D], both as 16-bit numbers with what they count in [rows], scores[rows, PAGE],
-    steps[20], an opened record.
-    """
-    a = i64_at(args)
-    tokens, heads, kv_heads, depth, seen = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[TO] - a[FROM]
-    group = heads // kv_heads
-    rows = tokens * group
-    padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
-    broad = _broad(depth)
-    scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
-    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    turned = query + 4 * padded * depth
-    numbers = turned + 4 * padded * broad
-    counts = numbers + 4 * padded * depth
-    scores = counts + 8 * padded
-    steps = scores + 4 * padded * PAGE
-    rounded = steps + 128
-    opened = rounded + 2 * PAGE
-    count_of, step = f32_at(counts), f32_at(steps)
-    loaded = -1
-    while True:
-        job = fetch_add(counter, 1)
-        if job >= kv_heads * seen:
-            return
-        kv, block = job // seen, a[FROM] + job % seen
-        entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
-        if not entry[SEALED]:
-            continue
-        first, count = entry[FIRST], entry[COUNT]
-        partial = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
-        if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):
-            for r in range(rows):
-                f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
-                f32_at(partial)[r * (depth + 2) + depth + 1] = ZERO
-            continue
-        if loaded != kv:
-            _load_queries(a, query, kv, 0, rows, padded)
-            _turn(padded, query, a[TURN] + 4 * kv * depth * broad, turned, depth, broad)
-            for r in range(rows):
-                count_of[r] = _round(turned + 4 * r * broad, numbers + 2 * r * depth, depth)
-                count_of[padded + r] = _round(query + 4 * r * depth, numbers + 2 * (padded + r) * depth, depth)
-            loaded = kv
-        record, parts = _record(a, entry, kv), _parts(a, kv)
-        if block + AHEAD < a[TO]:
-            following = i64_at(a[TABLE] + 8 * COLUMNS * (block + AHEAD))
-            if following[SEALED]:
-                prefetch(_record(a, following, kv), i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1])
-        rotated = open_keys(record, parts, depth, opened, a[EIGHTH_POWERS], scale, a[CHANNEL_SCALE] + 4 * kv * depth, steps)
-        side = 0 if rotated else padded
-        for r in range(rows):
-            for span in range(SPANS):
-                dot_keys(opened + 8 * SPAN * span, numbers + 2 * (side + r) * depth, step[span] * count_of[side + r],
-                         scores + 4 * (r * PAGE + SPAN * span), depth // 4)
-        if softcap != ZERO:
-            s = f32_at(scores)
-            for t in range(rows * PAGE):
-                s[t] = _cap(s[t], softcap)
-        open_values(record, parts, depth, opened, a[EIGHTH_POWERS], steps)
-        for r in range(rows):
-            position, weights = a[POSITION] + r // group, scores + 4 * r * PAGE
-            o = partial + 4 * r * (depth + 2)
-            m, l = _softmax_row(weights, _begin(first, count, position, a[WINDOW]), _end(first, count, position))
-            f32_at(o)[depth], f32_at(o)[depth + 1] = m, l
-            own = _round(weights, rounded, PAGE)
-            for part in range(depth // CHANNELS):
-                dot_values(opened + 2 * GROUP_NBYTES * part, rounded, step[part] * own, o + 4 * CHANNELS * part, PAGE // 4)
-
-
-@kernel()
-def merge_packed(args, worker, counter):
-    """Merge the partials into OUT[t, head, :]: exact blocks in table order, packed ones among themselves, turned back. Blocks of work: KV
-    heads. Scratch per worker: packed o[rows, D], turned back [rows, wide D]."""
-    a = i64_at(args)
-    tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
-    group = heads // kv_heads
-    rows = tokens * group
-    padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
-    broad = _broad(depth)
-    packed = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    back = packed + 4 * padded * depth
-    stats = f32_at(back + 4 * padded * broad)
-    while True:
-        kv = fetch_add(counter, 1)
-        if kv >= kv_heads:
-            return
-        for r in range(padded):
-            own = f32_at(packed + 4 * r * depth)
-            for i in range(depth):
-                own[i] = ZERO
-            m, l = MINUS_INF, ZERO
-            if r < rows:
-                for block in range(blocks):
-                    if i64_at(a[TABLE] + 8 * COLUMNS * block)[SEALED]:
-                        part = f32_at(a[PARTIALS] + 4 * ((kv * blocks + block) * rows + r) * (depth + 2))
-                        m, l = _merge(own, m, l, part, part[depth], part[depth + 1], depth)
-            stats[2 * r], stats[2 * r + 1] = m, l
-        _turn(padded, packed, a[BACK] + 4 * kv * depth * broad, back, depth, broad)
-        for r in range(rows):
-            t, g = r // group, r % group
-            o = f32_at(a[OUT] + 4 * (t * heads + kv * group + g) * depth)
-            m, l = MINUS_INF, ZERO
-            for block in range(blocks):
-                if not i64_at(a[TABLE] + 8 * COLUMNS * block)[SEALED]:
-                    part = f32_at(a[PARTIALS] + 4 * ((kv * blocks + block) * rows + r) * (depth + 2))
-                    m, l = _merge(o, m, l, part, part[depth], part[depth + 1], depth)
-            m, l = _merge(o, m, l, f32_at(back + 4 * r * broad), stats[2 * r], stats[2 * r + 1], depth)
-            l = _with_sink(a, kv * group + g, m, l)
-            for i in range(depth):
-                o[i] = o[i] / l
 
 
 @kernel({"contract"})
@@ -265,10 +137,10 @@ def attend_packed_many(args, worker, counter):
             source, stride = query, depth
             if sealed:
                 record, parts = _record(a, entry, kv), _parts(a, kv)
-                if open_keys(record, parts, depth, opened, a[EIGHTH_POWERS], scale, a[CHANNEL_SCALE] + 4 * kv * depth, steps):
+                if open_keys(record, parts, depth, opened, a[TABLES], scale, a[CHANNEL_SCALE] + 4 * kv * depth, steps):
                     source, stride = turned, broad
                 float_keys(opened, depth, steps, keys)
-                open_values(record, parts, depth, opened, a[EIGHTH_POWERS], steps)
+                open_values(record, parts, depth, opened, a[TABLES], steps)
                 float_values(opened, depth, steps, values, broad)
             else:
                 _load_block(a, entry, kv, keys, values, broad)
@@ -304,10 +176,9 @@ def attend_packed_many(args, worker, counter):
 
 
 def packed_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Floats of scratch per worker for attention over packed pages."""
+    """Floats of scratch per worker for `attend_packed_many`."""
     broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
     unit = TILE_ROWS * LOW_ROWS
-    capacity, few = -(-QUERY_TILE * group // unit) * unit, -(-group // LOW_ROWS) * LOW_ROWS
+    capacity = -(-QUERY_TILE * group // unit) * unit
     record = -(-opened_nbytes(head_dim) // 4) + 48
-    many = capacity * (3 * head_dim + 2 * broad + PAGE + 6) + PAGE * (head_dim + broad) + record
-    return max(many, few * (2 * head_dim + broad + PAGE + 2) + record + PAGE // 2)
+    return capacity * (3 * head_dim + 2 * broad + PAGE + 6) + PAGE * (head_dim + broad) + record

@@ -44,13 +44,13 @@ LEAST = 2.0**-100  # a largest value below it counts as zero: its inverse could 
 CHAINS = 8  # independent sums of a dot product
 
 
-def _loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: list[tuple[ir.Type, ir.Value]]):
+def loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: list[tuple[ir.Type, ir.Value]]):
     """Head of a loop from 0 to `count` (> 0) in steps: (counter, carried values, finish). `finish(values)` ends the body and returns what
     is carried out of it."""
     entry = builder.basic_block
-    loop, done = builder.append_basic_block("loop"), builder.append_basic_block("loop.done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
+    body, done = builder.append_basic_block("loop"), builder.append_basic_block("loop.done")
+    builder.branch(body)
+    builder.position_at_end(body)
     counter = builder.phi(I64)
     counter.add_incoming(I64(0), entry)
     phis = []
@@ -65,7 +65,7 @@ def _loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: list[tuple
         counter.add_incoming(following, last)
         for phi, value in zip(phis, values, strict=True):
             phi.add_incoming(value, last)
-        builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+        builder.cbranch(builder.icmp_signed("<", following, count), body, done)
         builder.position_at_end(done)
         return values
 
@@ -81,12 +81,12 @@ def _spread(width: int, up: int, merge: bool):
 
         def codegen(context, builder, signature, args):
             source, target, run = args
-            at, _, finish = _loop(builder, run, 64, [])
+            at, _, finish = loop(builder, run, 64, [])
             raw = [load(builder, offset(builder, builder.add(source, at), WIDTH * piece), BYTES) for piece in range(PIECES)]
             for field in range(8 // width):
                 begin = builder.add(builder.add(target, at), builder.mul(run, I64(field)))
                 for piece in range(PIECES):
-                    value = _field(builder, raw[piece], width * field, width, up)
+                    value = field_at(builder, raw[piece], width * field, width, up)
                     where = offset(builder, begin, WIDTH * piece)
                     store(builder, builder.or_(value, load(builder, where, BYTES)) if merge else value, where)
             finish([])
@@ -97,7 +97,7 @@ def _spread(width: int, up: int, merge: bool):
     return spread
 
 
-def _field(builder: ir.IRBuilder, raw: ir.Value, at: int, width: int, up: int) -> ir.Value:
+def field_at(builder: ir.IRBuilder, raw: ir.Value, at: int, width: int, up: int) -> ir.Value:
     """Bits at ... at + width of every byte, moved to up ... up + width."""
     if up <= at:
         return builder.and_(shift_right(builder, raw, at - up, 8), constant(BYTES, ((1 << width) - 1) << up))
@@ -120,7 +120,7 @@ def _four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.bitcast(splat(builder, single, ir.VectorType(I64, WIDTH // 8)), EIGHT)
 
 
-def _high(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+def high_product(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """a * b / 2^15, rounded."""
     if WIDTH > 16:
         name = "llvm.x86.avx512.pmul.hr.sw.512" if WIDTH == 64 else "llvm.x86.avx2.pmul.hr.sw"
@@ -139,19 +139,19 @@ def widen(typingctx, codes, a, b, out, nbytes):
         codes, a, b, out, nbytes = args
         factor, shift = _four(builder, a), _four(builder, b)
         half = WIDTH // 2
-        at, _, finish = _loop(builder, nbytes, 64, [])
+        at, _, finish = loop(builder, nbytes, 64, [])
         for piece in range(64 // half):
             raw = load(builder, offset(builder, builder.add(codes, at), half * piece), ir.VectorType(I8, half))
             value = builder.shl(builder.zext(raw, EIGHT), constant(EIGHT, 7))
             where = offset(builder, builder.add(out, builder.shl(at, I64(1))), WIDTH * piece)
-            store(builder, builder.add(_high(builder, value, factor), shift), where)
+            store(builder, builder.add(high_product(builder, value, factor), shift), where)
         finish([])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen
 
 
-def _multiply(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+def multiply(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
     """sums + the products of neighbouring pairs of 16-bit numbers."""
     if INSTRUCTION_SET in ("avx512", "avx2vnni"):
         dot = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpwssd.{8 * WIDTH}")
@@ -177,14 +177,14 @@ def _dot(results: int, stride: int):
 
         def codegen(context, builder, signature, args):
             opened, x, factor, out, quads = args
-            at, running, finish = _loop(builder, quads, unrolled, [(WORDS, constant(WORDS, 0))] * (vectors * unrolled))
+            at, running, finish = loop(builder, quads, unrolled, [(WORDS, constant(WORDS, 0))] * (vectors * unrolled))
             base, place = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
             updated = []
             for step in range(unrolled):
                 other = _four(builder, offset(builder, place, 8 * step))
                 for i in range(vectors):
                     own = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
-                    updated.append(_multiply(builder, running[vectors * step + i], own, other))
+                    updated.append(multiply(builder, running[vectors * step + i], own, other))
             updated = finish(updated)
             sums = updated[:vectors]
             for step in range(1, unrolled):
@@ -211,22 +211,22 @@ def round_row(typingctx, x, factor, out, count):
     def codegen(context, builder, signature, args):
         x, factor, out, count = args
         scale = splat(builder, factor, FLOATS)
-        at, _, finish = _loop(builder, count, LANES, [])
+        at, _, finish = loop(builder, count, LANES, [])
         value = builder.fmul(load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4), scale)
-        store(builder, _shorts(builder, value), builder.add(out, builder.shl(at, I64(1))), 2)
+        store(builder, shorts(builder, value), builder.add(out, builder.shl(at, I64(1))), 2)
         finish([])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64), codegen
 
 
-def _shorts(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+def shorts(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Nearest whole numbers, of less than 2^15, as 16-bit numbers."""
     moved = builder.fadd(value, constant(FLOATS, 1.5 * 2**23))
     return builder.trunc(builder.bitcast(moved, WORDS), SHORTS)
 
 
-def _pick(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+def pick(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
     """table[place] for every lane, of eight floats at an address."""
     if LANES == 4:
         found = constant(FLOATS, 0.0)
@@ -266,18 +266,18 @@ def key_factors(typingctx, exponents, zeros, eighths, of_channel, products, a, b
     def codegen(context, builder, signature, args):
         exponents, zeros, eighths, of_channel, products, a, b, count = args
         row = builder.shl(count, I64(2))
-        at, (top,), finish = _loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
+        at, (top,), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
         place = builder.shl(at, I64(2))
         gain, _, unit, half = _columns(builder, builder.add(of_channel, place), row, 4)
         e = _bytes(builder, builder.add(exponents, at), True)
         power = _power(builder, builder.ashr(e, constant(WORDS, 3)))
-        scale = builder.fmul(builder.fmul(_pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), power), gain)
+        scale = builder.fmul(builder.fmul(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), power), gain)
         zero = builder.fmul(builder.sitofp(_bytes(builder, builder.add(zeros, at), True), FLOATS), unit)
         store(builder, scale, builder.add(products, place), 4)
         store(builder, zero, builder.add(builder.add(products, row), place), 4)
         (top,) = finish([_bound(builder, scale, zero, half, top)])
-        step, inverse = _steps(builder, _top(builder, top))
-        at, _, finish = _loop(builder, count, LANES, [])
+        step, inverse = _steps(builder, largest(builder, top))
+        at, _, finish = loop(builder, count, LANES, [])
         place = builder.shl(at, I64(2))
         _, count_of, _, half = _columns(builder, builder.add(of_channel, place), row, 4)
         scale = builder.fmul(load(builder, builder.add(products, place), FLOATS, 4), inverse)
@@ -299,19 +299,19 @@ def value_factors(typingctx, packed, eighths, top, bits, products, a, b):
         unit = builder.fmul(count, constant(FLOATS, 1 / 32))
         half = builder.fmul(builder.fsub(count, constant(FLOATS, 1.0)), constant(FLOATS, 0.5))
         top = splat(builder, builder.trunc(top, I32), WORDS)
-        at, (most,), finish = _loop(builder, I64(PAGE), LANES, [(FLOATS, constant(FLOATS, 0.0))])
+        at, (most,), finish = loop(builder, I64(PAGE), LANES, [(FLOATS, constant(FLOATS, 0.0))])
         place = builder.add(products, builder.shl(at, I64(2)))
         raw = _bytes(builder, builder.add(packed, at), False)
         quarters = builder.sub(top, builder.and_(raw, constant(WORDS, 15)))
         eighth = builder.shl(builder.and_(quarters, constant(WORDS, 3)), constant(WORDS, 1))
-        scale = builder.fmul(_pick(builder, eighths, eighth), _power(builder, builder.ashr(quarters, constant(WORDS, 2))))
+        scale = builder.fmul(pick(builder, eighths, eighth), _power(builder, builder.ashr(quarters, constant(WORDS, 2))))
         zero = builder.sitofp(builder.sub(builder.lshr(raw, constant(WORDS, 4)), constant(WORDS, 8)), FLOATS)
         zero = builder.fmul(zero, unit)
         store(builder, scale, place, 4)
         store(builder, zero, offset(builder, place, 4 * PAGE), 4)
         (most,) = finish([_bound(builder, scale, zero, half, most)])
-        step, inverse = _steps(builder, _top(builder, most))
-        at, _, finish = _loop(builder, I64(PAGE), LANES, [])
+        step, inverse = _steps(builder, largest(builder, most))
+        at, _, finish = loop(builder, I64(PAGE), LANES, [])
         place = builder.add(products, builder.shl(at, I64(2)))
         scale = builder.fmul(load(builder, place, FLOATS, 4), inverse)
         shift = builder.fsub(load(builder, offset(builder, place, 4 * PAGE), FLOATS, 4), half)
@@ -338,7 +338,7 @@ def _bound(builder: ir.IRBuilder, scale: ir.Value, zero: ir.Value, half: ir.Valu
     return builder.select(builder.fcmp_ordered(">", size, top), size, top)
 
 
-def _top(builder: ir.IRBuilder, sizes: ir.Value) -> ir.Value:
+def largest(builder: ir.IRBuilder, sizes: ir.Value) -> ir.Value:
     """The largest lane. Without a sign floats are ordered as integers are, and integers need no care of NaN."""
     most = builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.umax.v{LANES}i32"), [builder.bitcast(sizes, WORDS)])
     return builder.bitcast(most, F32)
@@ -352,8 +352,8 @@ def _steps(builder: ir.IRBuilder, most: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def _put_factors(builder: ir.IRBuilder, scale: ir.Value, shift: ir.Value, count: ir.Value, a: ir.Value, b: ir.Value, at: ir.Value) -> None:
-    store(builder, _shorts(builder, builder.fmul(scale, count)), builder.add(a, at), 2)
-    store(builder, _shorts(builder, builder.fmul(scale, shift)), builder.add(b, at), 2)
+    store(builder, shorts(builder, builder.fmul(scale, count)), builder.add(a, at), 2)
+    store(builder, shorts(builder, builder.fmul(scale, shift)), builder.add(b, at), 2)
 
 
 @intrinsic
@@ -362,13 +362,13 @@ def row_factor(typingctx, x, count):
 
     def codegen(context, builder, signature, args):
         x, count = args
-        at, (top, total), finish = _loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))] * 2)
+        at, (top, total), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))] * 2)
         value = load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4)
         size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [value])
         top, total = finish([builder.select(builder.fcmp_ordered(">", size, top), size, top), builder.fadd(total, size)])
         whole = builder.call(function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{LANES}f32"), [F32(0.0), total],
                              fastmath=("reassoc",))
-        by_sum, by_top = builder.fdiv(F32(TOTAL), whole), builder.fdiv(F32(LARGEST), _top(builder, top))
+        by_sum, by_top = builder.fdiv(F32(TOTAL), whole), builder.fdiv(F32(LARGEST), largest(builder, top))
         smaller = builder.select(builder.fcmp_ordered(">", by_sum, by_top), by_top, by_sum)
         finite = builder.fcmp_ordered("<", whole, F32(float("inf")))
         return builder.select(finite, builder.select(builder.fcmp_ordered("<", whole, F32(LEAST)), F32(0.0), smaller), F32(float("nan")))
@@ -376,16 +376,22 @@ def row_factor(typingctx, x, count):
     return types.float32(types.int64, types.int64), codegen
 
 
+def ask(builder: ir.IRBuilder, address: ir.Value, lines: int) -> None:
+    """Ask for `lines` cache lines from an address on: they will be read soon."""
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    wanted = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    for line in range(lines):
+        builder.call(wanted, [builder.inttoptr(offset(builder, address, 64 * line), I8.as_pointer()), I32(0), I32(2), I32(1)])
+
+
 @intrinsic
 def prefetch(typingctx, address, nbytes):
-    """Ask for `nbytes` (> 0) at an address: they will be read soon."""
+    """Ask for `nbytes` (> 0) at an address."""
 
     def codegen(context, builder, signature, args):
         address, nbytes = args
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        at, _, finish = _loop(builder, nbytes, 64, [])
-        builder.call(ask, [builder.inttoptr(builder.add(address, at), I8.as_pointer()), I32(0), I32(2), I32(1)])
+        at, _, finish = loop(builder, nbytes, 64, [])
+        ask(builder, builder.add(address, at), 1)
         finish([])
         return context.get_dummy_value()
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..layout import PageLayout
 from ..workspace import address
-from . import attention, kv_attention
+from . import attention, kv_attention, kv_few
 from .kv_pages import Codec, PackedPages
 from .ops import FEW, SHARE_FROM, CpuOps
 
@@ -29,6 +29,7 @@ class MixedPages(PackedPages):
             raise ValueError("two codecs of one layer have one basis")
         super().__init__(ops, layout, exact, sealed, scale, window, softcap, codec)
         self.second = PackedPages(ops, layout, exact, better, scale, window, softcap, second)
+        self._attend[self.by_page] = self.second._attend[self.by_page] = 1  # a page's neighbours in memory are not those in position
         self._first = self._attend.copy()
         self._tables: tuple[np.ndarray | None, tuple[np.ndarray, ...]] = (None, ())
 
@@ -67,7 +68,7 @@ class MixedPages(PackedPages):
             for block, table in kinds:
                 block[: attention.TO + 1] = step
                 block[attention.TABLE] = table
-                ops.run(kv_attention.attend_packed, address(block), parallel, block if changing else None)
+                ops.run(kv_few.attend_packed, address(block), parallel, block if changing else None)
             ops.run(self.merge, self._attend_at, width * len(blocks) >= SHARE_FROM, self._attend if changing else None)
 
     def _many_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:

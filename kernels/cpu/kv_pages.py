@@ -8,9 +8,9 @@ import numpy as np
 
 from ..kv_layout import PackedLayout
 from ..layout import PageLayout
-from . import attention, kv_attention
+from . import attention, kv_attention, kv_few, kv_merge
 from .inner_loops import TILE_COLUMNS
-from .kv_record import EIGHTHS
+from .kv_weights import tables
 from .ops import CpuOps, address
 from .pages import LayerPages
 
@@ -39,9 +39,9 @@ class Codec(Protocol):
 class PackedPages(LayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out."""
 
-    many, merge = kv_attention.attend_packed_many, kv_attention.merge_packed
-    few = (attention.attend_few, kv_attention.attend_packed)
-    base = kv_attention.PACKED
+    many, merge = kv_attention.attend_packed_many, kv_merge.merge_packed
+    few = (attention.attend_few, kv_few.attend_packed)
+    base, by_page = kv_attention.PACKED, kv_attention.BY_PAGE
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: Codec) -> None:
@@ -49,14 +49,14 @@ class PackedPages(LayerPages):
         packed = self.packed = codec.layout(layout.kv_heads, layout.head_dim)
         self.records, self.codec, self.sealed_by = sealed, codec, codec
         self._bases = (_padded(codec.basis.k_inverse), _padded(codec.basis.v_inverse.swapaxes(1, 2)),
-                       np.ascontiguousarray(codec.basis.k_scale, np.float32), EIGHTHS)
+                       np.ascontiguousarray(codec.basis.k_scale, np.float32), tables())
         block = np.zeros(kv_attention.PACKED_SLOTS, np.int64)
         block[: attention.ATTEND_SLOTS] = self._attend
         block[attention.PAGES] = 0
         self._heads = np.array([(at, record.record_nbytes, *record.offsets)
                                 for at, record in zip(packed.head_offsets, packed.records, strict=False)], np.int64)
         block[kv_attention.PACKED : kv_attention.TURN] = address(sealed), packed.layer_page_nbytes, address(self._heads)
-        block[kv_attention.TURN : kv_attention.PACKED_SLOTS] = [address(each) for each in self._bases]
+        block[kv_attention.TURN : kv_attention.BY_PAGE] = [address(each) for each in self._bases]
         self._attend, self._attend_at = block, address(block)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:

@@ -25,6 +25,7 @@ from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .jobs import Jobs
 from .kv_attention import packed_scratch
+from .kv_scratch import few_scratch
 from .kv_seal import seal_scratch
 from .rows import SHARE_FROM, Angles
 
@@ -47,7 +48,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
                   attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
-                  max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
+                  max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
+                      seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
     blocks = dims.ctx // attention.PAGE + 3
     # Where attention takes turns, every token of a few has its own partials, and a prompt's tiles wait between two turns.
     calls, state = FEW if dims.spilled_kv else 1, attention.attend_many_state(chunk, dims) if dims.spilled_kv else 0

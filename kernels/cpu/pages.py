@@ -66,6 +66,7 @@ class LayerPages:
     # For many tokens; for one: partials, then merging.
     many, few, merge = attention.attend_many, (attention.attend_few,), attention.merge_few
     base = attention.PAGES  # the slot with the address of page 0
+    by_page: int | None = None  # the slot that asks for a partial of every page, where pages are otherwise merged as they are read
     spilled: Spilled | None = None
     selective: Selective | None = None
 

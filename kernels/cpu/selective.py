@@ -64,6 +64,8 @@ class Selective:
         pages, ops, block = self._pages, self._pages.ops, self._block.copy()
         lead, stride, group = pages.spilled.lead, pages.stride, q.shape[1] // pages.layout.head_dim // pages.layout.kv_heads
         calls = pages.calls(q, position, blocks, table, out)
+        if pages.by_page is not None:
+            calls[0][pages.by_page] = 1
         pages.turn(calls, 0, lead + self._first)
         pages.turn(calls, lead + end, len(blocks))
         block[: kv_estimate.E_TO + 1] = ops.at(q), pages.layout.kv_heads * group, len(blocks), self._first, end

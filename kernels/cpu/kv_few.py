@@ -1,0 +1,135 @@
+"""Attention of one token over packed pages: a record is read once for all query heads of its KV head, and multiplied with integers.
+
+Pages are taken in blocks of BLOCK_PAGES, on a grid that begins with the first: each is merged as it comes, in page order, and what the
+blocks give is merged in the order of blocks (`kv_merge.py`). So an answer depends neither on who computed what nor on the turns in
+which the table was gone through.
+"""
+
+from __future__ import annotations
+
+from numba import float32
+
+from ..compile import inlined, kernel
+from ..kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
+from ..layout import PAGE
+from .arithmetic import MINUS_INF, ZERO
+from .attention import (
+    BLOCKS,
+    COLUMNS,
+    COUNT,
+    FIRST,
+    FROM,
+    HEAD_DIM,
+    HEADS,
+    INDEX,
+    KV_HEADS,
+    PARTIALS,
+    POSITION,
+    SCALE,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    SEALED,
+    SOFTCAP,
+    TABLE,
+    TO,
+    WINDOW,
+    _begin,
+    _cap,
+    _visible,
+    sealed_rows,
+)
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u8_at
+from .kv_attention import BY_PAGE, CHANNEL_SCALE, HEAD_SLOTS, RECORDS, TABLES, _parts, _record
+from .kv_bytes import MOST_K, MOST_V
+from .kv_loops import prefetch
+from .kv_merge import BLOCK_PAGES, load_partial, nothing, store_partial
+from .kv_scratch import line, query_places, row_places, tile_rows
+from .kv_sides import LN2, LOG2E, header_bits, load_kv, output_by_bytes, output_by_numbers, read_widths, scores_by_bytes, scores_by_numbers
+
+MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the rounding of the other factor would show beside the codec's
+
+
+@inlined()
+def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, softcap):
+    """Merge a page into the running output of its block. The page of the entry `following` is asked for meanwhile."""
+    begin_of = scratch + query_places(padded, depth)[6]
+    _, _, _, _, _, at_steps, _, at_widths, behind = row_places(padded, depth)
+    scores, widths, more = begin_of, begin_of + at_widths, begin_of + behind
+    record, parts, tables, nbytes = _record(a, entry, kv), _parts(a, kv), a[TABLES], i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1]
+    most_k, most_v = read_widths(record, widths, depth // CHANNELS)
+    if most_k <= MOST_K and header_bits(record, 0) <= MEAN_K and u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
+        scores_by_bytes(record, parts, depth, rows, padded, scratch, scores, widths, more, tables, _record(a, following, kv), nbytes)
+    else:
+        prefetch(_record(a, following, kv), nbytes)
+        scores_by_numbers(record, parts, depth, rows, padded, scratch, scores, begin_of + at_steps, more, tables, scale,
+                           a[CHANNEL_SCALE] + 4 * kv * depth)
+    begin, few = _begin(entry[FIRST], entry[COUNT], a[POSITION], a[WINDOW]), most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
+    s = f32_at(scores)
+    if softcap != ZERO or not few:
+        for t in range(rows * PAGE):
+            s[t] *= LN2
+        if softcap != ZERO:
+            for t in range(rows * PAGE):
+                s[t] = _cap(s[t], softcap)
+    if not few:
+        output_by_numbers(record, parts, depth, rows, padded, scores, begin_of, more, tables, begin, entry[COUNT])
+        return
+    if softcap != ZERO:
+        for t in range(rows * PAGE):
+            s[t] *= LOG2E
+    if begin > 0:
+        for r in range(rows):
+            for t in range(begin):
+                s[r * PAGE + t] = MINUS_INF
+    output_by_bytes(record, parts, depth, rows, padded, scores, begin_of, more, tables)
+
+
+@kernel({"contract"})
+def attend_packed(args, worker, counter):
+    """Partials of the packed pages for one token. Blocks of work: (KV head, block of pages); the partial lies in the row of the block's
+    first page. With BY_PAGE every page keeps its own."""
+    a = i64_at(args)
+    heads, kv_heads, depth = a[HEADS], a[KV_HEADS], a[HEAD_DIM]
+    rows = heads // kv_heads
+    tile = tile_rows(rows)
+    padded = (rows + tile - 1) // tile * tile
+    scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
+    scratch = line(a[SCRATCH] + worker * a[SCRATCH_STRIDE])
+    rest = scratch + query_places(padded, depth)[6]
+    _, _, at_output, at_m, _, _, _, _, _ = row_places(padded, depth)
+    output, m = rest + at_output, rest + at_m
+    # With BY_PAGE, pages of another kind may lie between: then every row is looked at, and the grid is of no account.
+    begin, end = (a[FROM], a[TO]) if a[BY_PAGE] else sealed_rows(a)
+    if begin == end:
+        return
+    # the row that page 0 has, or would have
+    lead = begin if a[BY_PAGE] else begin - i64_at(a[TABLE] + 8 * COLUMNS * begin)[INDEX]
+    first_block = (begin - lead) // BLOCK_PAGES
+    blocks = (end - lead + BLOCK_PAGES - 1) // BLOCK_PAGES - first_block
+    loaded = -1
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= kv_heads * blocks:
+            return
+        kv, block = job // blocks, lead + BLOCK_PAGES * (first_block + job % blocks)
+        if loaded != kv:
+            load_kv(a, kv, scratch, rows, padded, depth, scale)
+            loaded = kv
+        place = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
+        if block < begin and not a[BY_PAGE]:
+            load_partial(place, output, m, rows, padded, depth)  # a turn before this one began the block
+        else:
+            nothing(output, m, padded, depth)
+        for row in range(max(begin, block), min(end, block + BLOCK_PAGES)):
+            entry = i64_at(a[TABLE] + 8 * COLUMNS * row)
+            if not entry[SEALED]:
+                continue
+            if _visible(entry[FIRST], entry[COUNT], a[POSITION], 1, a[WINDOW]):
+                following = i64_at(a[TABLE] + 8 * COLUMNS * min(row + 1, end - 1))
+                _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, softcap)
+            if a[BY_PAGE]:
+                own = a[PARTIALS] + 4 * (kv * a[BLOCKS] + row) * rows * (depth + 2)
+                store_partial(own, output, m, rows, padded, depth)
+                nothing(output, m, padded, depth)
+        if not a[BY_PAGE]:
+            store_partial(place, output, m, rows, padded, depth)

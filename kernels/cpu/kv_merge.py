@@ -1,0 +1,116 @@
+"""Merging what packed pages give: page after page into a block's output, block after block into an answer.
+
+A running output is float32 [rows, D], its maxima and sums [2, rows] in natural units, rows in whole tiles. A partial in memory has rows of
+D + 2. Every merge is the same operations in the same order, whether its page was just attended to or lies in memory as a partial.
+"""
+
+from __future__ import annotations
+
+from ..compile import inlined, kernel
+from .arithmetic import MINUS_INF, ZERO
+from .attention import BLOCKS, COLUMNS, HEAD_DIM, HEADS, KV_HEADS, OUT, PARTIALS, SCRATCH, SCRATCH_STRIDE, SEALED, TABLE, _merge, _with_sink
+from .inner_loops import LOW_ROWS
+from .intrinsics import f32_at, fetch_add, i64_at
+from .kv_attention import BACK, BY_PAGE, _broad, _turn
+from .kv_weights import fold_sums
+
+BLOCK_PAGES = 8
+
+
+@inlined()
+def fold(output, m, part, part_stride, sums, factors, rows, padded, depth):
+    """Merge an output with (m, l) [2, rows] into the running one."""
+    fold_sums(m, m + 4 * padded, sums, sums + 4 * padded, factors, padded)
+    for r in range(rows):
+        own, new = f32_at(output + 4 * r * depth), f32_at(part + r * part_stride)
+        old_factor, new_factor = f32_at(factors)[r], f32_at(factors)[padded + r]
+        for i in range(depth):
+            own[i] = own[i] * old_factor + new[i] * new_factor
+
+
+@inlined()
+def fold_partial(output, m, source, sums, factors, rows, padded, depth):
+    """`fold` the partial at its place, unless no page was seen there."""
+    if f32_at(source)[depth + 1] == ZERO:
+        return
+    for r in range(rows):
+        own = f32_at(source + 4 * r * (depth + 2))
+        f32_at(sums)[r], f32_at(sums)[padded + r] = own[depth], own[depth + 1]
+    fold(output, m, source, 4 * (depth + 2), sums, factors, rows, padded, depth)
+
+
+@inlined()
+def nothing(output, m, padded, depth):
+    own, stats = f32_at(output), f32_at(m)
+    for i in range(padded * depth):
+        own[i] = ZERO
+    for r in range(padded):
+        stats[r], stats[padded + r] = MINUS_INF, ZERO
+
+
+@inlined()
+def load_partial(source, output, m, rows, padded, depth):
+    for r in range(rows):
+        own, target = f32_at(source + 4 * r * (depth + 2)), f32_at(output + 4 * r * depth)
+        for i in range(depth):
+            target[i] = own[i]
+        f32_at(m)[r], f32_at(m)[padded + r] = own[depth], own[depth + 1]
+
+
+@inlined()
+def store_partial(target, output, m, rows, padded, depth):
+    for r in range(rows):
+        own, source = f32_at(target + 4 * r * (depth + 2)), f32_at(output + 4 * r * depth)
+        for i in range(depth):
+            own[i] = source[i]
+        own[depth], own[depth + 1] = f32_at(m)[r], f32_at(m)[padded + r]
+
+
+@kernel()
+def merge_packed(args, worker, counter):
+    """Merge the partials into OUT[head, :]: exact blocks in table order, packed ones among themselves, turned back. Blocks of work: KV
+    heads. Scratch per worker: o and (m, l) of all packed blocks and of one, [rows, D + 2] each, o turned back [rows, wide D], sums and
+    factors [2, rows, 2]."""
+    a = i64_at(args)
+    heads, kv_heads, depth, blocks = a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
+    rows = heads // kv_heads
+    padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
+    broad = _broad(depth)
+    packed = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    packed_m = packed + 4 * padded * depth
+    one = packed_m + 8 * padded
+    one_m = one + 4 * padded * depth
+    back = one_m + 8 * padded
+    sums = back + 4 * padded * broad
+    factors = sums + 8 * padded
+    begin = 0
+    while begin < blocks and not i64_at(a[TABLE] + 8 * COLUMNS * begin)[SEALED]:
+        begin += 1
+    while True:
+        kv = fetch_add(counter, 1)
+        if kv >= kv_heads:
+            return
+        nothing(packed, packed_m, padded, depth)
+        places = a[PARTIALS] + 4 * kv * blocks * rows * (depth + 2)
+        block = begin
+        while block < blocks and i64_at(a[TABLE] + 8 * COLUMNS * block)[SEALED]:
+            if a[BY_PAGE]:
+                nothing(one, one_m, padded, depth)
+                for row in range(block, min(blocks, block + BLOCK_PAGES)):
+                    if i64_at(a[TABLE] + 8 * COLUMNS * row)[SEALED]:
+                        fold_partial(one, one_m, places + 4 * row * rows * (depth + 2), sums, factors, rows, padded, depth)
+                store_partial(places + 4 * block * rows * (depth + 2), one, one_m, rows, padded, depth)
+            fold_partial(packed, packed_m, places + 4 * block * rows * (depth + 2), sums, factors, rows, padded, depth)
+            block += BLOCK_PAGES
+        _turn(padded, packed, a[BACK] + 4 * kv * depth * broad, back, depth, broad)
+        for r in range(rows):
+            o = f32_at(a[OUT] + 4 * (kv * rows + r) * depth)
+            m, l = MINUS_INF, ZERO
+            for row in range(blocks):
+                if not i64_at(a[TABLE] + 8 * COLUMNS * row)[SEALED]:
+                    exact = f32_at(places + 4 * (row * rows + r) * (depth + 2))
+                    m, l = _merge(o, m, l, exact, exact[depth], exact[depth + 1], depth)
+            m, l = _merge(o, m, l, f32_at(back + 4 * r * broad), f32_at(packed_m)[r], f32_at(packed_m)[padded + r], depth)
+            l = _with_sink(a, kv * rows + r, m, l)
+            for i in range(depth):
+                o[i] = o[i] / l

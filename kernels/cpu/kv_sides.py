@@ -1,0 +1,202 @@
+"""The two sides of a packed record for the queries of its KV head: scores from K, an output from V. For each there are two ways.
+
+Codes of few bits are multiplied as bytes (`kv_bytes.py`, `kv_weights.py`), all others are opened to 16-bit numbers (`kv_loops.py`,
+`kv_record.py`). Which, the record alone says.
+"""
+
+from __future__ import annotations
+
+from numba import float32, uint32
+
+from ..compile import inlined
+from ..kv_layout import CHANNELS, MOST_GROUPS, TAIL_OFFSET
+from ..layout import BITS_OFFSET, PAGE
+from .arithmetic import ONE, ZERO
+from .attention import _load_queries, _softmax_row
+from .intrinsics import bits_to_f32, f32_at, i16_at, i32_at, u8_at
+from .kv_attention import TURN, _broad, _turn
+from .kv_bytes import (
+    KEY_STEP,
+    TOP,
+    UNIT,
+    UNITS_AT_ONCE,
+    dot_units_4,
+    dot_units_8,
+    dot_values_4,
+    dot_values_8,
+    key_scales,
+    scale_4,
+    scale_8,
+    value_multiple,
+    value_zero,
+    zero_factors,
+    zeros_4,
+    zeros_8,
+)
+from .kv_loops import SPAN, dot_keys, dot_values, round_row, row_factor
+from .kv_merge import fold
+from .kv_record import GROUP_NBYTES, SPANS, _width, open_keys, open_values
+from .kv_scratch import EIGHT, key_places, query_places, row_places, tile_rows, value_places
+from .kv_weights import FULL, fold_sums, lowest_steps, value_scales, weigh_4, weigh_8
+
+LOG2E, LN2 = float32(1.4426950408889634), float32(0.6931471805599453)
+_ZERO_FACTORS = tuple(zero_factors(bits) for bits in range(9))
+_VALUE_ZEROS = tuple(value_zero(bits) for bits in range(9))
+_VALUE_STEPS = tuple(float32(2.0**-value_multiple(bits) * 256 / FULL) for bits in range(9))
+_KEY_STEP, _TOP, _FLAT = float32(KEY_STEP), float32(TOP), float32(2.0**-100)
+
+
+@inlined()
+def rounded_row(x, out, count):
+    """float32 x [count] -> 16-bit numbers; returns what they count in."""
+    factor = row_factor(x, count)
+    round_row(x, factor, out, count)
+    return ZERO if factor == ZERO else ONE / factor
+
+
+@inlined()
+def load_kv(a, kv, scratch, rows, padded, depth, scale):
+    """Queries of a KV head: turned, as 16-bit numbers, and for multiplying bytes."""
+    broad, tile = _broad(depth), tile_rows(rows)
+    at_turned, at_queries, at_steps, at_tops, at_numbers, at_counts, _ = query_places(padded, depth)
+    _load_queries(a, scratch, kv, 0, rows, padded)
+    _turn(padded, scratch, a[TURN] + 4 * kv * depth * broad, scratch + at_turned, depth, broad)
+    counts, steps, tops = f32_at(scratch + at_counts), f32_at(scratch + at_steps), f32_at(scratch + at_tops)
+    for c in range(depth):
+        tops[c] = ZERO
+    for r in range(padded):
+        turned = scratch + at_turned + 4 * r * broad
+        factor = row_factor(turned, depth)
+        counts[r] = ZERO if factor == ZERO else ONE / factor
+        round_row(turned, factor, scratch + at_numbers + 2 * r * depth, depth)
+        counts[padded + r] = rounded_row(scratch + 4 * r * depth, scratch + at_numbers + 2 * (padded + r) * depth, depth)
+        row, top = f32_at(turned), ZERO
+        for c in range(depth):
+            top = max(top, abs(row[c]))
+        fine = factor == factor
+        inverse = ONE / top if fine and top > _FLAT else ZERO
+        steps[r] = top * scale * LOG2E * _KEY_STEP if fine else factor  # NaN shows in the row's scores, and only there
+        for c in range(depth):
+            row[c] = row[c] * inverse if fine else ZERO
+            tops[c] = max(tops[c], abs(row[c]))
+    for r in range(padded):
+        row, target = f32_at(scratch + at_turned + 4 * r * broad), i16_at(scratch + at_queries + 2 * (r - r % tile) * depth)
+        for c in range(depth):
+            value = row[c] * _TOP / tops[c] if tops[c] > _FLAT else ZERO
+            target[(c // 4 * tile + r % tile) * 4 + c % 4] = round(value)
+
+
+@inlined()
+def header_bits(record, side):
+    """Bits of a side as its record's header has them: the mean of its groups'."""
+    return u8_at(record + BITS_OFFSET)[side]
+
+
+@inlined()
+def read_widths(record, widths, groups):
+    """Bits of the groups of K and V to bytes [2, MOST_GROUPS]; the most of each side."""
+    bits, most_k, most_v = u8_at(widths), 0, 0
+    for group in range(groups):
+        k, v = _width(record, group), _width(record, MOST_GROUPS + group)
+        bits[group], bits[MOST_GROUPS + group] = k, v
+        most_k, most_v = max(most_k, k), max(most_v, v)
+    return most_k, most_v
+
+
+@inlined()
+def scores_by_bytes(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, ahead, nbytes):
+    """Scores in units of log 2. The record `ahead` is asked for meanwhile."""
+    _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
+    at_scales, at_room, at_scaled, at_terms, at_factors = key_places(padded, depth)
+    tile, groups, quads = tile_rows(rows), depth // CHANNELS, depth // 4
+    factors, bits = i32_at(more + at_factors), u8_at(widths)
+    for group in range(groups):
+        factors[2 * group], factors[2 * group + 1] = _ZERO_FACTORS[bits[group]]
+    share = nbytes // (SPANS * (SPAN // UNIT // UNITS_AT_ONCE) * groups) + 1
+    for span in range(SPANS):
+        bound = key_scales(record + at[1] + span * depth, scratch + at_tops, eighths, more + at_room, more + at_scales, depth)
+        zeros = record + at[2] + span * depth
+        for r in range(0, rows, tile):
+            queries, steps, out = scratch + at_queries + 2 * r * depth, scratch + at_steps + 4 * r, scores + 4 * PAGE * r
+            if EIGHT and tile == 8:
+                scale_8(queries, more + at_scales, more + at_scaled, quads)
+                zeros_8(more + at_scaled, zeros, more + at_factors, steps, bound, more + at_terms, groups)
+                for unit in range(SPAN // UNIT * span, SPAN // UNIT * (span + 1), UNITS_AT_ONCE):
+                    place = ahead + share * groups * (unit // UNITS_AT_ONCE)
+                    dot_units_8(record + at[0], widths, more + at_scaled, more + at_terms, unit, out, groups, place, share)
+            else:
+                scale_4(queries, more + at_scales, more + at_scaled, quads)
+                zeros_4(more + at_scaled, zeros, more + at_factors, steps, bound, more + at_terms, groups)
+                for unit in range(SPAN // UNIT * span, SPAN // UNIT * (span + 1), UNITS_AT_ONCE):
+                    place = ahead + share * groups * (unit // UNITS_AT_ONCE)
+                    dot_units_4(record + at[0], widths, more + at_scaled, more + at_terms, unit, out, groups, place, share)
+
+
+@inlined()
+def output_by_bytes(record, at, depth, rows, padded, scores, begin_of, more, tables):
+    """Merge a page into its block's output, from scores in units of log 2."""
+    at_lowest, at_low, at_up, at_fractions, at_zeros, at_weights = value_places(padded, depth)
+    _, at_sums, at_output, at_m, at_factors, _, _, at_widths, _ = row_places(padded, depth)
+    sums, output, factors = begin_of + at_sums, begin_of + at_output, begin_of + at_factors
+    tile, groups, bits = tile_rows(rows), depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)
+    lowest_steps(record + at[4], groups, more + at_lowest, more + at_low, more + at_up)
+    for group in range(groups):
+        up, less = _VALUE_ZEROS[bits[group]]
+        value_scales(record + at[4] + PAGE * group, more + at_lowest, up, less, more + at_fractions + 2 * PAGE * group,
+                     more + at_zeros + PAGE * group)
+    for r in range(0, rows, tile):
+        weights, tops = more + at_weights + PAGE * r, sums + 4 * r
+        if EIGHT and tile == 8:
+            weigh_8(scores + 4 * PAGE * r, more + at_low, more + at_up, more + at_fractions, tables, weights, PAGE * padded, groups,
+                    tops, tops + 4 * padded)
+        else:
+            weigh_4(scores + 4 * PAGE * r, more + at_low, more + at_up, more + at_fractions, tables, weights, PAGE * padded, groups,
+                    tops, tops + 4 * padded)
+    fold_sums(begin_of + at_m, begin_of + at_m + 4 * padded, sums, sums + 4 * padded, factors, padded)
+    source, largest = record + at[3], quarter_power(i16_at(record + TAIL_OFFSET)[0], tables)
+    for group in range(groups):
+        step, zeros = largest * _VALUE_STEPS[bits[group]], more + at_zeros + PAGE * group
+        for r in range(0, rows, tile):
+            weights, out = more + at_weights + PAGE * (group * padded + r), output + 4 * (r * depth + CHANNELS * group)
+            keep = factors + 4 * r
+            if EIGHT and tile == 8:
+                dot_values_8(source, bits[group], zeros, weights, step, out, 4 * depth, keep, keep + 4 * padded)
+            else:
+                dot_values_4(source, bits[group], zeros, weights, step, out, 4 * depth, keep, keep + 4 * padded)
+        source += 2 * PAGE * bits[group]
+
+
+@inlined()
+def quarter_power(exponent, tables):
+    """2^(exponent / 4); 0 below 2^-126."""
+    octave = max(-127, exponent >> 2) + 127
+    return f32_at(tables)[2 * (exponent & 3)] * bits_to_f32(uint32(octave << 23))
+
+
+@inlined()
+def output_by_numbers(record, at, depth, rows, padded, scores, begin_of, opened, tables, begin, count):
+    """`output_by_bytes` for a side of many bits: values are opened to 16-bit numbers. Scores in natural units; tokens [begin, count) are
+    seen."""
+    at_part, at_sums, at_output, at_m, at_factors, at_steps, at_rounded, _, _ = row_places(padded, depth)
+    part, rounded = begin_of + at_part, begin_of + at_rounded
+    open_values(record, at, depth, opened, tables, begin_of + at_steps)
+    step, stats = f32_at(begin_of + at_steps), f32_at(begin_of + at_sums)
+    for r in range(rows):
+        weights = scores + 4 * r * PAGE
+        stats[r], stats[padded + r] = _softmax_row(weights, begin, count)
+        own = rounded_row(weights, rounded, PAGE)
+        for group in range(depth // CHANNELS):
+            dot_values(opened + 2 * GROUP_NBYTES * group, rounded, step[group] * own, part + 4 * (r * depth + CHANNELS * group), PAGE // 4)
+    fold(begin_of + at_output, begin_of + at_m, part, 4 * depth, begin_of + at_sums, begin_of + at_factors, rows, padded, depth)
+
+
+@inlined()
+def scores_by_numbers(record, at, depth, rows, padded, scratch, scores, steps, opened, tables, scale, channel_scale):
+    """`scores_by_bytes` for a side of many bits, or one whose channels were kept apart."""
+    _, _, _, _, at_numbers, at_counts, _ = query_places(padded, depth)
+    rotated = open_keys(record, at, depth, opened, tables, scale * LOG2E, channel_scale, steps)
+    side, step, counts = 0 if rotated else padded, f32_at(steps), f32_at(scratch + at_counts)
+    for r in range(rows):
+        for span in range(SPANS):
+            dot_keys(opened + 8 * SPAN * span, scratch + at_numbers + 2 * (side + r) * depth, step[span] * counts[side + r],
+                     scores + 4 * (r * PAGE + SPAN * span), depth // 4)
