@@ -15,7 +15,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from .direct import BLOCK, READ_NBYTES, Read, Reader, Traffic
+from .direct import BLOCK, READ_NBYTES, THREADS, Read, Reader, Traffic
 from .memory import anonymous
 from .page_slots import PageSlots
 from .spill import SpillFile
@@ -23,6 +23,7 @@ from .turns import Turns
 
 RING_NBYTES = 16 << 20  # at least two slots, else about this much
 RUN_NBYTES = 2 << 20
+RUN_THREADS = 2  # reads of runs at a time: more are no faster, and take from the threads that compute
 
 
 def run_pages(page_nbytes: int, pages: int) -> int:
@@ -72,7 +73,7 @@ class PageStream:
         self._pages, self._slot = pages, slot_nbytes(page_nbytes, pages)
         self._ring = anonymous(ring_nbytes(page_nbytes, pages, budget))
         self._at, self._most = self._ring.ctypes.data, max(1, len(self._ring) // self._slot // 2)
-        self._reader = Reader({spill.path: spill.descriptor}, direct=direct, what="the KV cache is")
+        self._reader = Reader({spill.path: spill.descriptor}, THREADS if slots else RUN_THREADS, direct, "the KV cache is")
         self.slots = [self._slots_of(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
         self.staging = [np.zeros(nbytes, np.uint8) for nbytes in page_nbytes]
         self._wanted: tuple[tuple[int, int], ...] = ()

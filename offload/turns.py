@@ -58,6 +58,9 @@ class Turns:
             self.read_ahead()
         try:
             self.wait(self._turns[0].ticket)
+        except CheckpointError:
+            self.keep(0)  # what was read ahead may have failed as well; who tries again reads again
+            raise
         except BaseException:
             self._give_up(self._turns.popleft())
             raise

@@ -376,9 +376,8 @@ def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCod
         pages.spilled = pool.spilled(place, lead=1 if shape.sinks else 0)
         if disk.slots:
             pages.selective = selective(pages, codecs[pooled[place]], pool)
-    sealing = sealers(backends, layers, codecs, layout)
-    if better:
-        sealing += sealers(backends, [pages.second for pages in layers], better, layout)
+    second = sealers(backends, [pages.second for pages in layers], better, layout) if better else []
+    sealing = [*sealers(backends, layers, codecs, layout), *second]
     policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
     return KVCache(layers, codecs, policy, shape, layout, exact, sealing, pool, Probes(specs, shape) if policy.probes else None, spilling)
 
