@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,12 +22,14 @@ EXAMPLES = """examples
 
   effllm calibrate-sparsity ./neurons
   effllm calibrate-sparsity ./my-relu-model --text story.txt --trace story.npz --json
+  effllm calibrate-sparsity ./neurons --predictor 64
 """
 TEXT = "text"
 
 Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record on, - is standard input (a sample)")]
 Tokens = Annotated[int | None, flag(TEXT, "--tokens", "N", "tokens of it (2048)")]
 Trace = Annotated[str | None, flag(OUTPUT, "--trace", "FILE", "keep which neurons every token activates, as an .npz file")]
+Predictor = Annotated[int | None, flag(OUTPUT, "--predictor", "RANK", "train predictors of this rank: run --predict-neurons (none)")]
 Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 
 
@@ -35,9 +38,9 @@ def register(app: typer.Typer) -> None:
 
 
 def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None, tokens: Tokens = None, trace: Trace = None,
-                       threads: Threads = None, json: Json = False) -> None:
+                       predictor: Predictor = None, threads: Threads = None, json: Json = False) -> None:
     """Record which neurons of a ReLU model a text activates, and keep beside it what a window would read: plan predicts with it."""
-    from ..runtime import sparsity, sparsity_file
+    from ..runtime import predictors, sparsity, sparsity_file
     from ..runtime.bundles import together_of
     from ..runtime.calibrate import built_in_text
     from ..runtime.prepare import EngineOptions
@@ -46,18 +49,25 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
     screen = Screen(context.obj)
     if tokens is not None and tokens < sparsity.LEAST:
         raise UsageError(f"--tokens {tokens} is too few to show anything", f"at least {sparsity.LEAST}, {sparsity.TOKENS} do well")
+    if predictor is not None and predictor < 1:
+        raise UsageError(f"--predictor {predictor} is no rank", f"{predictors.RANK} does well")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
     engine = open_with_progress(ref.folder, EngineOptions(device="cpu", threads=threads, kv="32bit", ctx=None), screen)
     try:
         ids = Tokenizer.load(ref.folder, engine.config).encode(content)[: tokens or sparsity.TOKENS]
-        recorded = last(follow(sparsity.record(engine, ids), screen, sparsity.Trace))
+        inputs: list | None = None if predictor is None else []
+        recorded = last(follow(sparsity.record(engine, ids, inputs), screen, sparsity.Trace))
         together = together_of(engine.model.tensors, engine.config)
     finally:
         engine.close()
     if trace is not None:
         recorded.save(Path(trace))
     found = sparsity.measured(recorded, together)
+    if predictor is not None:
+        trained, rates = last(follow(predictors.train(recorded, inputs, predictor), screen, tuple))
+        trained.save(ref.folder)
+        found = replace(found, predictor=rates)
     file = sparsity_file.save(found, ref.folder)
     if json:
         screen.json(found.to_json() | {"file": str(file), "neurons": recorded.neurons, "together": together})
@@ -68,6 +78,17 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
 def say(found: Sparsity, file: Path, source: str, screen: Screen) -> None:
     whole = sum(found.active) / len(found.active)
     screen.pairs((("recorded on", f"{found.tokens} tokens of {source}"), ("kept in", str(file)),
-                  ("active", f"{whole:.1%} of the neurons; by layer {', '.join(f'{share:.1%}' for share in found.active)}")))
+                  ("active", f"{whole:.1%} of the neurons; by layer {', '.join(f'{share:.1%}' for share in found.active)}"),
+                  *predicted(found)))
     screen.table(("in memory", "read per token"), [(f"{share:.0%} of up and down", f"{found.missed_at(share):.2%} of them")
                                                    for share in sorted(found.missed)], right=(1,))
+
+
+def predicted(found: Sparsity) -> list[tuple[str, str]]:
+    """What predictors are worth, on text that they were not trained on."""
+    rates = found.predictor
+    if rates is None:
+        return []
+    return [("predicted", f"rank {rates.rank} misses {rates.missed:.1%} of the active neurons and names "
+                          f"{sum(rates.named) / len(rates.named):.1%} of all; by layer it finds "
+                          f"{', '.join(f'{own:.0%}' for own in rates.recall)}")]

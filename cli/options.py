@@ -64,7 +64,7 @@ class EngineFlags:
     kernel: Annotated[Literal["auto", "dot", "lut"] | None, flag(COMPUTE, "--kernel", "auto|dot|lut",
                                                                  "low-bit weights: dot products or lookup, by measurement (auto)")] = None
     exact: Annotated[bool, flag(COMPUTE, "--exact", "", "low-bit weights times float32 activations: slower, nothing rounded")] = False
-    gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "layers on the GPU (as many as fit)")] = None
+    gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "the last N layers on the GPU (as many as fit)")] = None
     strict: Annotated[bool, flag(COMPUTE, "--strict", "", "an unknown key in the model's config is an error")] = False
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N", "context in tokens (the model's, or what fits of it)")] = None
     ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "memory to use at most, as 6G or 512MiB (what is free)")] = None
@@ -94,6 +94,7 @@ class RunFlags(EngineFlags):
     spec: Annotated[Literal["auto", "off", "lookup"] | None, flag(COMPUTE, "--spec", "auto|off|lookup",
                                                                   "draft from the text, several tokens a pass: by the plan (auto)")] = None
     draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a small model of the same tokenizer draft")] = None
+    predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "", "read neurons before it is certain that they are used")] = False
 
 
 @dataclass(frozen=True)

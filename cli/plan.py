@@ -29,7 +29,7 @@ EXAMPLES = """examples
   effllm plan tinyllama --ram 2G -c 4096
   effllm plan tinyllama --bits 4 -p 1000 --json
 """
-BAR = 40
+BAR, MOST_RUNS = 40, 4
 WEIGHTS, CACHE, OTHER, FREE = "█", "▓", "▒", "·"
 
 Bits = Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "as if the weights were quantized (as they are stored)")]
@@ -97,18 +97,22 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                                "processor_s": prediction.processor_s}
 
     residency, drafting, paged = placement.residency, prepared.speculating, placement.expert_slots is not None and prepared.streams
-    held = placement.weights_bytes - placement.streamed_bytes if residency is None else residency.pinned_nbytes + placement.window_bytes
+    held = placement.host_weights_bytes if residency is None else residency.pinned_nbytes + placement.window_bytes
     return {
         "model": model, "ctx": placement.ctx, "kv": prepared.options.kv, "devices": devices(placement),
         "weights_bytes": placement.weights_bytes, "kv_bytes": placement.kv_bytes, "workspace_bytes": placement.workspace_bytes,
         "baseline_bytes": placement.baseline_bytes, "total_bytes": placement.total_bytes, "ram_bytes": placement.budget.ram,
-        "vram_bytes": placement.budget.vram, "notes": list(placement.notes),
+        "vram_bytes": placement.budget.vram, "notes": list(placement.notes), "layers": list(placement.tiers),
+        "copied_from_tokens": placement.copied_from,
         "experts": paged.to_json() if paged else None,
         "tiers": {"memory": {"weights_bytes": paged.held_nbytes if paged else held, "ring_bytes": residency.ring_nbytes if residency else 0,
-                             "kv_bytes": placement.kv_bytes, "other_bytes": placement.workspace_bytes + placement.baseline_bytes},
+                             "kv_bytes": placement.host_kv_bytes,
+                             "other_bytes": placement.workspace_bytes + placement.baseline_bytes},
                   "disk": {"weights_bytes": paged.away_nbytes if paged else placement.streamed_bytes, "neuron_bytes": work.neurons,
                            "kv_bytes": placement.kv_disk_bytes},
-                  "gpu": {"total_bytes": placement.vram_bytes}},
+                  "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.card.weights_bytes,
+                          "kv_bytes": placement.card.kv_bytes, "other_bytes": placement.card.workspace_bytes,
+                          "copied_layers_bytes": placement.card.buffers_bytes}},
         "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
                       work.kv_bytes * placement.ctx},
         "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
@@ -135,20 +139,17 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     residency, budget = placement.residency, placement.budget
     other = placement.workspace_bytes + placement.baseline_bytes
     paged = placement.expert_slots is not None and prepared.streams
-    held = placement.weights_bytes if residency is None else residency.nbytes + placement.window_bytes
+    held = placement.host_weights_bytes if residency is None else residency.nbytes + placement.window_bytes
     held = paged.held_nbytes if paged else held
     said = [
         ("model", f"{model} ({prepared.config.family})"),
         ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens, cache at {prepared.options.kv}"),
-        ("layers", ", ".join(f"{count} on {device}" for device, count in devices(placement).items())),
-        ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.kv_bytes), (OTHER, other)), budget.ram)} "
+        ("layers", where(placement)), *on_gpu(placement),
+        ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram)} "
                    f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),
-        ("", f"{WEIGHTS} weights {format_size(held)}  {CACHE} cache {format_size(placement.kv_bytes)}  {OTHER} workspace "
+        ("", f"{WEIGHTS} weights {format_size(held)}  {CACHE} cache {format_size(placement.host_kv_bytes)}  {OTHER} workspace "
              f"{format_size(placement.workspace_bytes)}, program {format_size(placement.baseline_bytes)}  {FREE} free"),
     ]
-    if budget.vram:
-        said.append(("GPU", f"{bar(((WEIGHTS, placement.vram_bytes),), budget.vram)} {format_size(placement.vram_bytes)} of "
-                            f"{format_size(budget.vram)}"))
     if residency is not None:
         whole = residency.streamed_nbytes + residency.pinned_nbytes
         said.append(("disk", f"{bar(((WEIGHTS, residency.streamed_nbytes),), whole)} {format_size(residency.streamed_nbytes)} of "
@@ -175,6 +176,33 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         disk = f", disk {known.disk.disk.stream_rate / 1e9:.2f} GB/s ({known.disk.date})" if known.disk else ""
         said.append(("measured", f"memory {known.machine.memory / 1e9:.1f} GB/s, kernels ({known.machine.date}){disk}"))
     return said
+
+
+TIERS = {"gpu": "on the GPU", "memory": "in memory", "disk": "from the disk"}
+
+
+def where(placement: Placement) -> str:
+    """Which layers live on which tier: runs of them, or counts where tiers take turns through the depth."""
+    tiers = placement.tiers
+    starts = [0, *(layer for layer in range(1, len(tiers)) if tiers[layer] != tiers[layer - 1])]
+    if len(starts) > MOST_RUNS:
+        return ", ".join(f"{tiers.count(tier)} {TIERS[tier]}" for tier in dict.fromkeys(tiers))
+    runs = zip(starts, [*starts[1:], len(tiers)], strict=True)
+    return ", ".join(f"{first}{f'-{end - 1}' if end - first > 1 else ''} {TIERS[tiers[first]]}" for first, end in runs)
+
+
+def on_gpu(placement: Placement) -> list[tuple[str, str]]:
+    """The GPU's tier as a bar, for a run that may use one."""
+    from ..offload.size import format_size
+
+    card, whole = placement.card, placement.budget.vram
+    if not whole:
+        return []
+    buffers = f", of that {format_size(card.buffers_bytes)} for copied layers" if card.buffers_bytes else ""
+    return [("GPU", f"{bar(((WEIGHTS, card.weights_bytes), (CACHE, card.kv_bytes), (OTHER, card.workspace_bytes)), whole)} "
+                    f"{format_size(placement.vram_bytes)} of {format_size(whole)}"),
+            ("", f"{WEIGHTS} weights {format_size(card.weights_bytes)}  {CACHE} cache {format_size(card.kv_bytes)}  {OTHER} workspace "
+                 f"{format_size(card.workspace_bytes)}{buffers}  {FREE} free")]
 
 
 def drafts(prepared: Prepared) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -42,6 +42,8 @@ Method = Annotated[str | None, flag(FORMAT, "--method", "rtn|hqq|gptq|smooth|spq
 BundleFfn = Annotated[bool, flag(FORMAT, "--bundle-ffn", "", "keep the values, lay each neuron of a ReLU model out to be read alone")]
 GateSparsity = Annotated[float | None, flag(FORMAT, "--gate-sparsity", "SHARE",
                                             "with --bundle-ffn, for other models: count this share of gates as zero (lossy)")]
+GateRule = Annotated[Literal["weighed", "magnitude"] | None, flag(FORMAT, "--gate-rule", "weighed|magnitude",
+                                                                  "of which gates: weighed by their neuron, or by size alone (weighed)")]
 Calib = Annotated[str | None, flag(CALIBRATION, "--calib", "FILE", "text for the methods that need one, - is standard input (a sample)")]
 CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "tokens of it (16384)")]
 Eval = Annotated[str | None, flag(MEASURE, "--eval", "FILE", "score this text before and after, - is standard input")]
@@ -57,7 +59,8 @@ def register(app: typer.Typer) -> None:
 
 def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, spec: Spec = None, tensor_type: TensorType = None,
              target: Target = None, method: Method = None, calib: Calib = None, calib_tokens: CalibTokens = None, eval: Eval = None,
-             bundle_ffn: BundleFfn = False, gate_sparsity: GateSparsity = None, no_kv_profile: NoKvProfile = False,
+             bundle_ffn: BundleFfn = False, gate_sparsity: GateSparsity = None, gate_rule: GateRule = None,
+             no_kv_profile: NoKvProfile = False,
              threads: Threads = None, dry_run: DryRun = False, force: Force = False, json: Json = False) -> None:
     """Make a smaller copy of a model, ready to run."""
     from ..runtime.convert import Converted, convert, decided
@@ -68,10 +71,12 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     if calib == eval == "-":
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
     text = None if eval is None else read_text(eval, screen)
+    if gate_rule is not None and gate_sparsity is None:
+        raise UsageError("--gate-rule says which gates --gate-sparsity leaves out", "give both, with --bundle-ffn")
     if bundle_ffn:
         check_bundling(bits, spec, target, tensor_type, method, calib if gate_sparsity is None else None, calib_tokens, dry_run)
         sample = None if calib is None else read_text(calib, screen)
-        made = bundled(ref, Path(out), force, gate_sparsity, sample, screen)
+        made = bundled(ref, Path(out), force, gate_sparsity, gate_rule, sample, screen)
         if not no_kv_profile:
             profile(made.folder, sample, threads, screen)
         report(made, ref, text, threads, screen, json)
@@ -111,13 +116,15 @@ def check_bundling(*others: object) -> None:
                          "effllm quantize MODEL -o DIR --bundle-ffn")
 
 
-def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None, text: str | None, screen: Screen) -> Converted:
+def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None, gate_rule: str | None, text: str | None,
+            screen: Screen) -> Converted:
     """The copy with bundles."""
     from ..runtime.bundle_ffn import bundle
     from ..runtime.convert import Converted
 
     with resumable(screen):
-        return last(follow(bundle(ref.folder, out, replace, source_of(ref), gate_sparsity, text), screen, Converted))
+        return last(follow(bundle(ref.folder, out, replace, source_of(ref), gate_sparsity, text, gate_rule or "weighed"), screen,
+                           Converted))
 
 
 def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules: Sequence[str] | None, target: str | None,

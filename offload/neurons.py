@@ -92,11 +92,13 @@ class ResidentBundles:
 
 @dataclass
 class WindowTraffic:
-    """What decoding asked of all layers: units used, those that were missing, and passes of a layer."""
+    """What decoding asked of all layers: units used, those that were missing, and passes of a layer; units that were read because they
+    were expected."""
 
     used: int = 0
     missed: int = 0
     passes: int = 0
+    expected: int = 0
 
 
 @dataclass
@@ -214,13 +216,25 @@ class WindowedBundles:
         self._window = Window.empty(place.units, slots)
         self._ahead: list[tuple[int, int, Ticket]] = []  # groups of a prompt that are on their way: first unit, units
         self._late: Ticket | None = None  # missing units that nobody has waited for yet
+        self._coming: tuple[np.ndarray, Ticket] | None = None  # expected units on their way
         self.following: WindowedBundles | None = None
 
     # -- a few tokens ------------------------------------------------------------------------------------------------------------
 
+    def expect(self, neurons: np.ndarray) -> None:
+        """Begin to read what is missing of neurons, likeliest first, that the next `few` may ask for; of no more than half of the slots.
+        Reads that somebody waits for go first."""
+        self._settle()
+        of = neurons // self._place.together
+        units = np.unique(of[np.sort(np.unique(of, return_index=True)[1])][: self._slots // 2])
+        missing = self._window.use(units)
+        self._pager.used.expected += len(missing)
+        if len(missing):
+            self._coming = missing, self._pager.submit(self._reads(missing), False, MOST_TOGETHER // 4)
+
     def few(self, active: np.ndarray) -> Iterator[Batch]:
         """See `kernels/cpu/bundled.py`."""
-        self._settle()
+        self._settle(expected=False)
         of = active // self._place.together
         units = np.unique(of) if self._place.together > 1 else active
         self._pager.used.used += len(units)
@@ -232,18 +246,32 @@ class WindowedBundles:
             yield self._bring(here, own, last)
 
     def _bring(self, units: np.ndarray, neurons: np.ndarray, last: bool) -> Batch:
-        held = self._window.slot_of[neurons // self._place.together] >= 0
+        of = neurons // self._place.together
+        if self._coming is not None and int((self._window.slot_of[units] < 0).sum()) > self._window.top:
+            self._arrive()  # slots are about to change hands, and nothing may be read into one that does
+        held = self._window.slot_of[of] >= 0
+        if self._coming is not None:
+            held &= ~np.isin(of, self._coming[0], assume_unique=False)
         missing = self._window.use(units)
         self._pager.used.missed += len(missing)
-        if not len(missing):
+        if len(missing):
+            reads = self._reads(missing)
+            self._late = self._pager.submit(reads, True, max(1, min(MOST_TOGETHER, len(reads) // (2 * THREADS))))
+        elif self._coming is None:
             return Batch(neurons, neurons, NONE, last, self._addresses, _nothing)
-        reads = self._reads(missing)
-        self._late = self._pager.submit(reads, True, max(1, min(MOST_TOGETHER, len(reads) // (2 * THREADS))))
         return Batch(neurons, neurons[held], neurons[~held], last, self._addresses, self._wait)
 
     def _wait(self) -> None:
-        self._pager.wait(self._late)
-        self._late = None
+        if self._late is not None:
+            self._pager.wait(self._late)
+            self._late = None
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Wait for what was expected."""
+        if self._coming is not None:
+            self._pager.wait(self._coming[1])
+            self._coming = None
 
     def _addresses(self, neurons: np.ndarray) -> np.ndarray:
         place = self._place
@@ -308,9 +336,12 @@ class WindowedBundles:
                       min(READ_NBYTES, needed - begin)) for begin in range(0, needed, READ_NBYTES)]
         self._ahead.append((first, units, self._pager.submit(reads, False)))
 
-    def _settle(self) -> None:
-        """Give up what an interrupted pass left: groups that nobody came for, units that did not arrive."""
+    def _settle(self, expected: bool = True) -> None:
+        """Give up what an interrupted pass left: groups that nobody came for, units that did not arrive; with `expected` those too that
+        were expected and not asked for."""
         late, self._late = ([] if self._late is None else [self._late]), None
+        if (expected or late or self._ahead) and self._coming is not None:
+            late, self._coming = [*late, self._coming[1]], None
         for ticket in (*late, *(ticket for _, _, ticket in self._ahead)):
             self._window = Window.empty(self._place.units, self._slots)
             self._pager.give_up(ticket)

@@ -26,6 +26,11 @@ class BlockBytes:
 
     name: str
     nbytes: int
+    on_card: int | None = None  # bytes that it takes on a GPU, where those are others
+
+    @property
+    def card_nbytes(self) -> int:
+        return self.nbytes if self.on_card is None else self.on_card
 
     @property
     def layer(self) -> int | None:
@@ -54,6 +59,8 @@ class Demand:
     `blocks`: weights that can be streamed, in order of use; empty where none can. `always`: what stays in memory when they are.
     `experts`: those of a mixture, where they can be read one by one; `always` is then all the rest.
     `units`: of each layer, neurons that are read when they are active; they are in neither of the two.
+    `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer, where
+    they differ.
     """
 
     baseline: int
@@ -66,8 +73,12 @@ class Demand:
     always: int = 0
     experts: Experts | None = None
     units: tuple[Units, ...] = ()
+    card_workspace: int | None = None
+    kv_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.kv_layers and (len(self.kv_layers) != self.layers or sum(self.kv_layers) != self.kv_bytes_per_token):
+            raise ValueError(f"{len(self.kv_layers)} layers' caches of {sum(self.kv_layers)} bytes a token in all")
         placed = sorted(block.layer for block in self.weights if block.layer is not None)
         if placed != list(range(self.layers)):
             raise ValueError(f"{self.layers} layers need one block of weights each, got blocks for {placed}")
@@ -82,12 +93,23 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class OnCard:
+    """Bytes on a GPU: weights, cache, working memory, and of that `buffers` for layers that are copied there for a pass."""
+
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    workspace_bytes: int = 0
+    buffers_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Placement:
     """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` the card's, slack included;
     the weights and KV figures are sums over both. `residency` says which of the demand's blocks stream; None where none does.
     `slots`: of each layer's units, how many stay at a time; empty where all do, or there are none. `expert_slots`: how many experts stay,
     where not all do. `kv_pages`: pages of the cache that stay in memory, None for all; `kv_bytes` are those in memory, `kv_disk_bytes`
-    with a full context on the disk."""
+    with a full context on the disk. `card` says what of the sums lies on the GPU. `disk_layers`: layers of which a token reads from the
+    disk. `copied_from`: passes of so many tokens copy the host's layers to the GPU (None: none do)."""
 
     devices: tuple[str, ...]
     ctx: int
@@ -106,6 +128,25 @@ class Placement:
     expert_slots: int | None = None
     kv_pages: int | None = None
     kv_disk_bytes: int = 0
+    card: OnCard = OnCard()
+    disk_layers: tuple[int, ...] = ()
+    copied_from: int | None = None
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Of each layer: gpu, memory, or disk where a token reads some of it from there."""
+        return tuple("gpu" if device == "cuda" else "disk" if layer in self.disk_layers else "memory"
+                     for layer, device in enumerate(self.devices))
+
+    @property
+    def host_weights_bytes(self) -> int:
+        """Bytes of weights that are not on the GPU."""
+        return self.weights_bytes - self.card.weights_bytes
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Bytes of the cache in the host's memory."""
+        return self.kv_bytes - self.card.kv_bytes
 
     @property
     def streamed_bytes(self) -> int:
@@ -123,6 +164,9 @@ class _Split:
     kv: tuple[int, int]
     ram: int
     vram: int
+
+    def on_card(self, demand: Demand) -> OnCard:
+        return OnCard(self.weights[1], self.kv[1], _card_workspace(demand)) if self.gpu_layers else OnCard()
 
 
 def plan(
@@ -167,6 +211,7 @@ def plan(
         notes=tuple(_notes(demand, split, ctx_max, ctx_wanted)),
         vram_bytes=split.vram,
         kv_bytes_per_token=demand.kv_bytes_per_token,
+        card=split.on_card(demand),
     )
 
 
@@ -269,13 +314,23 @@ def kv_nbytes(demand: Demand, ctx: int, quantum: int) -> int:
 def _split(demand: Demand, count: int, ctx: int, quantum: int) -> _Split:
     first = demand.layers - count
     everything = sum(block.nbytes for block in demand.weights)
-    on_card = sum(block.nbytes for block in demand.weights if block.layer is not None and block.layer >= first)
-    kv = kv_nbytes(demand, ctx, quantum)
-    kv_card = -(-kv * count // demand.layers) if count else 0
-    weights, caches = (everything - on_card, on_card), (kv - kv_card, kv_card)
-    ram = with_slack(demand.baseline + demand.workspace + weights[0] + caches[0])
-    vram = with_slack(demand.workspace + weights[1] + caches[1]) if count else 0
-    return _Split(count, ctx, weights, caches, ram, vram)
+    moved = [block for block in demand.weights if block.layer is not None and block.layer >= first]
+    weights = everything - sum(block.nbytes for block in moved), sum(block.card_nbytes for block in moved)
+    kv, kv_card = kv_nbytes(demand, ctx, quantum), card_kv_nbytes(demand, count, ctx, quantum)
+    ram = with_slack(demand.baseline + demand.workspace + weights[0] + kv - kv_card)
+    vram = with_slack(_card_workspace(demand) + weights[1] + kv_card) if count else 0
+    return _Split(count, ctx, weights, (kv - kv_card, kv_card), ram, vram)
+
+
+def card_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
+    """Bytes of the cache of the last `count` layers."""
+    if not count or not demand.kv_layers:
+        return -(-kv_nbytes(demand, ctx, quantum) * count // demand.layers) if count else 0
+    return -(-demand.kv_fixed * count // demand.layers) + sum(demand.kv_layers[-count:]) * -(-ctx // quantum) * quantum
+
+
+def _card_workspace(demand: Demand) -> int:
+    return demand.workspace if demand.card_workspace is None else demand.card_workspace
 
 
 def with_slack(nbytes: int) -> int:

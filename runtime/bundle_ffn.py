@@ -32,7 +32,7 @@ from .convert import ClassResult, Converted, check_space, check_target, copied
 from .convert_plan import MATRICES, ORIGINAL, OTHER, SizeRow
 from .events import Notice, Progress
 from .families import kind_of
-from .gate_thresholds import gate_thresholds
+from .gate_thresholds import RULES, gate_thresholds
 from .model import ModelTensor, check_tensors
 from .source import open_store
 
@@ -55,9 +55,9 @@ class BundleJob:
 
 
 def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, object] | None = None, gate_sparsity: float | None = None,
-           text: str | None = None) -> Iterator[Progress | Notice | Converted]:
+           text: str | None = None, gate_rule: str = RULES[0]) -> Iterator[Progress | Notice | Converted]:
     """Write the model in `folder` as `out`, its MLPs neuron by neuron; yields what happens and the result last. `gate_sparsity`: the share
-    of gates below a threshold that is made so on `text` (None: the sample).
+    of gates below a threshold that is made so on `text` (None: the sample), by `gate_rule` (`gate_thresholds.py`).
 
     Raises UsageError where that serves nothing (no sparse activation, a mixture, low-bit weights), and what `convert` raises.
     """
@@ -69,7 +69,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
     check_target(out, replace)
     found: tuple[np.ndarray, ...] = ()
     if gate_sparsity is not None:
-        for item in gate_thresholds(folder, gate_sparsity, text):
+        for item in gate_thresholds(folder, gate_sparsity, text, gate_rule):
             if isinstance(item, tuple):
                 found = item
             else:
@@ -89,7 +89,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
                 done += job.before
                 yield Progress("bundling", done, total, "bytes")
             store.check_unchanged()
-            texts = {FILE: _container(jobs, writer, config, source or {}, gate_sparsity).to_json()}
+            texts = {FILE: _container(jobs, writer, config, source or {}, gate_sparsity, gate_rule).to_json()}
             if len(files) > 1:
                 texts[INDEX] = index_json(files)
             writer.commit(copies, texts, replace)
@@ -181,13 +181,13 @@ def _fingerprint(store: TensorStore, files: tuple[PlannedFile, ...], copies: Map
 
 
 def _container(jobs: tuple[BundleJob, ...], writer: FolderWriter, config: ModelConfig, source: Mapping[str, object],
-               gate_sparsity: float | None) -> Container:
+               gate_sparsity: float | None, gate_rule: str) -> Container:
     tensors = {job.stored.name: StoredTensor(job.stored.name, job.stored.spec, job.stored.shape, writer.finished[job.stored.name]["crc32"])
                for job in jobs}
     weights, after = sum(prod(tensor.shape) for job in jobs for tensor in job.sources), sum(job.stored.nbytes for job in jobs)
     layout = next(job.layout for job in jobs if job.layout is not None)
     method = {"name": "bundle-ffn", "holds": "up row, down column" if layout.has_up else "down column", "bundle_bytes": layout.used,
-              "stride_bytes": layout.stride} | ({} if gate_sparsity is None else {"gate_sparsity": gate_sparsity})
+              "stride_bytes": layout.stride} | ({} if gate_sparsity is None else {"gate_sparsity": gate_sparsity, "gate_rule": gate_rule})
     lossy = "" if gate_sparsity is None else f", {gate_sparsity:.0%} of gates left out"
     return Container(f"{layout.scheme}, neurons bundled{lossy}", 8 * after / weights, tensors,
                      {**source, "dtype": config.dtype, "nbytes": sum(job.before for job in jobs)},

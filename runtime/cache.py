@@ -73,13 +73,13 @@ class Step:
 
 class KVCache:
     """`layers` are the backends' storages in layer order, `codecs` what seals their pages; `layout` is that of exact tokens and `exact`
-    their memory; `sealers` are told when all of a page has been noted; `pool` has the memory of sealed pages. `probes` are what a policy
-    sees of attention. `n` tokens are held. `open_cache` makes one."""
+    their memory; `sealers` are told when all of a page has been noted; `pool` has the memory of sealed pages, of which those of
+    `spilling` layers may lie on a disk. `probes` are what a policy sees of attention. `n` tokens are held. `open_cache` makes one."""
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
                  layout: PageLayout, exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
-                 pool: PagePool | None = None, probes: Probes | None = None) -> None:
-        self._exact, self._sealers, self.pool, self.probes = exact, sealers, pool, probes
+                 pool: PagePool | None = None, probes: Probes | None = None, spilling: Sequence[LayerPages] = ()) -> None:
+        self._exact, self._sealers, self.pool, self.probes, self._spilling = exact, sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layout = shape, codecs, policy, layout
         self._layers = [LayerCache(pages, self) for pages in layers]
         self.better = [codec.better for codec in codecs if codec.better is not None]
@@ -123,7 +123,7 @@ class KVCache:
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
         if self.pool is not None and self.pool.stream is not None:
-            self._changed |= self.pool.stream.begin([self._seen(layer.pages.window, tokens) for layer in self._layers])
+            self._changed |= self.pool.stream.begin([self._seen(pages.window, tokens) for pages in self._spilling])
         if tokens == 1 and self._begin_next():
             return self.step
         positions = np.arange(self.n, self.n + tokens, dtype=np.int64)
@@ -274,8 +274,8 @@ class KVCache:
         if 0 <= page < self.sealed:
             self.pool.keep(page)
             if self.pool.picks and page >= self.pool.first:
-                for layer in self._layers:
-                    layer.pages.selective.note(page, *layer.pages.sides(1, page))
+                for pages in self._spilling:
+                    pages.selective.note(page, *pages.sides(1, page))
 
     def adopt(self, n: int, sealed: int) -> None:
         """Hold `n` tokens, `sealed` pages of them packed, whose bytes are written next. Raises ValueError where no cache can be so."""
@@ -358,26 +358,28 @@ class KVCache:
 def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
                codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
     """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the layers' pages, where a profile says.
-    `disk`: where pages go that memory does not hold, for layers on the CPU alone."""
+    `disk`: where pages go that memory does not hold, of layers on the CPU."""
     kv_heads, head_dim = specs[0].kv_heads, specs[0].head_dim
     layout, codecs = kv.layout(kv_heads, head_dim), codecs or layer_codecs(kv, len(specs), kv_heads, head_dim)
-    pool = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in codecs], disk)
+    sizes = [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in codecs]
+    pooled = [i for i, ops in enumerate(backends) if ops.name == "cpu"] if disk is not None else range(len(specs))
+    pool = PagePool(shape.pages, [sizes[i] for i in pooled], disk)
+    extents = {layer: pool.extent(place) for place, layer in enumerate(pooled)}
     exact = [anonymous(exact_parts(layout, shape) * layout.part_nbytes) for _ in specs]
     better = [codec.better for codec in codecs if codec.better is not None]
     beside = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in better])
-    layers = [ops.kv_layer(layout, exact[i], pool.extent(i), spec.scale, spec.window, spec.softcap, codecs[i],
-                           **({"beside": beside.extent(i)} if better else {}))
+    layers = [ops.kv_layer(layout, exact[i], extents[i] if i in extents else anonymous(shape.pages * sizes[i]), spec.scale, spec.window,
+                           spec.softcap, codecs[i], **({"beside": beside.extent(i)} if better else {}))
               for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
-    for i, pages in enumerate(layers):
-        if pool.stream is not None:
-            pages.spilled = pool.spilled(i, lead=1 if shape.sinks else 0)
-            if disk.slots:
-                pages.selective = selective(pages, codecs[i], pool)
-    sealing = sealers(backends, layers, codecs, layout)
-    if better:
-        sealing += sealers(backends, [pages.second for pages in layers], better, layout)
+    spilling = [layers[i] for i in pooled] if pool.stream is not None else []
+    for place, pages in enumerate(spilling):
+        pages.spilled = pool.spilled(place, lead=1 if shape.sinks else 0)
+        if disk.slots:
+            pages.selective = selective(pages, codecs[pooled[place]], pool)
+    second = sealers(backends, [pages.second for pages in layers], better, layout) if better else []
+    sealing = [*sealers(backends, layers, codecs, layout), *second]
     policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
-    return KVCache(layers, codecs, policy, shape, layout, exact, sealing, pool, Probes(specs, shape) if policy.probes else None)
+    return KVCache(layers, codecs, policy, shape, layout, exact, sealing, pool, Probes(specs, shape) if policy.probes else None, spilling)
 
 
 def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int,

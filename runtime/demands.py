@@ -5,19 +5,21 @@ the bytes of both for a context and passes of a length. Everything here is arith
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import UsageError
 from ..kernels.layout import PAGE, PageLayout
+from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.neurons import BundlePlace
 from ..offload.placement import Units
-from ..offload.plan import BlockBytes, Budget, Demand, Placement
-from ..offload.plan_kv import plan_tiers
+from ..offload.plan import Budget, Demand, Placement
+from ..offload.plan_gpu import plan_split
 from ..quant.kv import PackedCodec, RawCodec, codec
-from . import kv_disk
+from . import devices, kv_disk
 from .bundles import Windows, places
 from .cache import CacheShape, layer_codecs
 from .cache_shape import cache_nbytes
@@ -31,6 +33,7 @@ from .sparsity_file import load as load_sparsity
 from .streamed import Streams
 
 if TYPE_CHECKING:
+    from ..kernels.cuda.device import Device
     from .prepare import EngineOptions
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
@@ -104,6 +107,17 @@ class Cuts:
             return None
         return Streams(self.parts, placement.residency, windows=Windows(self.places, placement.slots) if placement.slots else None)
 
+    def disk_layers(self, placement: Placement, tensors: Tensors) -> tuple[int, ...]:
+        """Layers of which a token reads from the disk by this plan."""
+        found = {layer for layer, (own, units) in enumerate(zip(placement.slots, self.units)) if own < units.count}
+        if placement.residency is not None and placement.residency.streamed:
+            away = set(placement.residency.streamed)
+            found |= {key for key, roles in tensors.items() if key != "outer"
+                      for tensor in roles.values() for own in self.parts.slices.get(tensor.name, ()) if own.part in away}
+        if placement.expert_slots is not None and placement.expert_slots < len(self.experts.parts):
+            found |= set(self.experts.layers)
+        return tuple(sorted(found))
+
 
 def cut_weights(tensors: Tensors, config: ModelConfig, store: TensorStore, folder: Path | None) -> Cuts:
     """The ways in which a model's weights lie ready to be read piece by piece."""
@@ -111,7 +125,7 @@ def cut_weights(tensors: Tensors, config: ModelConfig, store: TensorStore, folde
     experts = cut_experts(tensors, own.experts, own.per_token, store) if own else None
     if experts is not None:
         return Cuts(experts)
-    parts, neurons = cut(tensors, store), places(tensors, store)
+    parts, neurons = cut(tensors, store), places(tensors, store) if len(tensors) > 1 else ()
     known = load_sparsity(folder, config.num_hidden_layers) if neurons else None
     units = tuple(Units(place.units, place.unit, () if known is None else known.curve(layer)) for layer, place in enumerate(neurons))
     return Cuts(None, parts, neurons, units)
@@ -119,41 +133,73 @@ def cut_weights(tensors: Tensors, config: ModelConfig, store: TensorStore, folde
 
 @dataclass(frozen=True)
 class Asked:
-    """Everything that a plan depends on but the length of a pass. `device` is the one that runs, `held_to` what the planner may choose from
-    (auto: layer by layer); `baseline`: bytes of the process without the model."""
+    """Everything that a plan depends on but the length of a pass. `card`: the GPU that may be used; `baseline`: bytes of the process
+    without the model."""
 
     config: ModelConfig
     options: EngineOptions
     tensors: Tensors
     cache: CacheForm
-    cuts: Cuts
-    device: str
-    held_to: str
+    store: TensorStore
+    folder: Path | None
+    card: Device | None
     bundled: bool
     workers: int
     baseline: int
     budget: Budget
+    _cuts: dict[int, Cuts] = field(default_factory=dict)
+
+    def beneath(self, on_card: int) -> Tensors:
+        """The model without its last `on_card` layers."""
+        return {key: roles for key, roles in self.tensors.items() if key == "outer" or key < self.config.num_hidden_layers - on_card}
+
+    def cuts(self, on_card: int = 0) -> Cuts:
+        """How what is beneath `on_card` layers can be read piece by piece."""
+        if self.options.load != "ram":
+            return Cuts()
+        if on_card not in self._cuts:
+            self._cuts[on_card] = cut_weights(self.beneath(on_card), self.config, self.store, self.folder)
+        return self._cuts[on_card]
 
     def plan(self, tokens: int) -> Placement:
         """The plan with working memory for passes of so many tokens. Raises DoesNotFit where there is none."""
-        config, options, cache, cuts = self.config, self.options, self.cache, self.cuts
+        config, options, cache = self.config, self.options, self.cache
         shape = cache.shape(options.ctx or config.context_length, tokens)
         fixed, per_page = cache_nbytes(cache.codecs, cache.layout, shape)
         workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
-        demand = Demand(
-            baseline=self.baseline, workspace=workspace,
-            weights=tuple(BlockBytes(str(key), sum(info.nbytes for info in roles.values())) for key, roles in self.tensors.items()),
-            kv_bytes_per_token=per_page // PAGE, kv_fixed=fixed, layers=config.num_hidden_layers,
-            blocks=() if cuts.parts is None else cuts.parts.sizes, always=cuts.always_nbytes,
-            units=cuts.units, experts=cuts.experts and cuts.experts.demand)
-        return plan_tiers(demand, self.budget, max(config.context_length, options.ctx or 0), options.ctx,
-                          self.held_to, options.gpu_layers,
-                          None if cache.kv.policy else
-                          kv_disk.spill(options, self.device, cache.codecs, cache.layout, shape.pages, spilled - workspace))
+        by_layer = tuple(codec.layout(cache.layout.kv_heads, cache.layout.head_dim).layer_page_nbytes // PAGE for codec in cache.codecs)
+        widths = self._dims(shape, False)
+        weights, on_card = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
+
+        def host(above: int) -> Demand:
+            """What is asked of the host with so many layers on the card."""
+            layers, cuts = config.num_hidden_layers - above, self.cuts(above)
+            left = tuple(own for own in weights if own.layer is None or own.layer < layers)
+            return Demand(
+                baseline=self.baseline, workspace=workspace, weights=left,
+                kv_bytes_per_token=sum(by_layer[:layers]) if above else per_page // PAGE,
+                kv_fixed=fixed // config.num_hidden_layers * layers if above else fixed, layers=layers,
+                blocks=() if cuts.parts is None else cuts.parts.sizes, always=cuts.always_nbytes, units=cuts.units,
+                experts=cuts.experts and cuts.experts.demand, card_workspace=on_card,
+                kv_layers=() if cache.kv.policy else by_layer[:layers])
+
+        copied = None
+        if self.card is not None and options.load == "ram" and not self.bundled:
+            copied = devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
+        spill = None if cache.kv.policy else kv_disk.spill(options, cache.codecs, cache.layout, shape.pages, spilled - workspace)
+        return plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx,
+                          "cpu" if self.card is None else options.device, None if self.card is None else options.gpu_layers, spill, copied)
+
+    @cached_property
+    def link(self) -> float:
+        """Bytes a second to the card, measured once."""
+        return self.card.link_rate()
+
+    def _dims(self, shape: CacheShape, on_disk: bool) -> Dims:
+        return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk)
 
     def _workspace(self, shape: CacheShape, on_disk: bool) -> int:
         """Bytes of working memory; `on_disk`: with pages of the cache read from there, or of two kinds: attention takes turns."""
         from ..kernels.cpu.ops import plan_workspace
 
-        widths = dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk)
-        return 4 * sum(plan_workspace(widths, self.workers).values())
+        return 4 * sum(plan_workspace(self._dims(shape, on_disk), self.workers).values())

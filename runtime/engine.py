@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from .prepare import EngineOptions, Prepared, folder_kinds, prepare, worker_coun
 from .pressure import Watch
 from .sampler import Sampler
 from .speculate import speculation
+
+if TYPE_CHECKING:
+    from ..kernels.cuda.device import Device
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-def _backends(devices: Sequence[str], widths: Dims, workers: int, exact: bool) -> dict[str, object]:
+def _backends(devices: Sequence[str], widths: Dims, workers: int, exact: bool, card: Device | None) -> dict[str, object]:
     from ..kernels.cpu.ops import CpuOps, default_registry
     from ..kernels.threads import ThreadPool
 
@@ -86,7 +90,7 @@ def _backends(devices: Sequence[str], widths: Dims, workers: int, exact: bool) -
     if "cuda" in devices:
         from ..kernels.cuda.torch_ops import TorchOps
 
-        backends["cuda"] = TorchOps("cuda")
+        backends["cuda"] = TorchOps(card)
     return backends
 
 
@@ -100,13 +104,14 @@ class Engine:
         kv = codec(options.kv)
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
                       self.placement.kv_pages is not None or bool(kv.policy))
-        self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact)
+        self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact, prepared.card)
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
         # told a prompt and how much of it is held; may put more of it into the cache, and says how much is held then
         self.recall: Callable[[list[int], int], int] = lambda ids, held: held
         streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.cancelled())
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
-                           mmap=options.load == "mmap", container=prepared.container, streams=streams)
+                           mmap=options.load == "mmap", container=prepared.container, streams=streams,
+                           copied_from=self.placement.copied_from, predictors=prepared.predictors)
         self.cache, self.watch = self.new_cache(), Watch(mapped=options.load == "mmap")
         self.tokens: list[int] = []
         self.truncated = False

@@ -2,7 +2,9 @@
 
 A neuron contributes |act(gate)| times its `up` times the length of its column of `down`. The first is known before anything of the
 neuron is read, the last always; so a gate is held against a threshold divided by that length (WINA's weights on what CATS looks at).
-The threshold of a layer is the quantile of the product over a text, so that the share asked for is left out of every layer.
+The threshold of a layer is the quantile of the product over a text, so that the share asked for is left out of every layer. The rule
+`magnitude` weighs nothing: one magnitude for a whole tensor, as TEAL (2408.14690) has for the inputs of every matrix, here for what goes
+into bundles.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from .events import Notice, Progress
 from .prepare import EngineOptions
 
 TOKENS = 512
+RULES = ("weighed", "magnitude")
 
 
-def gate_thresholds(folder: Path, share: float, text: str | None = None) -> Iterator[Progress | Notice | tuple[np.ndarray, ...]]:
+def gate_thresholds(folder: Path, share: float, text: str | None = None,
+                    rule: str = RULES[0]) -> Iterator[Progress | Notice | tuple[np.ndarray, ...]]:
     """Run a text through the model in `folder`; yields what happens, and last the thresholds of every layer, float32 [neurons] each, for
     which `share` of all gates are zero. Raises UsageError for an MLP without a gate."""
     engine, width = None, min(TOKENS, read_config(folder).context_length)
@@ -51,6 +55,11 @@ def gate_thresholds(folder: Path, share: float, text: str | None = None) -> Iter
             norm, bias = weights.post_norm, weights.gate.bias
             x = reference.normalise(seen[layer].astype(np.float64), norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
             gates = x @ weights.gate.weight.to_f32().T + (0 if bias is None else bias)
+            if rule == "magnitude":
+                threshold = np.quantile(np.abs(reference.activate(gates, config.hidden_act)), share)
+                found.append(np.full(gates.shape[1], threshold, np.float32))
+                yield Progress("finding thresholds", layer + 1, config.num_hidden_layers, "layers")
+                continue
             lengths = np.sqrt(np.square(weights.down.weight.to_f32(), dtype=np.float32).sum(axis=0)).astype(np.float32)
             lengths = np.maximum(lengths, np.float32(1e-12))
             weighed = np.abs(reference.activate(gates, config.hidden_act)) * lengths

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import UsageError
 from ..kernels.layout import PageLayout
 from ..offload.page_slots import slot_nbytes
 from ..offload.page_stream import RING_NBYTES, ring_nbytes
@@ -31,14 +30,8 @@ def spill_folder(options: EngineOptions) -> Path:
     return Path(options.spill_dir).expanduser() if options.spill_dir else cache_root() / "kv"
 
 
-def spill(options: EngineOptions, device: str, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, pages: int,
-          workspace: int) -> Spill | None:
-    """What a cache of `pages` pages asks for where some lie on the disk; None on a GPU, whose pages stay. `workspace`: bytes of working
-    memory that this adds. Raises UsageError for budgets that do not go with that."""
-    if device != "cpu":
-        if options.kv_ram:
-            raise UsageError("pages of the KV cache go to the disk from the CPU alone in this version", "--device cpu, or no --kv-ram")
-        return None
+def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, pages: int, workspace: int) -> Spill:
+    """What a cache of `pages` pages asks for where some lie on the disk. `workspace`: bytes of working memory that this adds."""
     sizes = [codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs]
     memory = ring_nbytes(sizes, pages, _ring(options)) + sum(sizes)
     if options.kv_read == SPARSE:

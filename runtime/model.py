@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from ..kernels.workspace import Dims
-from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
+from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.neurons import ResidentBundles
 from ..offload.pager import ResidentPager
@@ -23,87 +23,24 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, Bundles, Expert, Linear, Norm, Weight, to_f32
 from . import families
 from .bundles import ROLE as BUNDLES
-from .bundles import THRESHOLDS, bundled_rules, layout_of
+from .bundles import THRESHOLDS, layout_of
 from .cache import AttnSpec, KVCache
+from .carried import BorderCache, Carrier
 from .config import ModelConfig
 from .config_rope import RopeConfig
 from .container import Container
-from .families import LayerWeights, TensorRule, expert_of, expert_role
+from .families import LayerWeights, expert_of, expert_role
 from .paged_experts import PagedExperts, Paging
+from .predictors import FEW, Predictors
 from .rope import RopeTable, rope_table
 from .streamed import StreamedWeights, Streams
+from .tensors import ModelTensor, check_tensors
 
-SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 Tap = Callable[[str, int, object], None]
 
 
 def no_tap(name: str, layer: int, value: object) -> None:
     """The tap of a run that records nothing."""
-
-
-@dataclass(frozen=True)
-class ModelTensor:
-    """A tensor of the model: where its bytes are, what they mean, and the shape of the weight.
-
-    Where a checkpoint stores several in one, `info` is of the part, under the name that the part would have by itself.
-    """
-
-    info: TensorInfo
-    spec: QuantSpec
-    shape: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.info.nbytes
-
-
-def check_tensors(config: ModelConfig, store: TensorStore, container: Container | None = None) -> dict[int | str, dict[str, ModelTensor]]:
-    """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type."""
-    family = families.get(config.family)
-    low_bit = {} if container is None else {name: stored for name, stored in container.tensors.items() if not stored.spec.is_raw}
-    groups: dict[int | str, dict[str, TensorRule]] = {"outer": family.outer_tensors(config)}
-    groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
-    found: dict[int | str, dict[str, ModelTensor]] = {}
-    for key, plain in groups.items():
-        found[key], rules = {}, bundled_rules(plain, container)
-        for role, rule in rules.items():
-            info = _found(rule, store)
-            stored = low_bit.get(info.name)
-            shape = tuple(info.shape if stored is None else stored.shape)
-            if shape != tuple(rule.shape):
-                raise _other_shape(info.name, shape, rule.shape)
-            if stored is None and info.dtype not in SCHEMES:
-                raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}")
-            if stored is not None and info.nbytes != stored.nbytes:
-                raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
-                                      "quantize the model again")
-            found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape)
-    return found
-
-
-def _found(rule: TensorRule, store: TensorStore) -> TensorInfo:
-    """Where a tensor lies: under one of its names, or as rows of another. Raises CheckpointError."""
-    for name in (rule.name, *rule.also):
-        if name in store.tensors:
-            return store.tensors[name]
-    whole = store.tensors.get(rule.part_of[0]) if rule.part_of else None
-    if whole is None:
-        raise CheckpointError(f"tensor {rule.part_of[0] if rule.part_of else rule.name} is missing",
-                              "the config and the weights are of different models, or the download is incomplete")
-    _, first, rows = rule.part_of
-    if whole.shape != (rows, *rule.shape[1:]):
-        raise _other_shape(whole.name, whole.shape, (rows, *rule.shape[1:]))
-    row = whole.nbytes // rows
-    return replace(whole, name=rule.name, shape=rule.shape, offset=whole.offset + first * row, nbytes=rule.shape[0] * row)
-
-
-def _other_shape(name: str, shape: Sequence[int], asked: Sequence[int]) -> CheckpointError:
-    return CheckpointError(f"tensor {name} has shape {list(shape)}, the config says {list(asked)}",
-                           "the config and the weights are of different models")
 
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
@@ -146,7 +83,8 @@ class Model:
     """`backends` maps device names to ops; `devices` names each layer's. The embedding and the head run on the host's backend."""
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
-                 mmap: bool = False, container: Container | None = None, streams: Streams | PagedExperts | None = None) -> None:
+                 mmap: bool = False, container: Container | None = None, streams: Streams | PagedExperts | None = None,
+                 copied_from: int | None = None, predictors: Predictors | None = None) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container)
         self.ropes = rope_tables(config, ctx)
@@ -159,6 +97,8 @@ class Model:
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._on_device: dict[int, LayerWeights] = {}
+        self.predictors = predictors  # of neurons that are read when they are active
+        self.copied_from, self.carrier = copied_from, None  # passes of so many tokens have the host's layers copied to the card
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +120,8 @@ class Model:
 
     def load(self) -> Iterator[tuple[int, int]]:
         """Read the weights that stay; yields (bytes done, bytes in total)."""
-        total, done = self.nbytes if self.pager.resident else self.pager.load_nbytes, 0
+        on_card = sum(own.nbytes for i, device in enumerate(self.devices) if device != "cpu" for own in self.tensors[i].values())
+        total, done = self.nbytes if self.pager.resident else self.pager.load_nbytes + on_card, 0
         for done, _ in self.pager.load():
             yield done, total
         for layer, device in enumerate(self.devices):
@@ -190,8 +131,13 @@ class Model:
                 self._on_device[layer] = self._layer_weights(layer, raw, self.backends[device])
                 done += sum(info.nbytes for info in roles.values())
                 yield done, total
+        if self.copied_from is not None:
+            hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
+            self.carrier = Carrier(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self._layer_weights)
 
     def close(self) -> None:
+        if self.carrier is not None:
+            self.carrier.close()
         self._wrapped.clear()
         self._on_device.clear()
         if self.paging is not None:
@@ -201,8 +147,9 @@ class Model:
 
     # -- weights ---------------------------------------------------------------------------------------------------------------
 
-    def _layer_weights(self, key: int, raw: Mapping[str, np.ndarray], ops: object, looked_up: Collection[str] = ()) -> LayerWeights:
-        """Wrap raw bytes as the records that a block takes."""
+    def _layer_weights(self, key: int, raw: Mapping[str, np.ndarray], ops: object,
+                       place: Callable[[ModelTensor], object] | None = None, looked_up: Collection[str] = ()) -> LayerWeights:
+        """Wrap raw bytes as the records that a block takes; `place` says where a matrix lies that was brought to its backend otherwise."""
         config, roles = self.config, self.tensors[key]
 
         def vector(role: str) -> object | None:
@@ -214,7 +161,7 @@ class Model:
             tensor = roles[role]
             if self.streamed is not None and self.streamed.holds(tensor):
                 return Linear(self.streamed.matrix(tensor, raw), vector(f"{role}_bias"))
-            data = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
+            data = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme) if place is None else place(tensor)
             shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
             return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"))
 
@@ -223,7 +170,7 @@ class Model:
 
         none = Norm("none")
         router, post_norm = linear("router"), norm("post_norm") or none
-        if router is not None and self.paging is not None:
+        if router is not None and self.paging is not None and ops is self.backends["cpu"]:
             experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), post_norm, router)
         else:
             experts = tuple(Expert(*(linear(expert_role(expert, role)) for role in ("gate", "up", "down")))
@@ -231,16 +178,20 @@ class Model:
         return LayerWeights(input_norm=norm("input_norm") or none, q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
                             k_norm=norm("k_norm"), o=linear("o"), post_norm=post_norm, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
-                            sinks=vector("sinks"), router=router, experts=experts, bundles=self._bundles(roles, raw, vector))
+                            sinks=vector("sinks"), router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector))
 
-    def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray],
-                 vector: Callable[[str], np.ndarray | None]) -> Bundles | None:
+    def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
+                 vector: Callable[[str], object | None]) -> Bundles | None:
         if BUNDLES not in roles:
             return None
         tensor = roles[BUNDLES]
-        layer = None if tensor.name in raw else next(key for key, own in self.tensors.items() if own is roles)
         layout = layout_of(tensor, self.config, "gate" in roles)
-        holder = ResidentBundles(raw[tensor.name], layout.stride, tensor.shape[0]) if layer is None else self.pager.layers[layer]
+        if ops is not self.backends["cpu"]:
+            holder = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme).reshape(tensor.shape)
+        elif tensor.name in raw:
+            holder = ResidentBundles(raw[tensor.name], layout.stride, tensor.shape[0])
+        else:
+            holder = self.pager.layers[next(key for key, own in self.tensors.items() if own is roles)]
         biases = vector("up_bias") if layout.has_up else None, vector("down_bias")
         return Bundles(layout.scheme, layout.width, layout.has_up, holder, *biases, vector(THRESHOLDS))
 
@@ -303,7 +254,7 @@ class Model:
     def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
         """Records over leased memory; made once while the memory stays where it is."""
         if key not in self._wrapped or self._wrapped[key][0] is not raw:
-            made = self._outer(raw) if key == "outer" else self._layer_weights(key, raw, self.backends["cpu"], self.looked_up)
+            made = self._outer(raw) if key == "outer" else self._layer_weights(key, raw, self.backends["cpu"], looked_up=self.looked_up)
             self._wrapped[key] = (raw, made)
         return self._wrapped[key][1]
 
@@ -352,11 +303,18 @@ class Model:
     def _layers(self, x: object, cache: KVCache, tap: Tap) -> object:
         """All blocks, each on its backend: the host's x[T, D] -> x[T, D]."""
         here, host, positions = "cpu", self.backends["cpu"], cache.step.positions
-        ops = host
-        for layer, device in enumerate(self.devices):
+        ops, copies = host, self.carrier is not None and len(positions) >= self.copied_from and not self.looked_up
+        for layer, lives in enumerate(self.devices):
+            device = "cuda" if copies else lives
             if device != here:
                 x, here, ops = self.backends[device].from_host(ops.to_host(x)), device, self.backends[device]
-            if device == "cpu":
+            if copies and lives == "cpu":
+                with self.carrier.layer(layer) as w:
+                    kv = BorderCache(cache.layer(layer), ops, host)
+                    x = self.block(ops, w, x, kv, positions, self.ropes[layer], self.config, layer, tap)
+            elif device == "cpu":
+                if self.predictors is not None and len(positions) <= FEW:
+                    self.pager.layers[layer].expect(self.predictors.layers[layer].active(host.to_host(x)))
                 with self.pager.lease(layer) as raw:
                     w = self._lease(layer, raw)
                     x = self.block(ops, w, x, cache.layer(layer), positions, self.ropes[layer], self.config, layer, tap)

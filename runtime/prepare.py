@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import DoesNotFit, EffllmError, UsageError
 from ..kernels.layout import PAGE
@@ -18,20 +19,25 @@ from ..offload.header import is_gguf
 from ..offload.plan import Budget, Placement
 from ..offload.size import parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
-from . import kv_disk
+from . import devices, kv_disk
 from .bundles import is_bundled, is_lossy
 from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .container import Container, read_container
-from .demands import Asked, Cuts, cache_form, cut_weights
+from .demands import Asked, cache_form
 from .kv_setting import AUTO
 from .model import check_tensors
 from .paged_experts import PagedExperts
 from .parts import CONVERTED, Parts
 from .passes import widest
+from .predictors import Predictors
+from .predictors import load as load_predictors
 from .source import check_mapping, is_low_bit, open_weights
 from .speculating import Speculating, decide
 from .streamed import Streams
+
+if TYPE_CHECKING:
+    from ..kernels.cuda.device import Device
 
 COLD_ALLOWANCE = 64 << 20
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
@@ -43,7 +49,8 @@ class EngineOptions:
     `kernel`: of low-bit weights and one token, dot products or lookup. `exact`: low-bit weights times float32 activations. `spec`: whether
     tokens are drafted and verified several at a time (`speculate.py`); `draft`: the folder of a model that drafts. `kv_ram`: memory for
     the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
-    (exact), or few picked and the others estimated (sparse)."""
+    (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
+    that they are used."""
 
     device: str = "auto"
     threads: int | None = None
@@ -69,6 +76,7 @@ class EngineOptions:
     disk: str | None = None
     spill_dir: str | None = None
     kv_read: str = "exact"
+    predict_neurons: bool = False
 
     def __post_init__(self) -> None:
         choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
@@ -98,7 +106,8 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once."""
+    """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
+    `card`: the GPU of a run that may use one. `predictors`: of neurons that come from the disk."""
 
     folder: Path | None
     config: ModelConfig
@@ -112,6 +121,8 @@ class Prepared:
     streams: Streams | PagedExperts | None = None
     chunk: int = PAGE
     speculating: Speculating = Speculating()
+    card: Device | None = None
+    predictors: Predictors | None = None
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -119,7 +130,7 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     config = read_config(folder, strict=options.strict)
     if options.load == "mmap":
         check_mapping(folder)
-    store, container = open_weights(folder, may_be_low_bit(options))
+    store, container = open_weights(folder)
     return prepare_with(folder, config, store, options, container)
 
 
@@ -128,30 +139,34 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet."""
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices]
-    device = _device(options, notices) if container is None else _device_of_low_bit(options, notices)
+    card = devices.gpu(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)
-    if cache.kv.policy and (device != "cpu" or options.gpu_layers):
+    if cache.kv.policy and card is not None:
         raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
                          f"--device cpu, or no +{cache.kv.policy}")
     _check_context(options, config)
-    draft = _draft(folder, options, device)
-    may_stream = device == "cpu" and options.load == "ram" and not options.gpu_layers
-    bundled = is_bundled(container)
+    draft = _draft(folder, options, card)
+    bundled, budget = is_bundled(container), _budget(options, card, draft)
+    predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     asked = Asked(
-        config, options, tensors, cache, cut_weights(tensors, config, store, folder) if may_stream else Cuts(), device,
-        options.device if container is None else "cpu", bundled, worker_count(options),
-        _baseline(kernel_kinds(container is not None and container.is_low_bit, options, bundled)) + beside,
-        _budget(options, device, draft))
+        config, options, tensors, cache, store, folder, card, bundled, worker_count(options),
+        _baseline(kernel_kinds(container is not None and container.is_low_bit, options, bundled)) + beside, budget)
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     tokens, placement = _planned(asked, chunk, folder)
-    streams = asked.cuts.streams(placement, tensors, store)
+    on_card = placement.devices.count("cuda")
+    own, cuts = asked.beneath(on_card), asked.cuts(on_card)
+    placement = replace(placement, disk_layers=cuts.disk_layers(placement, own))
+    streams = cuts.streams(placement, own, store)
     shape = cache.shape(placement.ctx, tokens)
     notices += kv_disk.notices(options, placement, cache.shape(placement.ctx, chunk).pages)
     notices += streams.notices if isinstance(streams, PagedExperts) else ()
+    if predictors is not None and not placement.slots:
+        notices.append("--predict-neurons changes nothing: no neurons come from the disk")
     notices += [f"--kv {options.kv}: {said}"] if (said := cache.unpacked(shape, placement.ctx)) else []
     speculating, remarks = decide(options, config, placement, draft)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
-                    streams, cache.shape(placement.ctx, chunk).chunk, speculating)
+                    streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
+                    predictors if placement.slots else None)
     if placement.slots and is_lossy(container) and not options.force:
         from .forecast import refuse_slower
 
@@ -167,19 +182,30 @@ def _check_context(options: EngineOptions, config: ModelConfig) -> None:
                          "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
 
 
-def _draft(folder: Path | None, options: EngineOptions, device: str) -> Prepared | None:
+def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig) -> Predictors | None:
+    """Those that were trained for a model, where a run is to use them. Raises UsageError where there are none."""
+    if not options.predict_neurons:
+        return None
+    found = None if folder is None else load_predictors(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
+    if found is None:
+        raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",
+                         f"effllm calibrate-sparsity {folder} --predictor 64 trains what does")
+    return found
+
+
+def _draft(folder: Path | None, options: EngineOptions, card: Device | None) -> Prepared | None:
     """The plan for the model that drafts; its memory is taken from what the large one gets."""
-    if not options.draft or device != "cpu":
+    if not options.draft or card is not None:
         return None
     from .draft_model import prepare_draft
 
     return prepare_draft(folder, options)
 
 
-def _budget(options: EngineOptions, device: str, draft: Prepared | None) -> Budget:
+def _budget(options: EngineOptions, card: Device | None, draft: Prepared | None) -> Budget:
     """Bytes for this process: as asked, else what the machine has free."""
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    return Budget(ram=ram - Speculating(draft=draft).draft_nbytes, vram=_vram(options) if device == "cuda" else 0)
+    return Budget(ram=ram - Speculating(draft=draft).draft_nbytes, vram=0 if card is None else devices.vram(options, card))
 
 
 def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placement]:
@@ -187,7 +213,7 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
     try:
         return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
     except DoesNotFit as error:
-        parts = asked.cuts.parts
+        parts = asked.cuts().parts
         raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
 
 
@@ -206,11 +232,6 @@ def worker_count(options: EngineOptions) -> int:
     return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
 
 
-def may_be_low_bit(options: EngineOptions) -> bool:
-    """Whether blocks of a GGUF file may stay codes: the kernels for those are the CPU's."""
-    return options.device != "cuda" and not options.gpu_layers
-
-
 def kernel_kinds(low_bit: bool, options: EngineOptions, bundled: bool = False) -> tuple[str, ...]:
     """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement."""
     from ..kernels import warm
@@ -223,7 +244,7 @@ def kernel_kinds(low_bit: bool, options: EngineOptions, bundled: bool = False) -
 
 def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
     """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
-    low_bit, bundled = is_low_bit(folder, may_be_low_bit(options)), False
+    low_bit, bundled = is_low_bit(folder), False
     if low_bit and not is_gguf(folder):
         with suppress(EffllmError):  # said when the folder is opened
             container = read_container(folder)
@@ -244,44 +265,3 @@ def _baseline(kinds: Sequence[str]) -> int:
         return hardware.rss() + COLD_ALLOWANCE
     warm.load_all(kinds)
     return hardware.rss()
-
-
-def _device(options: EngineOptions, notices: list[str]) -> str:
-    """cpu or cuda. auto takes a GPU only where there is one and torch is installed."""
-    if options.device == "cpu":
-        return "cpu"
-    from importlib.util import find_spec
-
-    driver = Path("/dev/nvidiactl").exists()
-    torch = find_spec("torch") is not None
-    if options.device == "auto":
-        if driver and not torch:
-            notices.append("a GPU is here but torch is not installed: running on the CPU (pip install 'effllm[cuda]')")
-        if not (driver and torch):
-            return "cpu"
-    if not torch:
-        raise UsageError("--device cuda needs torch, which is not installed", "pip install 'effllm[cuda]'")
-    from ..kernels.cuda.torch_ops import cuda_available
-
-    if cuda_available():
-        return "cuda"
-    if options.device == "cuda":
-        raise UsageError("--device cuda: torch finds no GPU here", "--device cpu")
-    notices.append("a GPU is here but torch cannot use it: running on the CPU (effllm doctor says more)")
-    return "cpu"
-
-
-def _device_of_low_bit(options: EngineOptions, notices: list[str]) -> str:
-    """cpu: the kernels of low-bit weights are the CPU's."""
-    if options.device == "cuda" or options.gpu_layers:
-        raise UsageError("low-bit weights run on the CPU in this version", "--device cpu, or the unquantized model")
-    if options.device == "auto" and Path("/dev/nvidiactl").exists():
-        notices.append("low-bit weights run on the CPU in this version; the GPU is not used")
-    return "cpu"
-
-
-def _vram(options: EngineOptions) -> int:
-    """Bytes of GPU memory to use: as asked, never more than there is."""
-    from ..kernels.cuda.torch_ops import free_memory
-
-    return min(parse_size(options.vram), free_memory()) if options.vram else free_memory()

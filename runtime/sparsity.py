@@ -17,6 +17,7 @@ from ..offload.neurons import Window
 from .bundles import SPARSE, is_lossy
 from .engine import Engine
 from .events import Progress
+from .predictors import scaled
 from .sparsity_file import Sparsity
 
 TOKENS, LEAST = 2048, 256
@@ -57,8 +58,9 @@ class Trace:
             return cls(int(stored["neurons"]), tuple(stored["active"]))
 
 
-def record(engine: Engine, ids: Sequence[int]) -> Iterator[Progress | Trace]:
-    """Run a text and note what goes into `down`; the trace last. Raises UsageError for a model that leaves nothing out."""
+def record(engine: Engine, ids: Sequence[int], inputs: list[np.ndarray] | None = None) -> Iterator[Progress | Trace]:
+    """Run a text and note what goes into `down`; the trace last. `inputs` gets every layer's residual streams, float16 [tokens, D], as they
+    go into its attention. Raises UsageError for a model that leaves nothing out."""
     config = engine.config
     if (config.hidden_act not in SPARSE and not is_lossy(engine.prepared.container)) or config.mixture is not None:
         raise UsageError(f"{config.hidden_act} is zero for no neuron: there is nothing to leave out",
@@ -66,10 +68,13 @@ def record(engine: Engine, ids: Sequence[int]) -> Iterator[Progress | Trace]:
     if len(ids) < LEAST:
         raise UsageError(f"the text has {len(ids)} tokens, at least {LEAST} are needed and {TOKENS} do well", "a longer --text FILE")
     bits: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]
+    streams: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]
 
     def tap(name: str, layer: int, value: np.ndarray) -> None:
         if name == "mlp_hidden":
             bits[layer].append(np.packbits(np.asarray(value) != 0, axis=1))
+        if name == "block_in" and inputs is not None:
+            streams[layer].append(scaled(np.asarray(value)).astype(np.float16))
 
     engine.reset()
     step = min(engine.prepared.chunk, engine.n_ctx)
@@ -81,6 +86,8 @@ def record(engine: Engine, ids: Sequence[int]) -> Iterator[Progress | Trace]:
             engine.model.forward(np.array(window[at : at + step], np.int64), engine.cache, tap)
             yield Progress("recording", min(begin + at + step, len(ids)), len(ids), "tokens")
     engine.reset()
+    if inputs is not None:
+        inputs += [np.concatenate(layer) for layer in streams]
     yield Trace(config.intermediate_size, tuple(np.concatenate(layer) for layer in bits))
 
 

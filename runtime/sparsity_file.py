@@ -17,12 +17,33 @@ FILE, FORMAT, VERSION = "sparsity.json", "effllm-sparsity", 1
 
 
 @dataclass(frozen=True)
+class PredictorRates:
+    """What predictors of a rank are worth, by layer, on text that they were not fitted to: `recall`, the share of active neurons that they
+    name, and `named`, the share of all neurons."""
+
+    rank: int
+    recall: tuple[float, ...]
+    named: tuple[float, ...]
+
+    @property
+    def missed(self) -> float:
+        """Share of active neurons that are not named, over all layers."""
+        return 1 - float(np.mean(self.recall))
+
+    def to_json(self) -> dict[str, object]:
+        return {"rank": self.rank, "recall": [round(own, 5) for own in self.recall], "named": [round(own, 5) for own in self.named],
+                "missed": round(self.missed, 5)}
+
+
+@dataclass(frozen=True)
 class Sparsity:
-    """`active`: each layer's share of active neurons. `missed`: share of slots -> each layer's share of units that a token must read."""
+    """`active`: each layer's share of active neurons. `missed`: share of slots -> each layer's share of units that a token must read.
+    `predictor`: where some were trained."""
 
     tokens: int
     active: tuple[float, ...]
     missed: Mapping[float, tuple[float, ...]]
+    predictor: PredictorRates | None = None
 
     def missed_at(self, share: float) -> float:
         """Share of all units that a token reads where `share` of them have slots; between two measured shares in proportion."""
@@ -43,7 +64,8 @@ class Sparsity:
 
     def to_json(self) -> dict[str, object]:
         return {"format": FORMAT, "version": VERSION, "tokens": self.tokens, "active": [round(share, 5) for share in self.active],
-                "missed": {str(share): [round(own, 5) for own in layers] for share, layers in self.missed.items()}}
+                "missed": {str(share): [round(own, 5) for own in layers] for share, layers in self.missed.items()},
+                **({} if self.predictor is None else {"predictor": self.predictor.to_json()})}
 
 
 def save(found: Sparsity, folder: Path) -> Path:
@@ -67,9 +89,12 @@ def load(folder: Path | None, layers: int) -> Sparsity | None:
         if raw["format"] != FORMAT or raw["version"] != VERSION:
             return None
         missed = {float(share): tuple(map(float, own)) for share, own in dict(raw["missed"]).items()}
-        found = Sparsity(int(raw["tokens"]), tuple(map(float, raw["active"])), missed)
+        rates = raw.get("predictor")
+        predictor = rates and PredictorRates(int(rates["rank"]), tuple(map(float, rates["recall"])), tuple(map(float, rates["named"])))
+        found = Sparsity(int(raw["tokens"]), tuple(map(float, raw["active"])), missed, predictor)
     except (EffllmError, KeyError, TypeError, ValueError):
         return None
-    every = [*found.active, *(value for own in missed.values() for value in own)]
-    whole = all(len(own) == layers for own in (found.active, *missed.values())) and missed and all(0 < share < 1 for share in missed)
+    named = () if predictor is None else (predictor.recall, predictor.named)
+    every = [*found.active, *(value for own in (*missed.values(), *named) for value in own)]
+    whole = missed and all(len(own) == layers for own in (found.active, *missed.values(), *named)) and all(0 < own < 1 for own in missed)
     return found if whole and all(0 <= value <= 1 for value in every) else None

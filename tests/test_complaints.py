@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import FABLE, MINUTE, Person, sharded
 
-from effllm.runtime import prepare as preparation
+from effllm.runtime import devices
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Progress
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -255,9 +255,9 @@ def test_ollama_9704_no_device_is_taken_silently(person: Person, monkeypatch: py
     ran = person.types("run", "fable", STORY, "--device", "cpu", "-n", "1", "--json").json
     assert json.dumps(ran["placement"]).count("cpu") >= 1 and "cuda" not in json.dumps(ran["placement"])
     notices: list[str] = []
-    monkeypatch.setattr(preparation.Path, "exists", lambda path: True)
-    monkeypatch.setattr("effllm.kernels.cuda.torch_ops.cuda_available", lambda: False)
-    assert preparation._device(EngineOptions(), notices) == "cpu" and "CPU" in notices[0]
+    monkeypatch.setattr(devices, "DRIVER", Path("/dev/null"))
+    monkeypatch.setattr(devices, "probe", lambda: None)
+    assert devices.gpu(EngineOptions(), notices) is None and "CPU" in notices[0]
 
 
 # -- G. caches ---------------------------------------------------------------------------------------------------------------------

@@ -181,3 +181,18 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
     assert ran.code == 2 and "too few" in ran.err
     ran = Ran("calibrate-sparsity", "fable")
     assert ran.code == 2 and "zero for no neuron" in ran.err
+
+
+def test_one_magnitude_for_a_tensor(tmp_path: Path, lossy: tuple[Path, Path]) -> None:
+    """The other rule: the same share, one threshold a layer, and more damage than thresholds that know what a neuron weighs."""
+    bundled(FABLE, tmp_path / "flat", gate_sparsity=0.5, gate_rule="magnitude")
+    prepared = prepare(tmp_path / "flat", EngineOptions(device="cpu"))
+    assert prepared.container.method["gate_rule"] == "magnitude"
+    tensors = check_tensors(prepared.config, prepared.store, prepared.container)
+    for layer in range(prepared.config.num_hidden_layers):
+        values = prepared.store.read(tensors[layer]["thresholds"].info).view(np.float32)
+        assert values[0] > 0 and np.all(values == values[0])
+    prepared.store.close()
+    flat, weighed = found(resident(tmp_path / "flat")), found(resident(lossy[1]))
+    assert not np.array_equal(flat, weighed)
+    assert np.array_equal(found(windowed(tmp_path / "flat", 60)), flat)

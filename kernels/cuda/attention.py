@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from ..device_memory import SCORES
 from ..layout import PAGE
 
-SCORES = 1 << 25  # scores held at once: 128 MiB of float32
 MOST_EXPONENT = 88.0  # of a float32
 
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # o [P, KVH, R, D], m [P, KVH, R, 1], l [P, KVH, R, 1]

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ..device_memory import MOST_OPEN
 from ..kv_layout import (
     CHANNELS,
     GROUP_K,
@@ -29,8 +30,6 @@ from ..kv_layout import (
 from ..layout import PAGE, PageLayout
 from .attention import Partial, block_partial, finish, fold, pages_at_once, rows_of
 from .pages import COUNT, FIRST, INDEX, SEALED, TorchLayerPages, pages_of, runs, visible_span
-
-MOST_OPEN = 64  # pages opened at once: as float32 they take eight times their packed size, and more
 
 Widths = tuple[tuple[int, ...], tuple[int, ...]]
 

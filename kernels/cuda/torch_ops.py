@@ -14,32 +14,25 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from ..device_memory import TILE
 from ..layout import STORED_TYPES, SWISH_LIMIT, SWISH_SLOPE, PageLayout
 from ..reference_moe import Routed, visits
 from ..registry import Call, Candidate, Registry
+from ..tiles import SCHEMES
+from . import low_bit
+from .device import CudaDevice, Device, SimulatedDevice
 from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Expert, Linear, Norm, Weight
+    from ...quant.weight import Bundles, Expert, Linear, Norm, Weight
     from ...runtime.rope import RopeTable
 
-TILE = 1 << 24  # weights widened at once: 64 MiB of float32
 UPLOADS = 4  # index arrays of one step, and one to spare
 NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ACTIVATE = {"silu": functional.silu, "relu": functional.relu, "relu2": lambda x: functional.relu(x).square(),
             "gelu": functional.gelu, "none": lambda x: x,
             "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "clamped_swish": lambda x: _clamped_swish(x)}
-
-
-def cuda_available() -> bool:
-    """Does torch find a GPU that it can use?"""
-    return torch.cuda.is_available()
-
-
-def free_memory() -> int:
-    """Bytes of GPU memory that this process can still take."""
-    return torch.cuda.mem_get_info()[0]
 
 
 def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -72,16 +65,19 @@ def default_registry() -> Registry:
     """One way per stored type; torch picks the kernel beneath."""
     stored = lambda kinds: lambda call: "" if call.stored in kinds else f"no product with {call.stored}"  # noqa: E731
     return Registry([Candidate("matrix", "torch", stored(("f32",)), TorchOps._product),
-                     Candidate("matrix", "torch, tiles widened to float32", stored(tuple(STORED_TYPES)), TorchOps._widened_product)])
+                     Candidate("matrix", "torch, tiles widened to float32", stored(tuple(STORED_TYPES)), TorchOps._widened_product),
+                     Candidate("matrix", "torch, codes opened to float32", stored(tuple(SCHEMES)), TorchOps._opened_product)])
 
 
 class TorchOps:
-    """See the module. `device` is a torch device name; one instance serves every block placed on it."""
+    """See the module. `device` is a Device, or its name: cuda, or cpu for a simulated one; one instance serves every block placed on it."""
 
     name = "torch"
 
-    def __init__(self, device: str, registry: Registry | None = None) -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: str | Device, registry: Registry | None = None) -> None:
+        if isinstance(device, str):
+            device = SimulatedDevice() if device == "cpu" else CudaDevice(device)
+        self.on, self.device = device, device.torch
         self.registry = registry or default_registry()
         self._angles: dict[int, tuple[object, object, torch.Tensor, torch.Tensor]] = {}
         self._uploads: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
@@ -121,6 +117,25 @@ class TorchOps:
             after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
         """`gated_mlp` without a gate: x + down(act(up(n)))."""
         return self._down(_activated(self._linear(normalise(x, norm), up), act), down, x, see, after, factor)
+
+    def bundled_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, bundles: Bundles, act: str,
+                    see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
+        """`gated_mlp` with `up` and `down` neuron by neuron, [F, values of a bundle] in `bundles.holder`; `mlp` where they hold no `up`."""
+        n = normalise(x, norm)
+        hidden, width = _activated(self._linear(n, gate), act), bundles.width
+        if bundles.thresholds is not None:
+            hidden = hidden.masked_fill_(hidden.abs() < bundles.thresholds, 0.0)
+        if bundles.has_up:
+            hidden.mul_(self._tiled(n, bundles.holder[:, :width], bundles.up_bias))
+        if see is not None:
+            see(hidden)
+        columns, branch = bundles.holder[:, bundles.has_up * width :][:, :width], torch.zeros_like(x)
+        rows = max(1, TILE // width)
+        for begin in range(0, len(columns), rows):
+            branch.addmm_(hidden[:, begin : begin + rows], columns[begin : begin + rows].float())
+        if bundles.down_bias is not None:
+            branch += bundles.down_bias
+        return x.add_(branch if after is None else normalise(branch, after), alpha=factor)
 
     def moe(self, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
             see: Callable[[Routed], None] | None = None) -> torch.Tensor:
@@ -166,21 +181,33 @@ class TorchOps:
         return y
 
     def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
-        """A parameter in its stored type (16-bit types arrive as uint16 patterns) on this device. The host's array stays its own."""
-        host = torch.from_numpy(np.ascontiguousarray(data).view(np.int16 if scheme != "f32" else np.float32))
-        return host.view(NATIVE[scheme]).to(self.device, copy=True)
+        """A parameter in its stored type (16-bit types arrive as uint16 patterns, low-bit weights as their blob) on this device. The host's
+        array stays its own. Raises DoesNotFit where the device has no room."""
+        host = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+        memory = self.on.take(len(host))
+        memory.copy_(host)
+        self.on.crossed.placed += len(host)
+        return self.typed(memory, scheme).view(data.shape)
+
+    def typed(self, memory: torch.Tensor, scheme: str) -> torch.Tensor:
+        """Bytes on this device as values of a stored type, or as they are where they are codes."""
+        return memory.view(NATIVE.get(scheme, torch.uint8))
 
     def from_host(self, x: np.ndarray) -> torch.Tensor:
         """Activations from another backend; a copy, because the stream is updated in place."""
+        self.on.crossed.sends += 1
+        self.on.crossed.sent += x.nbytes
         return torch.tensor(x, device=self.device)
 
     def to_host(self, x: torch.Tensor) -> np.ndarray:
+        self.on.crossed.receives += 1
+        self.on.crossed.received += x.nbytes
         return x.cpu().numpy()
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None) -> TorchLayerPages:
         """One layer's pages on this device, as large as the host memory that stands for them."""
-        memory = (torch.zeros(host.nbytes, dtype=torch.uint8, device=self.device) for host in (exact, sealed))
+        memory = (self.on.take(host.nbytes) for host in (exact, sealed))
         if codec is not None and codec.is_packed:
             return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec)
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap)
@@ -207,13 +234,21 @@ class TorchOps:
     def _linear(self, x: torch.Tensor, each: Linear) -> torch.Tensor:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
-        return run(self, x, weight.parts["data"], each.bias)
+        return run(self, x, weight, each.bias)
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(x, weight, bias)
+    def _product(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(x, weight.parts["data"], bias)
 
-    def _widened_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _opened_product(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        spec = weight.spec
+        form = low_bit.Format(spec.bits, spec.group, spec.scheme, weight.shape, spec.sections(weight.shape))
+        return low_bit.product(x, weight.parts["data"], form, bias)
+
+    def _widened_product(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """By tiles of rows, so that no float32 copy of a whole matrix is ever held."""
+        return self._tiled(x, weight.parts["data"], bias)
+
+    def _tiled(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows = max(1, TILE // weight.shape[1])
         out = torch.empty(len(x), len(weight), device=x.device)
         for begin in range(0, len(weight), rows):
@@ -229,6 +264,7 @@ class TorchOps:
             scale = np.float32(table.attention_scaling)
             if len(self._angles) >= UPLOADS:
                 self._angles.clear()
-            known = (positions, table, *(self.from_host(each * scale)[:, None] for each in (np.cos(angles), np.sin(angles))))
+            turned = (torch.from_numpy(each * scale).to(self.device)[:, None] for each in (np.cos(angles), np.sin(angles)))
+            known = (positions, table, *turned)
             self._angles[id(table)] = known
         return known[2], known[3]

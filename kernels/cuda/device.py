@@ -1,0 +1,184 @@
+"""The device of a torch backend: its memory, pinned buffers and a side stream. What needs a real GPU is here and nowhere else.
+
+`SimulatedDevice` is the same on CPU tensors: it refuses what is beyond its memory, counts what crosses, and copies of its side stream
+happen as late as their order allows, so that a missing wait shows as wrong numbers and not as luck.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ... import DoesNotFit
+from ..layout import align
+
+LINK_NBYTES = 32 << 20  # copied to learn how fast the way to the card is
+BLOCK = 512  # what an allocation is rounded up to
+HINT = "a smaller --vram leaves more to spare, as does -ngl with fewer layers"
+
+
+@dataclass
+class Crossed:
+    """What went between host and device, in bytes and times: weights and pages, activations each way, and layers copied for a pass."""
+
+    placed: int = 0
+    sent: int = 0
+    received: int = 0
+    copied: int = 0
+    sends: int = 0
+    receives: int = 0
+    copies: int = 0
+
+
+class Lane(Protocol):
+    """Copies from pinned memory beside the computation. Marks are points in the order of either side."""
+
+    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object | None) -> object:
+        """Begin a copy when the computation has passed the mark `after`; returns the mark of its end."""
+    def arrive(self, mark: object) -> None:
+        """What is computed from here on sees the copy."""
+    def landed(self, mark: object) -> None:
+        """Wait until the copy has read its memory on the host."""
+    def used(self) -> object:
+        """A mark behind all that was computed so far."""
+
+
+class Device(Protocol):
+    """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none; `link_rate` in bytes a second."""
+
+    name: str
+    torch: torch.device
+    crossed: Crossed
+
+    def free(self) -> int: ...
+    def take(self, nbytes: int) -> torch.Tensor: ...
+    def pinned(self, nbytes: int) -> torch.Tensor: ...
+    def lane(self) -> Lane: ...
+    def link_rate(self) -> float: ...
+
+
+class CudaDevice:
+    """The first NVIDIA GPU that torch finds."""
+
+    def __init__(self, name: str = "cuda") -> None:
+        self.name, self.torch, self.crossed = name, torch.device(name), Crossed()
+
+    def free(self) -> int:
+        return torch.cuda.mem_get_info(self.torch)[0]
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(f"the GPU has no {nbytes} bytes left: another program took some since the plan was made", HINT) from error
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def lane(self) -> Lane:
+        return CudaLane(self.torch)
+
+    def link_rate(self) -> float:
+        host, there = self.pinned(LINK_NBYTES), self.take(LINK_NBYTES)
+        rates = []
+        for _ in range(4):
+            torch.cuda.synchronize(self.torch)
+            started = time.perf_counter()
+            there.copy_(host, non_blocking=True)
+            torch.cuda.synchronize(self.torch)
+            rates.append(LINK_NBYTES / (time.perf_counter() - started))
+        return max(rates)
+
+
+class CudaLane:
+    """A side stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object | None) -> object:
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            target.copy_(staged, non_blocking=True)
+            mark = torch.cuda.Event()
+            mark.record(self._stream)
+        return mark
+
+    def arrive(self, mark: object) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def landed(self, mark: object) -> None:
+        mark.synchronize()
+
+    def used(self) -> object:
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+
+class SimulatedDevice:
+    """CPU tensors with the manners of a GPU of `memory` bytes (None: without limit), of which `held` are taken; `link`: bytes a second."""
+
+    def __init__(self, memory: int | None = None, link: float = 12e9, name: str = "cuda") -> None:
+        self.name, self.torch, self.crossed = name, torch.device("cpu"), Crossed()
+        self.memory, self.held, self.most, self.link = memory, 0, 0, link
+
+    def free(self) -> int:
+        return 1 << 62 if self.memory is None else self.memory - self.held
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        taken = align(nbytes, BLOCK)
+        if taken > self.free():
+            raise DoesNotFit(f"the GPU has no {nbytes} bytes left: another program took some since the plan was made", HINT)
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.held += taken
+        self.most = max(self.most, self.held)
+        weakref.finalize(memory.untyped_storage(), self._give, taken)
+        return memory
+
+    def _give(self, nbytes: int) -> None:
+        self.held -= nbytes
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def lane(self) -> Lane:
+        return SimulatedLane()
+
+    def link_rate(self) -> float:
+        return self.link
+
+
+class SimulatedLane:
+    """Copies wait until somebody waits for them. `late`: how many were still under way when the next one began."""
+
+    def __init__(self) -> None:
+        self._begun: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._number = self._done = 0
+
+    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object | None) -> object:
+        self._number += 1
+        self._begun.append((self._number, target, staged))
+        return self._number
+
+    def arrive(self, mark: object) -> None:
+        while self._begun and self._begun[0][0] <= mark:
+            _, target, staged = self._begun.popleft()
+            target.copy_(staged)
+
+    def landed(self, mark: object) -> None:
+        self.arrive(mark)
+
+    def used(self) -> object:
+        return self._number
+
+
+def found() -> Device | None:
+    """The GPU that torch can use here, if any."""
+    return CudaDevice() if torch.cuda.is_available() else None

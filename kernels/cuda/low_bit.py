@@ -1,0 +1,173 @@
+"""Low-bit weights on torch tensors: the blob of `kernels/tiles.py` as it lies in a file, opened some row blocks at a time on the device.
+
+What a block is opened to is what `quant/codes.py` says a weight means, bit for bit, and activations stay float32: the numbers of the CPU's
+`--exact`. No copy of a whole matrix is ever held wider than its codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..device_memory import OPENED
+from ..tiles import (
+    LEVELS_NBYTES,
+    PLANES,
+    ROWS,
+    SIGNED_HEAD,
+    SIGNED_NBYTES,
+    SUPER_BLOCK,
+    SUPER_HEAD,
+    SUPER_NBYTES,
+    SUPER_TILE,
+    TILE,
+    Sections,
+    block_nbytes,
+    tile_nbytes,
+)
+
+QUADS = TILE // 4
+HALVES = ("block", "offset")
+CODE_MASK, COLUMN_BITS = 63, 28
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a blob is: `quant/spec.py`'s bits, group and scheme, the weight's shape and its sections."""
+
+    bits: int
+    group: int
+    scheme: str
+    shape: tuple[int, int]
+    at: Sections
+
+
+def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None) -> torch.Tensor:
+    """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]."""
+    rows = form.shape[0]
+    each = max(1, OPENED // (ROWS * form.at.depth))
+    out = torch.empty(len(x), rows, device=x.device)
+    for first in range(0, form.at.rows // ROWS, each):
+        end = min(form.at.rows // ROWS, first + each)
+        out[:, first * ROWS : end * ROWS] = x @ opened(blob, form, first, end).T
+    return out if bias is None else out.add_(bias)
+
+
+def opened(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.Tensor:
+    """Row blocks [first, end) of a weight, float32 [rows, K]; the last block without its padding."""
+    own = _Blocks(blob, form, first, end)
+    v, factors, minima = own.values(), *own.factors()
+    w = own.spread(factors).mul_(v)
+    if minima is not None:
+        w -= own.spread(minima)
+    w.mul_(own.row_scales()[:, None])
+    if form.at.sparse_count:
+        own.correct(w)
+    return w[: max(0, form.shape[0] - first * ROWS)]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Some row blocks of a blob; arrays are [rows, ...] with their padding rows, inputs without padding."""
+
+    blob: torch.Tensor
+    form: Format
+    first: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+    def _part(self, name: str) -> torch.Tensor:
+        """uint8 [blocks, bytes of a block] of a section."""
+        form = self.form
+        each = block_nbytes(form.at.depth, form.bits, form.scheme, form.group)[name]
+        begin = getattr(form.at, name)
+        return self.blob[begin + self.first * each : begin + self.end * each].view(self.count, each)
+
+    def _by_group(self, name: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        part = self._part(name).view(dtype).view(self.count, -1, ROWS)
+        return part.transpose(1, 2).reshape(self.count * ROWS, -1)
+
+    def spread(self, per_group: torch.Tensor) -> torch.Tensor:
+        """[rows, G] -> float32 [rows, K]."""
+        return per_group.float().repeat_interleave(self.form.group, 1)[:, : self.form.shape[1]]
+
+    def row_scales(self) -> torch.Tensor:
+        begin = self.form.at.row_scales
+        return self.blob[begin + 2 * ROWS * self.first : begin + 2 * ROWS * self.end].view(torch.bfloat16).float()
+
+    def codes(self) -> torch.Tensor:
+        """uint8 [rows, K]."""
+        form = self.form
+        tiles = self._part("codes").reshape(-1, tile_nbytes(form.bits))
+        quads = torch.zeros(len(tiles), QUADS * 4 * ROWS, dtype=torch.uint8, device=tiles.device)
+        shift = start = 0
+        for width in PLANES[form.bits]:
+            per = 8 // width
+            size = QUADS // per * 4 * ROWS
+            packed = tiles[:, start : start + size].reshape(len(tiles), QUADS // per, 1, 4 * ROWS)
+            shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=tiles.device)[:, None]
+            quads |= ((packed >> shifts & (1 << width) - 1) << shift).flatten(1)
+            shift, start = shift + width, start + size
+        by_tile = quads.view(self.count, form.at.depth // TILE, QUADS, ROWS, 4)
+        return by_tile.permute(0, 3, 1, 2, 4).reshape(self.count * ROWS, -1)[:, : form.shape[1]]
+
+    def values(self) -> torch.Tensor:
+        """What codes stand for before any scale, whole numbers as float32 [rows, K]."""
+        scheme, codes, at = self.form.scheme, self.codes(), self.form.at
+        if scheme in ("codebook", "mxfp"):
+            levels = self.blob[at.tables : at.tables + LEVELS_NBYTES].view(torch.int8).float()
+            return levels.index_select(0, codes.flatten().int()).view(codes.shape)
+        if scheme == "super":
+            return codes.float()
+        if scheme in ("affine", "offset"):
+            return codes.float() - self.spread(self._by_group("zeros"))
+        return codes.float() - (1 if scheme == "ternary" else 1 << self.form.bits - 1)
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What groups are multiplied by beside the row scale, and what is taken off them: float32 [rows, G]."""
+        scheme, at = self.form.scheme, self.form.at
+        if scheme == "codebook":
+            part = self._part("scales").view(self.count, -1, 1, ROWS)
+            pairs = torch.cat([part & 15, part >> 4], 2).permute(0, 3, 1, 2).reshape(self.count * ROWS, -1)
+            steps = self.blob[at.tables + LEVELS_NBYTES :][:16].float()
+            return steps.index_select(0, pairs.flatten().int()).view(pairs.shape), None
+        if scheme in ("super", "signed"):
+            return self._super_factors(scheme == "super")
+        if scheme in HALVES:
+            return self._by_group("scales", torch.float16).float(), None
+        codes = self._by_group("scales")
+        return (codes.int() << 23).view(torch.float32) if scheme == "mxfp" else codes.float(), None
+
+    def _super_factors(self, with_minima: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        nbytes, head = (SUPER_NBYTES, SUPER_HEAD) if with_minima else (SIGNED_NBYTES, SIGNED_HEAD)
+        records = self._part("scales").view(self.count, -1, nbytes)
+        supers = records[:, :, :head].contiguous().view(torch.float16).view(self.count, records.shape[1], -1, ROWS).float()
+
+        def by_row(found: torch.Tensor, which: int) -> torch.Tensor:
+            """[block, super-block, group, row] times d or e of its super-block -> [rows, G]."""
+            return (supers[:, :, which, None] * found.float()).permute(0, 3, 1, 2).reshape(self.count * ROWS, -1)
+
+        codes = records[:, :, head:]
+        if not with_minima:
+            return by_row(codes.contiguous().view(torch.int8).view(self.count, records.shape[1], -1, ROWS), 0), None
+        tiles = codes.reshape(self.count, -1, SUPER_BLOCK // TILE, SUPER_TILE)
+        low, high = tiles[..., :ROWS], tiles[..., ROWS:]
+        high = torch.cat([high & 15, high >> 4], 3)
+        return by_row(low & CODE_MASK, 0), by_row(low >> 6 | high << 2, 1)
+
+    def correct(self, w: torch.Tensor) -> None:
+        """Add the outliers of these rows."""
+        at, blocks = self.form.at, self.form.at.rows // ROWS
+        starts = self.blob[at.sparse : at.sparse + 4 * (blocks + 1)].view(torch.int32)
+        begin, end = starts[self.first].item(), starts[self.end].item()
+        places = at.sparse + 4 * (blocks + 1)
+        place = self.blob[places + 4 * begin : places + 4 * end].view(torch.int32).long() & 0xFFFFFFFF
+        values = places + 4 * at.sparse_count
+        value = self.blob[values + 2 * begin : values + 2 * end].view(torch.bfloat16).float()
+        counts = (starts[self.first + 1 : self.end + 1] - starts[self.first : self.end]).long()
+        block = torch.arange(self.count, device=w.device).repeat_interleave(counts)
+        w[block * ROWS + (place >> COLUMN_BITS), place & (1 << COLUMN_BITS) - 1] += value

@@ -1,0 +1,51 @@
+"""What the torch backend takes of a device's memory beside weights and cache, from widths alone: planned before torch is imported.
+
+Its ops make their results anew instead of writing into planned buffers, so this is a bound, not a sum: what lives at the same time in the
+widest stage of a layer. `tests/test_device_memory.py` holds it against what torch allocates.
+"""
+
+from __future__ import annotations
+
+from .layout import PAGE, align
+from .workspace import Dims
+
+ALLOCATION = 512  # bytes that an allocation is rounded up to
+SCORES = 1 << 25  # scores held at once: 128 MiB of float32
+TILE = 1 << 24  # weights widened at once: 64 MiB of float32
+OPENED = 1 << 22  # low-bit weights opened at once, each OPENED_NBYTES on the way: codes, their levels, scales spread over them
+OPENED_NBYTES = 24
+MOST_OPEN = 64  # packed pages opened at once
+FLOAT = 4
+SMALL = 8 << 20  # positions, block tables, angles
+
+
+def allocation(nbytes: int) -> int:
+    """Bytes of memory that so many take."""
+    return align(nbytes, ALLOCATION)
+
+
+def card_workspace(dims: Dims, widest: int, opened: int) -> int:
+    """Bytes at most. `widest`, `opened`: values of the largest matrix in a stored type, and of the largest low-bit one."""
+    tokens, heads, depth = dims.chunk, dims.heads, dims.head_dim
+    product = max(FLOAT * min(widest, TILE), OPENED_NBYTES * min(opened, OPENED + 16 * max(dims.hidden, dims.ffn)))
+    queries, keys = tokens * heads * depth, tokens * dims.kv_heads * depth
+    projected = FLOAT * (2 * tokens * dims.hidden + 3 * queries + 4 * keys)
+    mlp = FLOAT * tokens * (3 * dims.hidden + 4 * dims.ffn)
+    if dims.experts:
+        visits = tokens * dims.top_k
+        mlp += FLOAT * visits * (4 * dims.expert_ffn + 4 * dims.hidden) + FLOAT * tokens * dims.experts * 4
+    stream = FLOAT * 2 * tokens * dims.hidden
+    return SMALL + stream + max(projected + _attention(dims), projected + product, mlp + product)
+
+
+def _attention(dims: Dims) -> int:
+    tokens, heads, depth = dims.chunk, dims.heads, dims.head_dim
+    pages = -(-dims.ctx // PAGE) + 3
+    page = PAGE * dims.kv_heads * depth
+    most = min(pages, MOST_OPEN) if dims.packed_kv else pages
+    group = min(most, max(1, SCORES // (heads * tokens * PAGE)))
+    # Keys and values side by side as they lie, one side twice while it is put together; then of a group as float32, masked, and packed
+    # pages opened; scores with what exp and a cap make of them; an answer of every page.
+    gathered = 3 * pages * page * FLOAT if not dims.packed_kv else 12 * min(pages, max(group, 1)) * page * FLOAT
+    return gathered + FLOAT * (4 * group * page + 5 * group * heads * tokens * PAGE + 4 * group * heads * tokens * depth
+                               + 8 * heads * tokens * depth)

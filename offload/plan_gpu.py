@@ -1,0 +1,163 @@
+"""The plan of a run that may use a GPU beside memory and disk: pure arithmetic, as `plan.py`.
+
+The card takes the last layers, weights and caches, as many as it holds; what is left is planned as a smaller model of its own, so that
+everything else a plan can do (stream weights, page experts and neurons, spill the cache) goes on beneath the card. A layer on the host is
+computed there, since one token reads its bytes from memory faster than they cross to the card; a pass of many tokens reads them once and
+multiplies them often, and from some number on copying is cheaper. Two buffers on the card, and two that it can read on the host, let one
+layer cross while the other is used.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .. import DoesNotFit, EffllmError
+from .plan import (
+    AUTO_CTX,
+    RESIDENT_CTX,
+    Budget,
+    Demand,
+    OnCard,
+    Placement,
+    _card_workspace,
+    _check,
+    _does_not_fit,
+    _split,
+    card_kv_nbytes,
+    largest,
+    plan,
+    with_slack,
+)
+from .plan_kv import PAGE, Spill, plan_tiers
+
+BUFFERS = 2  # of each side: one layer crosses while the other is used
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Layers of the host that a pass of `tokens` or more copies to the card; `nbytes` of the largest as it is copied, and of what of all
+    of them stays there."""
+
+    nbytes: int
+    tokens: int
+    vectors: int = 0
+
+    @property
+    def buffers(self) -> int:
+        """Bytes on either side, at most."""
+        return BUFFERS * self.nbytes + self.vectors
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """What decides between computing a layer on the host and copying it: products and bytes a second of the processor, bytes a second of
+    the way to the card."""
+
+    products: float
+    memory: float
+    link: float
+
+
+def copied_from(nbytes: int, products: int, border: int, rates: LinkRates) -> int | None:
+    """The fewest tokens for which copying a layer is cheaper than computing it where it lies; None where it never is.
+
+    n tokens take max(nbytes / memory, n * products / rate) on the processor. The copy takes nbytes / link and what crosses beside it,
+    `border` bytes a token; the products on the card are not counted, which finish while the next layer crosses.
+    """
+    copy = nbytes / rates.link
+    if copy + border / rates.link < max(nbytes / rates.memory, products / rates.products):
+        return 1
+    saved = products / rates.products - border / rates.link
+    return max(1, int(copy / saved) + 1) if saved > 0 else None
+
+
+def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
+               spill: Spill | None, copied: Copied | None = None) -> Placement:
+    """The plan for a model of which `host(n)` is what is left beside a card with its last n layers; `host(0)` is all of it.
+
+    Raises DoesNotFit and UsageError as `plan` and `plan_tiers` do.
+    """
+    _check(budget, ctx_wanted, device, gpu_layers)
+    whole = host(0)
+    if not budget.vram or device == "cpu" or gpu_layers == 0:
+        return plan_tiers(whole, replace(budget, vram=0), ctx_max, ctx_wanted, "cpu", None, spill)
+    may_leave = bool(whole.blocks or whole.experts or spill is not None)
+    placed = refusal = None
+    if spill is None or spill.ram is None:
+        plain = replace(whole, blocks=(), always=0, experts=None, units=())
+        try:
+            placed = plan(plain, budget, ctx_max, ctx_wanted, device, gpu_layers, PAGE)
+        except DoesNotFit as error:
+            refusal = error
+    if placed is not None and (ctx_wanted or placed.ctx >= min(ctx_max, RESIDENT_CTX) or not may_leave):
+        return _with_copies(placed, plain, budget, ctx_max, gpu_layers, copied)
+    if not may_leave:
+        raise refusal
+    return _beneath(host, budget, ctx_max, ctx_wanted, device, gpu_layers, spill)
+
+
+def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
+             spill: Spill | None) -> Placement:
+    """The card full, and what is left planned beneath it."""
+    whole = host(0)
+    ctx = ctx_wanted or min(ctx_max, AUTO_CTX)
+    count = whole.layers if gpu_layers is None else min(gpu_layers, whole.layers)
+    least = min(ctx, PAGE)
+    if gpu_layers is not None or device == "cuda":
+        split = _split(whole, count, ctx_wanted or least, PAGE)
+        if split.vram > budget.vram:
+            raise _does_not_fit(whole, replace(budget, ram=max(budget.ram, split.ram)), split, ctx_max, PAGE)
+    else:
+        count = _most(whole, budget, ctx)
+    while True:
+        room, left = _room(whole, budget, count, ctx_max), host(count)
+        made = plan_tiers(left, Budget(budget.ram), room, ctx_wanted, "cpu", None, spill)
+        more = count if gpu_layers is not None else _most(whole, budget, made.ctx)
+        if more <= count:
+            break
+        count = more  # the host holds fewer tokens than was hoped for, so the card has room for another layer
+    if not count:
+        return replace(made, budget=budget)
+    return _joined(made, whole, left, count, budget, ctx_max, ctx_wanted, room)
+
+
+def _room(whole: Demand, budget: Budget, count: int, ctx_max: int) -> int:
+    """Tokens that the card holds with `count` layers, up to `ctx_max`."""
+    return largest(lambda ctx: _split(whole, count, ctx, PAGE).vram <= budget.vram, ctx_max, PAGE) if count else ctx_max
+
+
+def _most(whole: Demand, budget: Budget, ctx: int) -> int:
+    """The most layers that the card holds with a context of `ctx`."""
+    return next((count for count in range(whole.layers, 0, -1) if _split(whole, count, ctx, PAGE).vram <= budget.vram), 0)
+
+
+def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Budget, ctx_max: int, ctx_wanted: int | None,
+            room: int) -> Placement:
+    """The host's plan with `count` layers above it."""
+    split = _split(whole, count, made.ctx, PAGE)
+    card = OnCard(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), _card_workspace(whole))
+    notes = [f"{count} of {whole.layers} layers on the GPU, the rest on the CPU" if left.layers else "all layers on the GPU", *made.notes]
+    if ctx_wanted is None and made.ctx == room < ctx_max:
+        notes.append(f"context {made.ctx} of the model's {ctx_max}: the most that the GPU's memory holds")
+    return replace(made, devices=made.devices + ("cuda",) * count, weights_bytes=made.weights_bytes + card.weights_bytes,
+                   kv_bytes=made.kv_bytes + card.kv_bytes, vram_bytes=split.vram, budget=budget, card=card, notes=tuple(notes),
+                   kv_bytes_per_token=whole.kv_bytes_per_token)
+
+
+def _with_copies(placed: Placement, plain: Demand, budget: Budget, ctx_max: int, gpu_layers: int | None,
+                 copied: Copied | None) -> Placement:
+    """The plan with buffers for copied layers where both sides have room for them; layers that nobody asked for by number make room."""
+    if copied is None or not 0 < placed.devices.count("cuda") < plain.layers:
+        return placed
+    extra = with_slack(copied.buffers)
+    count = None if gpu_layers is None else placed.devices.count("cuda")
+    try:
+        fewer = plan(plain, Budget(budget.ram - extra, budget.vram - extra), ctx_max, placed.ctx, "auto", count, PAGE)
+    except EffllmError:
+        return placed
+    if not 0 < fewer.devices.count("cuda") < plain.layers:
+        return placed
+    note = f"passes of {copied.tokens} tokens or more copy the CPU's layers to the GPU"
+    return replace(fewer, total_bytes=fewer.total_bytes + extra, vram_bytes=fewer.vram_bytes + extra, copied_from=copied.tokens,
+                   notes=(*dict.fromkeys((*fewer.notes, *placed.notes[:-1])), note), budget=budget,
+                   workspace_bytes=fewer.workspace_bytes + copied.buffers,
+                   card=replace(fewer.card, workspace_bytes=fewer.card.workspace_bytes + copied.buffers, buffers_bytes=copied.buffers))

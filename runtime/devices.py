@@ -1,0 +1,118 @@
+"""Which GPU a run uses, what of it may be used, and what layers take there.
+
+torch is imported only where a driver announces a card, or one was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import UsageError
+from ..kernels.device_memory import allocation, card_workspace
+from ..kernels.workspace import Dims
+from ..offload.plan import BlockBytes
+from ..offload.plan_gpu import Copied, LinkRates, copied_from
+from ..offload.size import parse_size
+from . import roofs
+from .carried import matrices
+from .carried import places as carried_places
+from .families import expert_of
+
+if TYPE_CHECKING:
+    from ..kernels.cuda.device import Device
+    from .config import Mixture
+    from .model import ModelTensor
+    from .prepare import EngineOptions
+
+Tensors = Mapping[int | str, Mapping[str, "ModelTensor"]]
+DRIVER = Path("/dev/nvidiactl")
+USUAL = 20e9, 8e9  # products a second of a thread, bytes a second from memory: of a processor that nobody measured
+DOCTOR = "effllm doctor says what it found"
+
+
+def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
+    """The GPU of a run, None for one on the CPU alone; auto takes one only where there is one and torch is installed.
+
+    Raises UsageError where one was asked for and is not there, or ruled out in the same breath.
+    """
+    asked = f"-ngl {options.gpu_layers}" if options.gpu_layers else f"--vram {options.vram}" if options.vram else ""
+    if options.device == "cpu":
+        if asked:
+            raise UsageError(f"{asked} asks for a GPU, --device cpu rules it out", "drop one of the two")
+        return None
+    if options.gpu_layers == 0:
+        return None
+    flag = "--device cuda" if options.device == "cuda" else asked
+    torch, driver = find_spec("torch") is not None, DRIVER.exists()
+    if not torch and (flag or driver):
+        if flag:
+            raise UsageError(f"{flag} needs torch, which is not installed", "pip install 'effllm[cuda]'")
+        notices.append("a GPU is here but torch is not installed: running on the CPU (pip install 'effllm[cuda]')")
+    if not torch or not (flag or driver):
+        return None
+    found = probe()
+    if found is None and flag:
+        raise UsageError(f"{flag}: torch finds no GPU here", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else DOCTOR)
+    if found is None:
+        notices.append("a GPU is here but torch cannot use it: running on the CPU (effllm doctor says more)")
+    return found
+
+
+def probe() -> Device | None:
+    """The GPU that torch can use."""
+    from ..kernels.cuda.device import found
+
+    return found()
+
+
+def vram(options: EngineOptions, card: Device) -> int:
+    """Bytes of its memory to use: as asked, never more than is free."""
+    free = card.free()
+    return min(parse_size(options.vram), free) if options.vram else free
+
+
+def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, ...]:
+    """Weights by layer, with what they take on a card: vectors are float32 there, and a packed cache has the turns of its basis."""
+    basis = 2 * allocation(4 * dims.heads * dims.head_dim**2) + allocation(4 * dims.heads * dims.head_dim) if packed_kv else 0
+    return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values()), basis + sum(map(card_nbytes, roles.values())))
+                 for key, roles in tensors.items())
+
+
+def card_nbytes(tensor: ModelTensor) -> int:
+    """Bytes that a tensor takes on a card."""
+    return allocation(tensor.nbytes if len(tensor.shape) > 1 else 4 * prod(tensor.shape))
+
+
+def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, workers: int, link: float) -> Copied | None:
+    """Layers of the host that long passes copy to a card, and from how many tokens on; None where that never pays.
+
+    `link`: bytes a second to the card. What the processor takes was measured by an earlier `plan` or `doctor`, or a usual figure stands in.
+    """
+    from .forecast import kind_of_weight
+
+    layers = [roles for key, roles in tensors.items() if key != "outer"]
+    heaviest = max(layers, key=lambda roles: carried_places(roles)[1])
+    nbytes = carried_places(heaviest)[1]
+    visited = 1.0 if own is None or not own.layers else own.per_token / own.experts
+    products = round(sum(prod(tensor.shape) * (1.0 if expert_of(role) is None else visited)
+                         for role, tensor in heaviest.items() if len(tensor.shape) > 1))
+    kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)
+    machine = roofs.known(roofs.Wanted(workers)).machine
+    rate = None if machine is None else machine.kinds.get(kind)
+    border = 4 * dims.head_dim * (2 * dims.heads + 2 * dims.kv_heads)
+    rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)
+    tokens = copied_from(nbytes, products, border, rates)
+    vectors = sum(card_nbytes(tensor) for roles in layers for tensor in roles.values() if len(tensor.shape) == 1)
+    return None if tokens is None or tokens > dims.chunk else Copied(nbytes, tokens, vectors)
+
+
+def workspace(tensors: Tensors, dims: Dims) -> int:
+    """Working memory on a card, at most."""
+    matrices = [tensor for key, roles in tensors.items() if key != "outer" for tensor in roles.values() if len(tensor.shape) > 1]
+    widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
+    opened = max((prod(tensor.shape) for tensor in matrices if not tensor.spec.is_raw), default=0)
+    return card_workspace(dims, widest, opened)

@@ -1,0 +1,81 @@
+"""The tensors of a model by layer and role, held against its config before a byte of weights is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
+from ..quant.spec import QuantSpec
+from . import families
+from .bundles import bundled_rules
+from .config import ModelConfig
+from .container import Container
+from .families import TensorRule
+
+SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of the model: where its bytes are, what they mean, and the shape of the weight.
+
+    Where a checkpoint stores several in one, `info` is of the part, under the name that the part would have by itself.
+    """
+
+    info: TensorInfo
+    spec: QuantSpec
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.info.nbytes
+
+
+def check_tensors(config: ModelConfig, store: TensorStore, container: Container | None = None) -> dict[int | str, dict[str, ModelTensor]]:
+    """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type."""
+    family = families.get(config.family)
+    low_bit = {} if container is None else {name: stored for name, stored in container.tensors.items() if not stored.spec.is_raw}
+    groups: dict[int | str, dict[str, TensorRule]] = {"outer": family.outer_tensors(config)}
+    groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
+    found: dict[int | str, dict[str, ModelTensor]] = {}
+    for key, plain in groups.items():
+        found[key], rules = {}, bundled_rules(plain, container)
+        for role, rule in rules.items():
+            info = _found(rule, store)
+            stored = low_bit.get(info.name)
+            shape = tuple(info.shape if stored is None else stored.shape)
+            if shape != tuple(rule.shape):
+                raise _other_shape(info.name, shape, rule.shape)
+            if stored is None and info.dtype not in SCHEMES:
+                raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}")
+            if stored is not None and info.nbytes != stored.nbytes:
+                raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
+                                      "quantize the model again")
+            found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape)
+    return found
+
+
+def _found(rule: TensorRule, store: TensorStore) -> TensorInfo:
+    """Where a tensor lies: under one of its names, or as rows of another. Raises CheckpointError."""
+    for name in (rule.name, *rule.also):
+        if name in store.tensors:
+            return store.tensors[name]
+    whole = store.tensors.get(rule.part_of[0]) if rule.part_of else None
+    if whole is None:
+        raise CheckpointError(f"tensor {rule.part_of[0] if rule.part_of else rule.name} is missing",
+                              "the config and the weights are of different models, or the download is incomplete")
+    _, first, rows = rule.part_of
+    if whole.shape != (rows, *rule.shape[1:]):
+        raise _other_shape(whole.name, whole.shape, (rows, *rule.shape[1:]))
+    row = whole.nbytes // rows
+    return replace(whole, name=rule.name, shape=rule.shape, offset=whole.offset + first * row, nbytes=rule.shape[0] * row)
+
+
+def _other_shape(name: str, shape: Sequence[int], asked: Sequence[int]) -> CheckpointError:
+    return CheckpointError(f"tensor {name} has shape {list(shape)}, the config says {list(asked)}",
+                           "the config and the weights are of different models")

@@ -1,0 +1,59 @@
+"""Models opened with some layers on a simulated GPU, and what every way of placing them must answer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.kernels.cuda.device import SimulatedDevice
+from effllm.runtime import devices
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.roofs import Roofs
+
+CTX = 512
+NO_ROOFS = Roofs(None, None)
+
+
+def simulated(memory: int | None = None, link: float = 1.0) -> SimulatedDevice:
+    """A card, by default at the end of a way so slow that no layer is copied there for a pass."""
+    return SimulatedDevice(memory, link)
+
+
+@contextmanager
+def card_here(card: SimulatedDevice | None) -> Iterator[None]:
+    """This machine has this GPU, or a driver without one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "DRIVER", Path("/dev/null"))
+        patch.setattr(devices, "probe", lambda: card)
+        patch.setattr(devices.roofs, "known", lambda wanted: NO_ROOFS)
+        yield
+
+
+def opened(folder: Path, card: SimulatedDevice | None, **asked: object) -> tuple[Engine, list[str]]:
+    """An engine, and what was said on the way."""
+    options = EngineOptions(**{"ctx": CTX, "threads": 1, "device": "auto" if card else "cpu", **asked})
+    with card_here(card):
+        *said, engine = open_engine(folder, options)
+    return engine, [event.text for event in said if isinstance(event, Notice)]
+
+
+def logits(engine: Engine, tokens: int = 330, prompt: int = 300) -> np.ndarray:
+    """Of a prompt in chunks and of single tokens after it; the engine is closed."""
+    ids = np.random.default_rng(3).integers(0, engine.config.vocab_size, tokens).tolist()
+    try:
+        rows = [found.copy() for _, found in engine.score(ids[:prompt])]
+        rows += [engine.forward_logits([token]).copy() for token in ids[prompt:]]
+    finally:
+        engine.close()
+    return np.concatenate(rows)
+
+
+def divergence(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Mean KL divergence of `ours` from `theirs`, in nats per token."""
+    p, q = (np.exp(each - each.max(-1, keepdims=True), dtype=np.float64) for each in (theirs, ours))
+    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+    return float((p * np.log(p / q)).sum(-1).mean())
