@@ -4,7 +4,7 @@
 Every side reads the same random tokens up to the depth once, then takes turns of a few tokens; ratios are taken within a round, figures are
 medians over rounds. A packed cache here has the same bits everywhere, as for a model without a profile.
 
-    python benchmarks/kv_depth.py [--depth 4096] [--kv 4bit 16bit] [--quick] [--no-results]
+    python benchmarks/kv_depth.py [--depth 4096] [--kv 4bit 16bit] [--peers NAME ...] [--quick] [--no-results]
 
 Needs the files that compare_llamacpp.py makes (they are made where absent), gguf and llama-cpp-python; wants the machine to itself for
 some ten minutes, most of them llama.cpp's prompts.
@@ -34,7 +34,8 @@ def main() -> None:
     parser.add_argument("--shape", default="tinyllama-1.1b")
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
-    parser.add_argument("--quick", action="store_true", help="fewer peers and rounds")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="llama.cpp's caches (default: all)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     rounds, ctx = (3 if options.quick else 7), options.depth + SLACK
@@ -44,8 +45,8 @@ def main() -> None:
         quantize_own(folder, own, "4")
     peer = peer_file(folder, "Q4_0", options.threads)
     sides = [Child(f"effllm --kv {kv}", "own", own, options.threads, ctx, kv) for kv in options.kv]
-    names = list(PEERS)[: 3 if options.quick else None]
-    sides += [Child(f"llama.cpp {name}", "peer", peer, options.threads, ctx, PEERS[name]) for name in names]
+    sides += [Child(f"llama.cpp {name}", "peer", peer, options.threads, ctx, PEERS[name])
+              for name in options.peers]
     shallow = take_turns(sides, rounds)
     for side in sides:
         side.ask("prefill", options.depth)
@@ -53,17 +54,18 @@ def main() -> None:
     for side in sides:
         side.close()
 
-    best = max((side.name for side in sides if side.kind == "peer"), key=lambda name: median(deep[name]))
+    peers = [side.name for side in sides if side.kind == "peer"]
+    best = sorted(peers, key=lambda name: median(deep[name]))[-1:]
     figures = []
     first = sides[0].name
-    for other, key in ((best, "best"), *((name, "q4_0") for name in deep if "q4_0" in name)):
+    for other, key in (*((name, "best") for name in best), *((name, "q4_0") for name in peers if "q4_0" in name)):
         ratio = median(a / b for a, b in zip(deep[first], deep[other], strict=True))
         figures.append(Figure(f"vs_{key}", f"{first} against {other}", f"decode at depth {options.depth}", ratio, "x"))
     for side in sides:
         kept = median(a / b for a, b in zip(deep[side.name], shallow[side.name], strict=True))
         figures += [Figure(f"deep {side.name}", side.name, f"depth {options.depth}", median(deep[side.name]), "tok/s"),
                     Figure(f"kept {side.name}", side.name, "of its rate at depth 0", kept, "x")]
-    publish("kv-depth", "Decode deep in a context", INTRO, figures, keep=not options.no_results)
+    publish(f"kv-depth-{options.depth}", "Decode deep in a context", INTRO, figures, keep=not options.no_results)
 
 
 def take_turns(sides: list[Child], rounds: int) -> dict[str, list[float]]:
