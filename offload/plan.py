@@ -59,8 +59,8 @@ class Demand:
     `blocks`: weights that can be streamed, in order of use; empty where none can. `always`: what stays in memory when they are.
     `experts`: those of a mixture, where they can be read one by one; `always` is then all the rest.
     `units`: of each layer, neurons that are read when they are active; they are in neither of the two.
-    `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer, where
-    they differ.
+    `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer,
+    rounded up, where they differ.
     """
 
     baseline: int
@@ -77,7 +77,8 @@ class Demand:
     kv_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kv_layers and (len(self.kv_layers) != self.layers or sum(self.kv_layers) != self.kv_bytes_per_token):
+        above = sum(self.kv_layers) - self.kv_bytes_per_token
+        if self.kv_layers and (len(self.kv_layers) != self.layers or not 0 <= above <= self.layers):
             raise ValueError(f"{len(self.kv_layers)} layers' caches of {sum(self.kv_layers)} bytes a token in all")
         placed = sorted(block.layer for block in self.weights if block.layer is not None)
         if placed != list(range(self.layers)):

@@ -167,7 +167,8 @@ class Asked:
         shape = cache.shape(options.ctx or config.context_length, tokens)
         fixed, per_page = cache_nbytes(cache.codecs, cache.layout, shape)
         workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
-        by_layer = tuple(codec.layout(cache.layout.kv_heads, cache.layout.head_dim).layer_page_nbytes // PAGE for codec in cache.codecs)
+        pages = [codec.layout(cache.layout.kv_heads, cache.layout.head_dim).layer_page_nbytes for codec in cache.codecs]
+        by_layer = tuple(-(-nbytes // PAGE) for nbytes in pages)
         widths = self._dims(shape, False)
         weights, on_card = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
 
