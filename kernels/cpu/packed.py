@@ -237,6 +237,8 @@ def packed_columns(args, worker, counter):
         for _ in range(groups):
             blocks = (a[m + ROW_COUNT] + ROWS - 1) // ROWS
             run = max(1, STREAM_NBYTES // (a[m + TILES] * _tile_nbytes(a, m)))
+            if mode == GATED:
+                run = min(run, MOST_COLUMNS // STREAMS)  # what `others` holds
             here = (blocks + STREAMS * run - 1) // (STREAMS * run)
             if work < here:
                 break
@@ -244,7 +246,7 @@ def packed_columns(args, worker, counter):
             m += FIELDS
         else:
             return
-        up = m + FIELDS
+        written = m + FIELDS if mode == GATED else m  # the matrix whose products are written: up, beside a gate
         if not ready:
             eps = float32(f64_at(args)[EPS])
             for t in range(tokens):
@@ -261,23 +263,25 @@ def packed_columns(args, worker, counter):
         last = min(begin + STREAMS * run, blocks)
         run = (last - begin + STREAMS - 1) // STREAMS
         several = tokens > 1 or way == HALF  # half tiles are rare: no loop of their own for a single column
+        if mode == GATED and not several:  # all gates first: two streams at a time, as everywhere
+            for step in range(run):
+                _stream_sums(a, m, begin + step, run, blocks, scratch, others + 4 * ROWS * STREAMS * step)
         for step in range(last - begin if several else run):
+            gates = others if several else others + 4 * ROWS * STREAMS * step
             if several:
-                _block_sums(a, m, begin + step, tokens, scratch, x_nbytes, sums)
+                _block_sums(a, written, begin + step, tokens, scratch, x_nbytes, sums)
                 if mode == GATED:
-                    _block_sums(a, up, begin + step, tokens, scratch, x_nbytes, others)
+                    _block_sums(a, m, begin + step, tokens, scratch, x_nbytes, gates)
             else:
-                _stream_sums(a, m, begin + step, run, blocks, scratch, sums)
-                if mode == GATED:
-                    _stream_sums(a, up, begin + step, run, blocks, scratch, others)
+                _stream_sums(a, written, begin + step, run, blocks, scratch, sums)
             for i in range(tokens if several else STREAMS):
                 token, block = (i, begin + step) if several else (int64(0), begin + step + i * run)
                 if block >= last:
                     break
                 column, here = normed + token * x_nbytes, 4 * ROWS * i
-                _finish(a, m, block, sums + here, column)
+                _finish(a, written, block, sums + here, column)
                 if mode == GATED:
-                    _finish(a, up, block, others + here, column)
-                    _write(a, m, block, token, others + here, sums + here)
+                    _finish(a, m, block, gates + here, column)
+                    _write(a, m, block, token, sums + here, gates + here)
                 else:
                     _write(a, m, block, token, sums + here, int64(0))
