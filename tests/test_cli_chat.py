@@ -260,9 +260,12 @@ def test_without_a_model_fable_is_offered(tmp_path: Path) -> None:
 
 
 def test_what_is_typed_during_an_answer_waits(chat: Chat) -> None:
+    chat.say("/set predict 600")  # long enough to type something, however fast the machine is
+    chat.say(BABBLE)
     chat.type(STORY + ENTER)
     chat.terminal.expect_exact(HAS_LINE)
     chat.type("/stats" + ENTER)
     assert "/stats" not in chat.wait(), "it was echoed into the answer"
     chat.terminal.expect_exact(HAS_LINE)
     assert "first token" in chat.wait()
+    chat.say("/set predict 24")
