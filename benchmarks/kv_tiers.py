@@ -80,6 +80,7 @@ def deepen(engine: Engine) -> None:
         cache.pool.keep(index)
     cache._slot_of = {page + shift if page >= 0 else page: slot for page, slot in cache._slot_of.items()}
     cache.sealed, cache.n, cache._changed = last + shift, cache.n + shift * PAGE, True
+    cache._kinds = [1] * cache.sealed
     engine.tokens = (engine.tokens * (engine.n_ctx // len(engine.tokens) + 1))[: cache.n]
 
 
