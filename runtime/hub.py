@@ -19,9 +19,10 @@ REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 INDEX = "model.safetensors.index.json"
-# What makes a folder of weights run alone, and what its licence asks to be passed on.
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-              "chat_template*", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
+# What makes a folder of weights run alone, and with it what its licence asks to be passed on.
+SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+            "chat_template*")
+COMPANIONS = (*SETTINGS, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})[\"']?[ \t]*$", re.MULTILINE)
 
 

@@ -18,6 +18,7 @@ from . import hub, storage
 from .aliases import catalog
 from .catalog import Absent, find_entry, resolve
 from .reference import Reference, parse_reference
+from .written import foreign
 
 OWN, FOLDER, SHARED = "effllm", "folder", "hub cache"
 
@@ -83,19 +84,13 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
 
 
 def _made_folder(text: str, folder: Path) -> Removal:
-    from fnmatch import fnmatch
-
-    from ..offload.shards import INDEX, SINGLE
-
     if not (folder / storage.MARKER).is_file():
         raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {folder}")
-    written = (*hub.COMPANIONS, SINGLE, "model-*-of-*.safetensors", INDEX, storage.MARKER)
-    entries = sorted(folder.iterdir())
-    foreign = [path.name for path in entries if not path.is_file() or not any(fnmatch(path.name, pattern) for pattern in written)]
-    if foreign:
-        raise UsageError(f"{folder} holds {foreign[0]}, which effllm did not write and will not delete", "move it away first")
+    if (other := foreign(folder)) is not None:
+        raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
     # The marker last: what a kill leaves is still known for what it is.
-    return Removal(text, FOLDER, folder, tuple(sorted(entries, key=lambda path: path.name == storage.MARKER)), _nbytes(folder))
+    entries = sorted(folder.iterdir(), key=lambda path: (path.name == storage.MARKER, path.name))
+    return Removal(text, FOLDER, folder, tuple(entries), _nbytes(folder))
 
 
 def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: Mapping[str, str]) -> Removal:

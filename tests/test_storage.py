@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +105,48 @@ def test_a_folder_made_elsewhere_is_listed_until_it_is_gone(person: Person) -> N
     assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable"]
 
 
+def measured(folder: Path) -> Path:
+    """The folder with what effllm records beside a model: a profile of its cache, sparsity, predictors, and a write that was cut short."""
+    from effllm.quant.kv_basis import KVBasis
+    from effllm.runtime.config import read_config
+    from effllm.runtime.kv_profile import Profile
+    from effllm.runtime.kv_profile_file import save_profile
+    from effllm.runtime.predictors import Predictor, Predictors
+    from effllm.runtime.sparsity_file import Sparsity, save
+
+    config = read_config(folder)
+    count, ones = config.num_hidden_layers, np.ones((4, 4), np.float32)
+    save_profile(Profile((KVBasis.plain(config.num_key_value_heads, config.head_dim),) * count, (None,) * count, "weights", 600), folder)
+    save(Sparsity(100, (0.5,) * count, {0.5: (0.1,) * count}), folder)
+    Predictors((Predictor(ones, ones, ones[0]),) * count).save(folder)
+    (folder / ".kv_profile.json.partial").write_text("{")
+    return folder
+
+
+def test_what_is_recorded_beside_a_model_goes_with_it(person: Person) -> None:
+    out, words = person.home / "fable-4bit", ("quantize", "fable", "--bits", "4", "-o")
+    assert person.types(*words, out).code == 0
+    (measured(out) / "mine.txt").write_text("mine")
+    for command in (("rm", out), (*words, out, "--force")):
+        assert "mine.txt" in person.types(*command).refused(2) and (out / "kv_profile.f32").exists()
+    (out / "mine.txt").unlink()
+    again = person.types(*words, out, "--force")
+    assert again.code == 0, again.err
+    assert not (out / "kv_profile.json").exists(), "a profile of other weights was left beside the new ones"
+    assert person.types("rm", measured(out)).code == 0 and not out.exists()
+
+
+def test_a_kept_copy_is_found_after_its_model_was_measured(person: Person) -> None:
+    folder, words = person.home / "model", ("Once", "--raw", "-n", "1", "--bits", "2")
+    shutil.copytree(FABLE, folder)
+    assert "--keep" not in person.types("run", folder, *words, "--keep").err
+    measured(folder)
+    (folder / "README.md").write_text("# Notes of mine\n")
+    assert "weights of 2bit from" in person.types("run", folder, *words).err
+    (folder / "generation_config.json").write_text("{}")
+    assert "weights of 2bit from" not in person.types("run", folder, *words).err, "another model"
+
+
 def test_a_damaged_list_of_folders_is_an_empty_one(person: Person) -> None:
     path = person.home / "data" / "effllm" / "folders.json"
     path.parent.mkdir(parents=True)
@@ -186,7 +230,8 @@ def test_the_shared_cache_is_not_touched_without_a_yes(hub: Hub, person: Person)
     folder = person.snapshot(REPO, repo.commit)
     said = person.types("rm", REPO).refused(2)
     assert "other programs share" in said and "-y" in said and folder.exists()
-    assert person.types("rm", REPO, answers="n\n").code == 0 and folder.exists()
+    for reply in ("n\n", "\n", ""):
+        assert person.types("rm", REPO, answers=reply).code == 0 and folder.exists(), repr(reply)
     planned = person.types("rm", REPO, "--dry-run", "--json").json
     assert planned["removed"] is False and planned["owner"] == "hub cache" and folder.exists()
     assert planned["bytes"] >= sum(map(len, repo.files.values()))
