@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -172,6 +173,10 @@ class ImportedStore(TensorStore):
 
     def place(self, info: TensorInfo) -> int | None:
         return None if self._weight(info) else info.offset
+
+    def files_of(self, info: TensorInfo) -> frozenset[Path]:
+        name = self._weight(info)
+        return super().files_of(info) if name is None else frozenset(part.file for part in self._parts[name].values())
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         name = self._weight(info)

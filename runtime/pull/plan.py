@@ -23,6 +23,7 @@ from .client import Client, DownloadFailed, Gated, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
 from .repository import Repository, companions, describe, named_files, weights
+from .shards import at_once
 
 CONFIG_LIMIT = 128 << 10
 TOKENIZER_TIMES = 6  # bytes of memory for a byte of tokenizer.json (128,000 tokens: 100 MiB of 15.5)
@@ -128,16 +129,14 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str]) -> PullPlan:
         config = None
     else:
         files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
-        config, count = _config(wish, repository, files, licence, client)
+        config, section, count = _config(wish, repository, files, licence, client)
         nbytes_read += count
-        if wish.bits is not None and config.experts_stored:  # codes and their scales may lie in two files: all of them are needed at once
-            wish = replace(wish, keep=True)
     distinct = {file.etag: file for file in files}.values()
     total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
                     None, None, nbytes_read)
     if wish.bits is not None and config is not None:
-        made = _with_bits(made, config, env)
+        made = _with_bits(made, config, section is not None, client, env)
     if config is not None:
         made = _with_memory(made, config)
     return made
@@ -149,8 +148,9 @@ def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
     check_space([(hub.cache_folder(env), cached), (plan.folder, max(0, plan.disk_bytes - cached))])
 
 
-def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence: str | None, client: Client) -> tuple[ModelConfig, int]:
-    """The model's config, and the bytes that it took."""
+def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence: str | None,
+            client: Client) -> tuple[ModelConfig, Mapping[str, object] | None, int]:
+    """The model's config, its `quantization_config` where it has one, and the bytes that it took."""
     if "config.json" not in repository.files:
         raise ModelNotFound(f"{repository.repo} has no config.json, so it is not a model that transformers or effllm could run",
                             "choose another repository of this model")
@@ -167,21 +167,24 @@ def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence
         raw = None
     if not isinstance(raw, dict):
         raise DownloadFailed(f"config.json of {repository.repo} is not a JSON object", "the hub or something on the way alters it")
-    return parse_config(raw), len(text)
+    section = raw.get("quantization_config")
+    return parse_config(raw), section if isinstance(section, dict) else None, len(text)
 
 
-def _with_bits(plan: PullPlan, config: ModelConfig, env: Mapping[str, str]) -> PullPlan:
-    """The same with weights quantized as they come: one shard is on the disk at a time, unless the published weights are kept."""
+def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client, env: Mapping[str, str]) -> PullPlan:
+    """The same with weights quantized as they come: one shard is on the disk at a time, unless the published weights are kept. `parted`:
+    a weight is several tensors, which may lie in two shards."""
     folder = storage.own_folder(env, plan.wish.repo, plan.repository.commit, plan.wish.bits)
     result = sum(info.nbytes for info in ExpectedStore(config, QuantSpec.parse(plan.wish.bits)).tensors.values())
     beside = sum(file.size for file in companions(plan.repository))
     place = CacheFolder(env, plan.repository)
-    shards = [file.size for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
+    shards = [file for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
     if plan.wish.keep:
         return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + result + beside)
-    needed = max(shards, default=0) + result + 2 * beside
+    together, count = at_once(plan.repository, shards, client) if parted else (max((file.size for file in shards), default=0), 0)
+    needed = together + result + 2 * beside
     return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)),
-                   disk_free=free_nbytes(folder))
+                   disk_free=free_nbytes(folder), nbytes_read=plan.nbytes_read + count)
 
 
 def _with_memory(plan: PullPlan, config: ModelConfig) -> PullPlan:

@@ -2,7 +2,8 @@
 
 First come the small files and the head of every shard, so that the whole result is planned from headers as for a local folder. A shard lies
 at its full length from the start, as a hole that fills; its tensors go through `convert` when it is whole and its checksum is right. A
-tensor never spans shards, and the writer takes tensors in any order, so shard by shard gives the bytes that `quantize` would.
+weight that lies in parts (codes, scales) waits until the shards of all of them are here. The writer takes tensors in any order, so shard by
+shard gives the bytes that `quantize` would.
 """
 
 from __future__ import annotations
@@ -178,14 +179,22 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                 if writer.resumed:
                     yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(planned.jobs)} tensors are made")
                 converter = Converter(planned, options.method, writer, pool, ())
+                takes = {job.name: {path.name for path in planned.store.files_of(job.info)} for job in converter.todo}
+                waiting, held = list(converter.todo), {}
                 for shard in shards:
-                    jobs = [job for job in converter.todo if job.info.file.name == shard.file.name]
-                    if jobs and shard.part is not None:
+                    needed = set().union(*(takes[job.name] for job in waiting))
+                    if shard.part is not None and shard.file.name in needed:
                         yield from _fetch(shard, plan, client, before)
-                    yield from converter.convert(jobs)
+                    held[shard.file.name] = shard
+                    yield from converter.convert([job for job in waiting if takes[job.name] <= held.keys()])
+                    waiting = [job for job in waiting if not takes[job.name] <= held.keys()]
                     before += shard.file.size
-                    if shard.part is not None:
-                        shard.part.restart(keep=len(shard.head))
+                    # What holds a part of a weight whose other parts are still to come stays whole.
+                    needed = set().union(*(takes[job.name] for job in waiting))
+                    for done in [name for name in held if name not in needed]:
+                        if (part := held[done].part) is not None:
+                            part.restart(keep=len(held[done].head))
+                        del held[done]
                 texts = {storage.MARKER: container(planned, writer.finished, options, ()).to_json()}
                 if len(planned.files) > 1:
                     texts[RESULT_INDEX] = index_json(planned.files)
