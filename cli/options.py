@@ -45,8 +45,8 @@ def complete_session(incomplete: str) -> list[str]:
 
 
 def model_argument() -> Any:
-    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, :4bit, :FILE or :Q4_K_M",
-                          autocompletion=complete_model, show_default=False)
+    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, "
+                          ":4bit, :FILE or :Q4_K_M", autocompletion=complete_model, show_default=False)
 
 
 Model = Annotated[str, model_argument()]
