@@ -1,6 +1,7 @@
 """Export in the compressed-tensors layout, unpacked again by the layout's own rules: words, groups, scales, and the description."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.quant.imports.compressed_tensors import pack_words, quantize_groups, unpack_words
 from effllm.quant.weight import to_f32
 from effllm.runtime.compressed import CompressedFolder, export_compressed
+from effllm.runtime.events import Notice, Progress
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import FABLE, weights
@@ -77,6 +79,34 @@ def test_fable_unpacked_by_the_layout(tmp_path: Path, kind: str, bits: int, boun
             assert np.sqrt(np.square(back - values).mean() / np.square(values).mean()) < bound
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= names and not list(tmp_path.glob(".*"))
+
+
+def begun(source: Path, out: Path) -> None:
+    """An export that is left when a quarter of it is done."""
+    running = export_compressed(source, out, "INT4")
+    for item in running:
+        if isinstance(item, Progress) and item.done > item.total // 4:
+            break
+    running.close()
+    assert not out.exists()
+
+
+def test_an_export_goes_on_and_never_over_another_source(tmp_path: Path) -> None:
+    """Other weights of the same shapes in the same place: half of each would be a model that nobody made."""
+    source = tmp_path / "model"
+    shutil.copytree(FABLE, source)
+    begun(source, tmp_path / "same")
+    said = [item.text for item in export_compressed(source, tmp_path / "same", "INT4") if isinstance(item, Notice)]
+    assert said == ["going on where an earlier run stopped"]
+    begun(source, tmp_path / "out")
+    raw = (source / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    (source / "model.safetensors").write_bytes(raw[:begin] + (np.frombuffer(raw[begin:], np.uint16) ^ (1 << 15)).tobytes())  # every sign
+    said = [item.text for item in export_compressed(source, tmp_path / "out", "INT4") if isinstance(item, Notice)]
+    assert len(said) == 1 and "starting afresh" in said[0]
+    *_, fresh = export_compressed(source, tmp_path / "fresh", "INT4")
+    made = (fresh.folder / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == made != (tmp_path / "same" / "model.safetensors").read_bytes()
 
 
 def test_the_command_and_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
