@@ -20,7 +20,8 @@ def register(app: typer.Typer) -> None:
 def list_models(context: typer.Context, all: All = False, json: Json = False) -> None:
     """The models on this machine."""
     from ..offload.size import format_size
-    from ..runtime.catalog import catalog, local_models
+    from ..runtime.catalog import catalog
+    from ..runtime.listing import local_models
 
     screen = Screen(context.obj)
     variables = screen.environment.variables

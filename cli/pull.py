@@ -27,6 +27,7 @@ EXAMPLES = """examples
   effllm pull qwen3-4b --bits 4       # quantized as it comes, one file of the original at a time
   effllm pull org/repo@v1.0 --dry-run
   effllm pull org/repo:model.Q4_K_M.gguf
+  effllm pull org/repo:Q4_K_M         # the one GGUF file of that precision
 
 Files go into the Hugging Face cache (HF_HUB_CACHE, HF_HOME), where other tools find them; what --bits makes goes into effllm's own
 folder. A pull that was stopped goes on where it stopped. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY are honoured.

@@ -20,7 +20,8 @@ from pulls import FABLE, Person, sharded, tiny
 from effllm import EffllmError, UsageError
 from effllm.runtime import storage
 from effllm.runtime.aliases import own_file
-from effllm.runtime.catalog import local_models, model_names, resolve
+from effllm.runtime.catalog import resolve
+from effllm.runtime.listing import local_models, model_names
 from effllm.runtime.reference import parse_reference
 
 REPO = "org/name"
