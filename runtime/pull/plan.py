@@ -191,11 +191,11 @@ def _smaller(plan: PullPlan, config: ModelConfig) -> tuple[int, int] | None:
 
 def _run(plan: PullPlan, config: ModelConfig, section: Mapping[str, object] | None, options: EngineOptions | None) -> Run:
     """What the planner says of the finished model on this machine, as it is now; the speed from what was measured before."""
-    from ..imported import ENDINGS, expected_formats
+    from ..import_config import METHODS, expected_formats
     from ..prepare import EngineOptions
 
     spec = None if plan.wish.bits is None else QuantSpec.parse(plan.wish.bits)
-    foreign = spec is None and section is not None and section.get("quant_method") in ENDINGS
+    foreign = spec is None and section is not None and section.get("quant_method") in METHODS
     tokenizer = sum(file.size for file in plan.files if file.name == "tokenizer.json")
     return reckon(config, ExpectedStore(config, spec, expected_formats(section) if foreign else None), options or EngineOptions(),
                   plan.folder, TOKENIZER_TIMES * tokenizer)
