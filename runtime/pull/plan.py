@@ -199,11 +199,11 @@ def _smaller(plan: PullPlan, config: ModelConfig) -> tuple[int, int] | None:
 
 def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | None) -> ExpectedStore:
     """The tensors of the finished model."""
-    from ..imported import ENDINGS, expected_formats
+    from ..import_config import METHODS, expected_formats
 
     if wish.bits is not None:
         return ExpectedStore(config, QuantSpec.parse(wish.bits))
-    foreign = section is not None and section.get("quant_method") in ENDINGS
+    foreign = section is not None and section.get("quant_method") in METHODS
     return ExpectedStore(config, formats=expected_formats(section) if foreign else None)
 
 
