@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import fable_gguf
 from hub_server import Hub, running
 from pulls import FABLE, MINUTE, Person, sharded
 
@@ -84,3 +85,16 @@ def test_a_draft_is_left_out_of_it_in_words(hub: Hub, person: Person) -> None:
     ran = person.types("plan", REPO, "--draft", "fable", "--no-probe", "--device", "cpu")
     assert ran.code == 0 and "drafts and predictors are left out" in ran.err
     assert "not on this machine" in person.types("plan", "fable", "--draft", REPO, "--no-probe").refused(3)
+
+
+def test_a_gguf_file_that_is_not_here_is_planned_by_its_tag(hub: Hub, person: Person, tmp_path: Path) -> None:
+    fable_gguf(tmp_path / "fable-Q8_0.gguf", "Q8_0")
+    files = {"sub/fable-Q8_0.gguf": (tmp_path / "fable-Q8_0.gguf").read_bytes(), "other-Q4_0.gguf": b"no model" * 10}
+    hub.add("org/files", files=files)
+    before = planned(person, "org/files:q8_0")
+    assert before["pull"]["files"] == ["sub/fable-Q8_0.gguf"] and not person.blobs("org/files")
+    assert person.types("pull", "org/files:Q8_0").code == 0
+    after = planned(person, "org/files:Q8_0")
+    assert before["ctx"] == after["ctx"] and abs(before["total_bytes"] - after["total_bytes"]) < 0.1 * after["total_bytes"]
+    said = person.types("plan", "org/files:other-Q4_0.gguf", "--no-probe").refused(3)
+    assert "cannot be told before" in said and "effllm pull org/files:other-Q4_0.gguf" in said
