@@ -27,6 +27,7 @@ from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .config_reader import ConfigError, show
 from .container import Container as StoredContainer
 from .container import StoredTensor
+from .families import TensorRule, kind_of
 
 FLOATS = ("F32", "F16", "BF16")
 ORIGINAL = "take the original 16-bit checkpoint"
@@ -38,6 +39,7 @@ ENDINGS = {
     "fp8": ("weight", ("weight_scale_inv?", "weight_scale?")),
 }
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # roles of what these methods quantize
 IGNORED = ("input_scale", "output_scale", "activation_scale", "k_scale", "v_scale")  # of activations, which stay in float32 here
 
 
@@ -73,6 +75,37 @@ def may_run_from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
     bits = {"gptq": section.get("bits"), "awq": 4, "compressed-tensors": _packed_bits(section)}.get(str(section.get("quant_method")))
     return bits in groups.BITS
+
+
+def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
+    """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
+    method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")
+    first = section
+    if method == "compressed-tensors":
+        first = next(each["weights"] for each in section["config_groups"].values() if isinstance(each, dict) and "weights" in each)
+    bits = {"gptq": section.get("bits"), "awq": 4, "compressed-tensors": first.get("num_bits")}.get(method)
+    group = first.get("group_size", first.get("q_group_size"))
+    ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
+    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
+    named = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+
+    def formats(role: str, rule: TensorRule) -> QuantSpec | None:
+        own = kind_of(role)
+        head = own == "head" and section.get("lm_head") is True
+        if not head and (own not in LINEARS or len(rule.shape) != 2) or any(_names(each, rule.name) for each in named):
+            return None
+        depth = rule.shape[1]
+        count = depth // group if type(group) is int and 0 < group < depth else 1
+        if rule.part_of or not may_run_from_codes(section) or (ordered and count > 1):
+            return widened
+        return groups.spec_of(int(bits), "F16", depth, count) or widened
+
+    return formats
+
+
+def _names(ignored: str, tensor: str) -> bool:
+    """Whether a module that was left out, or a part of its name, is a tensor's. Patterns are not tried: they are a stranger's."""
+    return not ignored.startswith("re:") and f".{ignored.strip('.')}." in f".{tensor}"
 
 
 class ImportedStore(TensorStore):

@@ -1,5 +1,6 @@
 """Pulls of what other tools quantized: parts of a weight in two shards, and what such a repository is planned at."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from test_pull_bits import REPO, allocated, kept, weights, weights_served
 
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Progress
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import pull_model
@@ -100,3 +102,22 @@ def test_published_codes_of_experts_come_along_from_two_shards(hub: Hub, person:
     assert ran.code == 0 and "stay in mxfp4:32" in ran.err, ran.err
     assert (kept(person, hub) / "model.safetensors").read_bytes() == (made.folder / "model.safetensors").read_bytes()
     assert not person.blobs(REPO), "the published weights were kept, and nobody had asked for that"
+
+
+@pytest.mark.parametrize("name", ["gptq 4", "gptq 4, act order", "gptq 3", "awq", "int4", "int8, a scale per row", "fp8 blocks"])
+def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tmp_path: Path, name: str) -> None:
+    """Codes that kernels multiply count as they are, what is widened with 16 bits, before a byte of them is here."""
+    written(tmp_path / "m", name)
+    raw = json.loads((tmp_path / "m" / "config.json").read_text())
+    section = raw["quantization_config"]
+    if name.startswith("int"):  # as such configs are written; the test of the format needs less of them
+        group = {"group_size": None, "strategy": "channel"} if "row" in name else {"group_size": 64, "strategy": "group"}
+        section["config_groups"]["group_0"]["weights"] |= group
+    (tmp_path / "m" / "config.json").write_text(json.dumps(raw | {"torch_dtype": "float32", "quantization_config": section}))
+    hub.add(REPO, tmp_path / "m")
+    plan = person.types("pull", REPO, "--dry-run", "--json").json["memory"]
+    assert not weights_served(hub)
+    prepared = prepare(tmp_path / "m", EngineOptions())
+    assert plan["weights_bytes"] == pytest.approx(prepared.placement.weights_bytes, rel=0.01)
+    assert plan["total_bytes"] == pytest.approx(prepared.placement.total_bytes, rel=0.1)
+    prepared.store.close()

@@ -29,6 +29,9 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
     """Yields what happens, the result last. Raises DoesNotFit before anything is loaded that the disk could not hold."""
     began = time.monotonic()
     if plan.is_done:
+        from .streamed import note_branch
+
+        note_branch(plan, env)
         sweep(plan.folder, storage.MARKER)
         yield Pulled(plan.folder, 0, 0.0, was_here=True)
         return

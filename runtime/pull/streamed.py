@@ -46,16 +46,20 @@ def quantized(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterato
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = yield from locked(lock_of(out), f"another effllm is making {out}: waiting for it")
         held.callback(os.close, lock)
-        if not (out / storage.MARKER).is_file():
+        if wish.keep:
+            yield from _after_download(plan, client, env)
+        elif not (out / storage.MARKER).is_file():
             check_target(out, False)
-            if wish.keep:
-                yield from _after_download(plan, client, env)
-            else:
-                yield from _as_it_comes(plan, client, env)
+            yield from _as_it_comes(plan, client, env)
         shutil.rmtree(source_folder(out), ignore_errors=True)  # also what a run that was killed after its last step has left
-        if wish.revision != plan.repository.commit:
-            storage.note_branch(env, wish.repo, wish.revision, plan.repository.commit)
+        note_branch(plan, env)
     yield out
+
+
+def note_branch(plan: PullPlan, env: Mapping[str, str]) -> None:
+    """Remember which commit the branch was that somebody pulled."""
+    if plan.wish.revision != plan.repository.commit:
+        storage.note_branch(env, plan.wish.repo, plan.wish.revision, plan.repository.commit)
 
 
 def options_of(plan: PullPlan) -> ConvertOptions:
@@ -72,6 +76,9 @@ def _after_download(plan: PullPlan, client: Client, env: Mapping[str, str]) -> I
             folder = item
         else:
             yield item
+    if (plan.folder / storage.MARKER).is_file():
+        return
+    check_target(plan.folder, False)
     for item in convert(folder, plan.folder, options_of(plan)):
         if not isinstance(item, Converted):
             yield item
@@ -82,7 +89,7 @@ class SourceFolder:
 
     def __init__(self, plan: PullPlan, cache: CacheFolder) -> None:
         self.path = source_folder(plan.folder)
-        self._cache = cache
+        self._files, self._cache = plan.files, cache
 
     def blob(self, file: RemoteFile) -> Path:
         return self.path / file.name
@@ -107,8 +114,8 @@ class SourceFolder:
         """Nothing to do but for two names of the same content."""
         place = self.path / file.name
         if not place.exists():
-            twin = next(path for path in self.path.iterdir() if path.is_file() and path.stat().st_size == file.size)
-            shutil.copyfile(twin, place)
+            same = [self.path / other.name for other in self._files if other.etag == file.etag]
+            shutil.copyfile(next(path for path in same if path.exists()), place)
 
 
 @dataclass
@@ -126,7 +133,8 @@ def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iter
     weights = [file for file in plan.files if file.name.endswith(".safetensors")]
     small = [file for file in plan.files if file not in weights]
     yield from complete(source, plan.repository, small, client, 0, plan.total_bytes)
-    lost = [name for name in hub.missing_files(source.path) if name not in {file.name for file in weights}]
+    indexed = any(file.name == hub.INDEX for file in small)  # a lone file may have any name
+    lost = [name for name in hub.missing_files(source.path) if indexed and name not in {file.name for file in weights}]
     if lost:
         raise DownloadFailed(f"{plan.repository.repo} is not whole: its index names {lost[0]}", "choose another repository of this model")
     shards: list[Shard] = []
