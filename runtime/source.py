@@ -87,7 +87,7 @@ def is_low_bit(path: Path, low_bit: bool = True) -> bool:
 
 
 def _imports_codes(path: Path) -> bool:
-    from .imported import may_run_from_codes
+    from .import_config import may_run_from_codes
 
     try:
         section = quantization_of(path)

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -116,16 +114,3 @@ def test_the_command_and_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFi
     assert main(words) == 2 and "exists" in capfd.readouterr().err
     with pytest.raises(UsageError, match="INT3"):
         exported(tmp_path / "other", "INT3")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="the compressed-tensors package is not installed")
-def test_transformers_reads_it(tmp_path: Path) -> None:
-    """In a process of its own, because the package changes torch modules when it is imported."""
-    exported(tmp_path / "out", "INT8")
-    code = ("import sys, torch\nfrom transformers import AutoModelForCausalLM\n"
-            "a, b = (AutoModelForCausalLM.from_pretrained(path).eval() for path in sys.argv[1:])\n"
-            "ids = torch.tensor([[0, 1, 17, 300, 2, 400]])\n"
-            "x, y = a(ids).logits.float(), b(ids).logits.float()\nprint(float((x - y).abs().max() / y.abs().max()))")
-    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out"), str(FABLE)], capture_output=True, text=True, check=True)
-    assert float(ran.stdout.split()[-1]) < 0.1
