@@ -6,11 +6,14 @@ GPTQ, AWQ, FP8, and of compressed-tensors integers in words (pack-quantized), in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..quant.imports import groups
+from ..quant.spec import QuantSpec
 from .config_reader import ConfigError, show
+from .families import TensorRule, kind_of
 
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # roles of what these methods quantize
 ORIGINAL = "take the original 16-bit checkpoint"
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 # Layout -> the ending of the tensor that holds a weight's codes, and those of the others ("?" behind: may be absent).
@@ -115,3 +118,31 @@ def may_run_from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
     layout = layout_of(section)
     return layout in ("awq", "packed", "integers") or (layout == "gptq" and section.get("bits") in groups.BITS)
+
+
+def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
+    """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
+    method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")
+    first = _weights(section)[0] if method == "compressed-tensors" else section
+    group = first.get("group_size", first.get("q_group_size"))
+    ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
+    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
+    named = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+
+    def formats(role: str, rule: TensorRule) -> QuantSpec | None:
+        own = kind_of(role)
+        head = own == "head" and section.get("lm_head") is True
+        if not head and (own not in LINEARS or len(rule.shape) != 2) or any(_names(each, rule.name) for each in named):
+            return None
+        depth = rule.shape[1]
+        count = depth // group if type(group) is int and 0 < group < depth else 1
+        if rule.part_of or not may_run_from_codes(section) or (ordered and count > 1):
+            return widened
+        return groups.spec_of(bits_of(section), "F16", depth, count) or widened
+
+    return formats
+
+
+def _names(ignored: str, tensor: str) -> bool:
+    """Whether a module that was left out, or a part of its name, is a tensor's. Patterns are not tried: they are a stranger's."""
+    return not ignored.startswith("re:") and f".{ignored.strip('.')}." in f".{tensor}"

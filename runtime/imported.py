@@ -26,88 +26,14 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-<<<<<<< HEAD
 from .import_config import CODES, ENDINGS, bits_of, block_of, layout_of, may_run_from_codes
-=======
-from .families import TensorRule, kind_of
->>>>>>> main
 
 FLOATS = ("F32", "F16", "BF16")
 WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
-<<<<<<< HEAD
 # Of activations and caches, which are not rounded to a checkpoint's scales here.
 IGNORED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale", "k_scale", "v_scale",
            "k_zero_point", "v_zero_point")
-=======
-LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # roles of what these methods quantize
-IGNORED = ("input_scale", "output_scale", "activation_scale", "k_scale", "v_scale")  # of activations, which stay in float32 here
-
-
-def check_method(section: Mapping[str, object]) -> None:
-    """Raises ConfigError for a `quantization_config` that is not read, by name."""
-    method = section.get("quant_method")
-
-    def refused(what: str, known: str) -> ConfigError:
-        return ConfigError(f"config.json: quantization_config with {what} is not supported", f"{known}; or {ORIGINAL}")
-
-    if method not in ENDINGS:
-        raise refused(f"quant_method {show(method)}", f"known: {', '.join(ENDINGS)}")
-    bits = section.get("bits")
-    if method == "gptq" and bits not in (2, 3, 4, 8):
-        raise refused(f"bits {show(bits)}", "GPTQ of 2, 3, 4 and 8 bits")
-    if method == "awq" and (bits not in (4, None) or str(section.get("version", "gemm")).lower() != "gemm"):
-        raise refused(f"bits {show(bits)} and version {show(section.get('version'))}", "AWQ of 4 bits in the gemm layout")
-    if method == "compressed-tensors" and _packed_bits(section) is None:
-        raise refused(f"format {show(section.get('format'))}", "pack-quantized integers of 4 and 8 bits")
-
-
-def _packed_bits(section: Mapping[str, object]) -> int | None:
-    """Bits of pack-quantized integers, where all groups have the same."""
-    groups = section.get("config_groups")
-    if section.get("format") != "pack-quantized" or not isinstance(groups, dict):
-        return None
-    sections = [each.get("weights") for each in groups.values() if isinstance(each, dict)]
-    found = {each.get("num_bits") for each in sections if isinstance(each, dict)}
-    return found.pop() if len(found) == 1 and found <= {4, 8} else None
-
-
-def may_run_from_codes(section: Mapping[str, object]) -> bool:
-    """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
-    bits = {"gptq": section.get("bits"), "awq": 4, "compressed-tensors": _packed_bits(section)}.get(str(section.get("quant_method")))
-    return bits in groups.BITS
->>>>>>> main
-
-
-def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
-    """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
-    method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")
-    first = section
-    if method == "compressed-tensors":
-        first = next(each["weights"] for each in section["config_groups"].values() if isinstance(each, dict) and "weights" in each)
-    bits = {"gptq": section.get("bits"), "awq": 4, "compressed-tensors": first.get("num_bits")}.get(method)
-    group = first.get("group_size", first.get("q_group_size"))
-    ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
-    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
-    named = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
-
-    def formats(role: str, rule: TensorRule) -> QuantSpec | None:
-        own = kind_of(role)
-        head = own == "head" and section.get("lm_head") is True
-        if not head and (own not in LINEARS or len(rule.shape) != 2) or any(_names(each, rule.name) for each in named):
-            return None
-        depth = rule.shape[1]
-        count = depth // group if type(group) is int and 0 < group < depth else 1
-        if rule.part_of or not may_run_from_codes(section) or (ordered and count > 1):
-            return widened
-        return groups.spec_of(int(bits), "F16", depth, count) or widened
-
-    return formats
-
-
-def _names(ignored: str, tensor: str) -> bool:
-    """Whether a module that was left out, or a part of its name, is a tensor's. Patterns are not tried: they are a stranger's."""
-    return not ignored.startswith("re:") and f".{ignored.strip('.')}." in f".{tensor}"
 
 
 class ImportedStore(TensorStore):

@@ -11,9 +11,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, running
-from pulls import FABLE, Person
+from pulls import FABLE, Person, Terminal
 
 from effllm import EffllmError
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
 from effllm.runtime.catalog import Absent, resolve
 from effllm.runtime.gguf.names import meant
 from effllm.runtime.listing import local_models, model_names
@@ -88,6 +90,25 @@ def test_a_file_is_pulled_run_listed_verified_and_removed(hub: Hub, person: Pers
     assert list(listed(person)) == ["fable", WHOLE] and person.types("verify", WHOLE).code == 0
     assert person.types("rm", WHOLE, "-y").code == 0
     assert not folder.parents[1].exists(), "what is left of a repository is no repository"
+
+
+def test_a_list_of_versions_fits_a_terminal(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commit = hub.repos[REPO].commit
+    for name in (WHOLE, SPLIT):
+        assert person.types("pull", name).code == 0
+    assert person.types("run", "fable", "Once", "--raw", "-n", "1", "--bits", "2", "--keep").code == 0
+    screen = Environment(Terminal(), Terminal(), Terminal(), person.env)
+    assert main(["list", "-l"], screen) == 0
+    lines = screen.stdout.getvalue().splitlines()
+    assert 75 <= max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines]
+    assert rows[0] == ["model", "revision", "template", "licence", "from"]
+    assert ["fable", "yes", "Apache-2.0", "effllm"] in rows and [WHOLE, commit[:12], "yes", "cc0-1.0", "hub", "cache"] in rows
+    (kept,) = (row for row in rows if row[0] == "fable:2bit")
+    assert kept[1].startswith("local-") and len(kept[1]) == 14
+    piped = [line.split() for line in person.types("list", "--long").out.splitlines()]
+    assert [SPLIT, commit[:12], "yes", "hub", "cache"] in piped, "a name that a terminal breaks is whole in a pipe"
 
 
 def test_a_blob_that_something_else_shows_stays(hub: Hub, person: Person) -> None:

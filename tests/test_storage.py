@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pexpect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from hub_server import Hub, running
 from pulls import FABLE, Person, sharded, tiny
 
 from effllm import EffllmError, UsageError
+from effllm.cli.completion import joined
 from effllm.runtime import storage
 from effllm.runtime.aliases import own_file
 from effllm.runtime.catalog import resolve
@@ -296,6 +298,45 @@ def test_ollama_925_the_shell_completes_commands_and_models(hub: Hub, person: Pe
         return ran.stdout.split()
 
     assert {"run", "rm"} <= set(completed("effllm r")) and completed("effllm run org/") == [REPO] and "fable" in completed("effllm show ")
+
+
+@pytest.mark.parametrize(("words", "at", "line", "number", "before"), [
+    (("effllm", "run", "fable", ":", "4"), 4, ("effllm", "run", "fable:4"), 2, "fable:"),
+    (("effllm", "run", "fable", ":"), 3, ("effllm", "run", "fable:"), 2, "fable:"),
+    (("effllm", "run", "fable:4"), 2, ("effllm", "run", "fable:4"), 2, ""),
+    (("effllm", "run", "org/name@v1", ":", "m.gguf", ":", "4"), 6, ("effllm", "run", "org/name@v1:m.gguf:4"), 2, "org/name@v1:m.gguf:"),
+    (("effllm", "run", "fable", ":", "4bit", "--s"), 5, ("effllm", "run", "fable:4bit", "--s"), 3, ""),
+    (("effllm", "run", "fable", ":", "4bit", ""), 5, ("effllm", "run", "fable:4bit", ""), 3, "")])
+def test_words_that_bash_broke_are_put_together(words: tuple[str, ...], at: int, line: tuple[str, ...], number: int, before: str) -> None:
+    for apart in ("\n", " "):
+        assert joined(apart.join(words), at) == (apart.join(line), number, before)
+
+
+def test_bash_completes_names_with_a_colon(person: Person) -> None:
+    """In a real bash, with its own way of breaking words and with a person's."""
+    kept = storage.own_folder(person.env, "fable", f"local-{storage.stamp(FABLE)}", "4bit")
+    kept.mkdir(parents=True)
+    (kept / "effllm.json").write_text("{}")
+    program = person.home / "bin" / "effllm"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m effllm "$@"\n')
+    program.chmod(0o755)
+    env = {**os.environ, **person.env, "PATH": f"{program.parent}:{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
+    script = subprocess.run([program, "--show-completion", "bash"], env=env, capture_output=True, text=True, check=True).stdout
+    (person.home / "rc").write_text(script + "\nbind 'set enable-bracketed-paste off'\nPS1='ready> '\n")
+    for breaks in (":", "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}"):
+        bash = pexpect.spawn("bash", ["--noprofile", "--rcfile", str(person.home / "rc"), "-i"], env=env, encoding="utf-8", timeout=60,
+                             dimensions=(24, 200))
+        bash.expect_exact("ready> ")
+        bash.sendline(f"{breaks}; echo begun")
+        bash.expect("begun\r\n.*ready> ")
+        for typed in ("fable:4", "fable:"):
+            bash.send(f"effllm show {typed}\t")
+            bash.expect_exact("show fable:4bit ")
+            bash.send("\x15")
+        bash.sendline("exit")
+        bash.expect(pexpect.EOF)
+        bash.close()
 
 
 def test_names_for_the_shell_come_without_heavy_imports() -> None:
