@@ -48,9 +48,13 @@ class Person:
 
     def starts(self, *words: str | Path, **variables: str) -> subprocess.Popen:
         """A process of its own."""
+        return self.runs("-m", "effllm", *words, **variables)
+
+    def runs(self, *words: str | Path, **variables: str) -> subprocess.Popen:
+        """An interpreter of its own."""
         env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ} | self.env | variables
         env.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # compiled kernels
-        command = [sys.executable, "-P", "-m", "effllm", *map(str, words)]
+        command = [sys.executable, "-P", *map(str, words)]
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
 
