@@ -152,7 +152,9 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
         lines += tiers(run.prepared, run.forecast.work, run.known, "read")
     elif run.memory is not None:
         lines.append(("memory", f"does not fit now: {run.memory.reason}"))
-    if run.tokens_per_s is not None:
+    if run.memory is None and run.unknown:
+        lines.append(("run", f"memory and speed are not known: {run.unknown}"))
+    elif run.tokens_per_s is not None:
         lines.append(("speed", f"about {run.tokens_per_s:.3g} tokens/s (± {100 * run.error:.0f}%)"))
     elif run.unknown:
         lines.append(("speed", f"not known: {run.unknown}"))

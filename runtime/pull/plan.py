@@ -23,6 +23,7 @@ from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
+from .gguf_head import GgufHead, read_head
 from .reckon import Run, reckon
 from .repository import Repository, companions, describe, named_files, weights
 from .shards import at_once
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 CONFIG_LIMIT = 128 << 10
 TOKENIZER_TIMES = 6  # bytes of memory for a byte of tokenizer.json (128,000 tokens: 100 MiB of 15.5)
+TOKEN_NBYTES = 800  # and for a token, of which the length in a file is not known
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,14 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     repository = describe(client, wish.repo, wish.revision)
     place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
     licence = wish.entry.licence if wish.entry else repository.licence
+    head = GgufHead()
     if wish.reference.file is not None:
         files = named_files(repository, wish.reference.file)
-        config = None
+        if all(place.is_here(file) for file in files):
+            head = GgufHead(unknown="its files are here: effllm plan tells")
+        else:
+            head = read_head(repository, files, client)
+        config, section, nbytes_read = head.config, None, nbytes_read + head.nbytes_read
     else:
         files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
         config, section, count = _config(wish, repository, files, licence, client)
@@ -125,12 +132,13 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
                     nbytes_read)
     if config is None:
-        return made
+        return replace(made, run=Run(unknown=head.unknown))
     smaller, finished = _smaller(made, config), False
     if wish.bits is not None:
         made = _with_bits(made, config, section is not None, client, env)
         finished = (made.folder / storage.MARKER).is_file() and (not wish.keep or place.is_whole(files))
-    return replace(made, smaller=smaller, run=_run(made, config, section, options), is_done=finished)
+    run = _run(made, config, head.store or _expected(wish, config, section), options)
+    return replace(made, smaller=smaller, run=run, is_done=finished)
 
 
 def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
@@ -182,20 +190,27 @@ def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client
 def _smaller(plan: PullPlan, config: ModelConfig) -> tuple[int, int] | None:
     """The bits that suit a model of the catalog, and the bytes of disk that they keep; None where they are asked for or gain nothing."""
     entry = plan.wish.entry
-    if plan.wish.bits is not None or entry is None or entry.default_bits >= 16:
+    if plan.wish.bits is not None or plan.wish.reference.file or entry is None or entry.default_bits >= 16:
         return None
     kept = ExpectedStore(config, QuantSpec.parse(f"{entry.default_bits}bit")).nbytes
     kept += sum(file.size for file in companions(plan.repository))
     return (entry.default_bits, kept) if kept < plan.kept_bytes else None
 
 
-def _run(plan: PullPlan, config: ModelConfig, section: Mapping[str, object] | None, options: EngineOptions | None) -> Run:
-    """What the planner says of the finished model on this machine, as it is now; the speed from what was measured before."""
+def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | None) -> ExpectedStore:
+    """The tensors of the finished model."""
     from ..import_config import METHODS, expected_formats
+
+    if wish.bits is not None:
+        return ExpectedStore(config, QuantSpec.parse(wish.bits))
+    foreign = section is not None and section.get("quant_method") in METHODS
+    return ExpectedStore(config, formats=expected_formats(section) if foreign else None)
+
+
+def _run(plan: PullPlan, config: ModelConfig, store: ExpectedStore, options: EngineOptions | None) -> Run:
+    """What the planner says of the finished model on this machine, as it is now; the speed from what was measured before."""
     from ..prepare import EngineOptions
 
-    spec = None if plan.wish.bits is None else QuantSpec.parse(plan.wish.bits)
-    foreign = spec is None and section is not None and section.get("quant_method") in METHODS
-    tokenizer = sum(file.size for file in plan.files if file.name == "tokenizer.json")
-    return reckon(config, ExpectedStore(config, spec, expected_formats(section) if foreign else None), options or EngineOptions(),
-                  plan.folder, TOKENIZER_TIMES * tokenizer)
+    tokenizer = TOKENIZER_TIMES * sum(file.size for file in plan.files if file.name == "tokenizer.json")
+    beside = tokenizer if plan.wish.reference.file is None else TOKEN_NBYTES * config.vocab_size
+    return reckon(config, store, options or EngineOptions(), plan.folder, beside)

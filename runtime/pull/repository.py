@@ -58,10 +58,10 @@ def describe(client: Client, repo: str, revision: str) -> Repository:
             files[file.name] = file
         elif file:
             unusable.append(file)
-    safetensors = raw.get("safetensors")
-    total = safetensors.get("total") if isinstance(safetensors, dict) else None
+    totals = [each.get("total") for kind in ("safetensors", "gguf") if isinstance(each := raw.get(kind), dict)]
+    counted = [total for total in totals if _is_count(total)]
     return Repository(repo, name if isinstance(name, str) and is_repo(name) else repo, revision, commit, files, tuple(unusable),
-                      _licence(raw), raw.get("gated") not in (None, False), total if _is_count(total) else None, nbytes)
+                      _licence(raw), raw.get("gated") not in (None, False), counted[0] if counted else None, nbytes)
 
 
 def _file(sibling: object) -> RemoteFile | str | None:
