@@ -20,6 +20,7 @@ from . import hub, storage
 from .aliases import catalog
 from .catalog import Absent, find_entry, resolve
 from .gguf import names
+from .pull.disk import allocated, source_folder
 from .reference import Reference, parse_reference
 from .written import MEASURED, foreign
 
@@ -55,7 +56,9 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     if variant is not None:
         raise ModelNotFound(f"{text} is not kept on this machine", "effllm list shows what is")
     if storage.models_folder(env) in folder.parents:
-        return Removal(text, OWN, folder, (folder,), _nbytes(folder))
+        # What a kill has left of the files that it was made of goes first: by itself nothing would find it.
+        left = (source_folder(folder),) if source_folder(folder).is_dir() else ()
+        return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated, left)))
     if is_gguf(folder) and not folder.is_dir() and hub.repo_of(env, folder) is not None:
         return _file_from_cache(text, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
     if repo is not None and hub.cache_folder(env) in folder.parents:

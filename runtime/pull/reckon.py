@@ -21,8 +21,8 @@ NOT_MEASURED = "doctor was not run: effllm doctor measures this machine"
 
 @dataclass(frozen=True)
 class Memory:
-    """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not. Bytes: `weights_bytes` and `kv_bytes` of the
-    total, `streamed_bytes` of weights that every token reads from the disk. `layers`: gpu, memory or disk, of each."""
+    """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not, `hint` what would help. Bytes: `weights_bytes` and
+    `kv_bytes` of the total, `streamed_bytes` of weights that every token reads from the disk. `layers`: gpu, memory or disk, of each."""
 
     fits: bool
     total_bytes: int = 0
@@ -33,6 +33,7 @@ class Memory:
     kv_bytes: int = 0
     streamed_bytes: int = 0
     layers: tuple[str, ...] = ()
+    hint: str = ""
 
     def to_json(self) -> Mapping[str, object]:
         return {"fits": self.fits, "total_bytes": self.total_bytes, "budget_bytes": self.budget_bytes, "context": self.context,
@@ -72,7 +73,7 @@ def reckon(config: ModelConfig, store: ExpectedStore, options: EngineOptions, fo
     try:
         prepared = prepare_with(None, config, store, options, store.container, beside=beside)
     except DoesNotFit as error:
-        return Run(Memory(False, reason=error.message), unknown="it does not fit")
+        return Run(Memory(False, reason=error.message, hint=error.hint), unknown="it does not fit")
     placement = prepared.placement
     memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx, "", placement.weights_bytes, placement.kv_bytes,
                     placement.streamed_bytes, placement.tiers)

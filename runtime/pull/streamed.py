@@ -31,7 +31,7 @@ from ..convert_plan import ConversionPlan, plan_conversion
 from ..convert_tensors import Converter
 from ..events import Notice, Progress
 from .client import Client, DownloadFailed, RemoteFile
-from .disk import Rate, locked, source_folder, speaking, taken
+from .disk import Rate, lock_of, locked, source_folder, speaking, taken
 from .download import PHASE, CacheFolder, complete, download
 from .plan import PullPlan
 
@@ -44,13 +44,14 @@ def quantized(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterato
     begun = taken(out)
     with speaking(storage.models_folder(env), "XDG_DATA_HOME", lambda: max(0, plan.disk_bytes + begun - taken(out))), ExitStack() as held:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = yield from locked(out.with_name(f".{out.name}.lock"), f"another effllm is making {out}: waiting for it")
+        lock = yield from locked(lock_of(out), f"another effllm is making {out}: waiting for it")
         held.callback(os.close, lock)
         if wish.keep:
             yield from _after_download(plan, client, env)
         elif not (out / storage.MARKER).is_file():
             check_target(out, False)
             yield from _as_it_comes(plan, client, env)
+        shutil.rmtree(source_folder(out), ignore_errors=True)  # also what a run that was killed after its last step has left
         note_branch(plan, env)
     yield out
 
@@ -101,10 +102,11 @@ class SourceFolder:
         return PartFile(self.path / file.name, self.path / f".{file.name}.journal", file.size, file.digest)
 
     def is_here(self, file: RemoteFile) -> bool:
-        """Whether a file is whole; one that another tool has downloaded is linked."""
-        place = self.path / file.name
-        if self._cache.is_here(file):
+        """Whether a file is whole; one that another tool has downloaded is linked, as long as it is there."""
+        place, cached = self.path / file.name, self._cache.is_here(file)
+        if cached or place.is_symlink():
             place.unlink(missing_ok=True)
+        if cached:
             place.symlink_to(self._cache.blob(file).resolve())
         return place.exists() and place.stat().st_size == file.size
 
@@ -147,7 +149,6 @@ def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iter
         for shard in shards:
             if shard.part is not None:
                 shard.part.close()
-    shutil.rmtree(source.path, ignore_errors=True)
 
 
 def _head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
