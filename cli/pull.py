@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import DoesNotFit, ModelNotFound, UsageError
-from .flags import add_command, flag
+from .flags import add_command, flag, is_typed
 from .loading import follow, last
 from .options import MEMORY, OUTPUT, Json, Model, Yes
 from .screen import Screen
@@ -56,6 +56,8 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
     reference = parse_reference(model, variables)
     if reference.path is not None:
         raise UsageError(f"{model} is a path, and pull fetches from the hub", "give an alias or org/repo: effllm list --all")
+    bits = bits if reference.variant is None or is_typed(context, "bits") else None  # a variable gives way to the name
+    keep = keep and (is_typed(context, "keep") or bits is not None or reference.variant is not None)
     wish = wish_of(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep)
     client = Client(variables, offline)
     if client.offline and (here := present(wish, screen)) is not None:
