@@ -127,14 +127,14 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         yield ref
         return
     from ..runtime import on_load
-    from ..runtime.container import read_container
     from ..runtime.convert import Converted
     from ..runtime.prepare import demand_context
+    from ..runtime.source import is_low_bit
 
-    if "bits" in weights.settled and (made := read_container(ref.folder)) is not None:
+    if "bits" in weights.settled and ref.variant is None and is_low_bit(ref.folder):
         from .settings import origin
 
-        screen.note(f"{ref.text} is quantized already ({made.spec_text}): bits of {origin(screen.environment, 'bits')} is left out")
+        screen.note(f"{ref.text} is quantized already: bits of {origin(screen.environment, 'bits')} is left out")
         yield ref
         return
     demand_context(ref.folder, options)

@@ -75,12 +75,12 @@ def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: Prompt
 def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen, typed: bool = True) -> Prepared:
     """The plan of the model as it is stored, or as `--bits` or a format in its name would make it. Bits that were not `typed` give way to
     the name, and to weights that are quantized already."""
-    from ..runtime.container import read_container
     from ..runtime.forecast import prepare_at
     from ..runtime.prepare import prepare
+    from ..runtime.source import is_low_bit
 
     ref = find_any(model, screen)
-    bits = bits if typed or not (ref.variant or read_container(ref.folder)) else None
+    bits = bits if typed or not (ref.variant or is_low_bit(ref.folder)) else None
     spec = f"{bits}bit" if bits is not None else ref.variant
     if ref.variant not in (None, spec):
         raise UsageError(f"{ref.text} and --bits {bits} disagree", "give one of them")
