@@ -171,7 +171,10 @@ def test_a_tag_in_a_folder_of_ones_own(person: Person, hub: Hub) -> None:
     (folder / "deep" / "tale-Q8_0.gguf").write_bytes(hub.repos[REPO].files["fable-Q8_0.gguf"])
     for text in (f"{folder}:Q8_0", f"{folder}:deep/tale-Q8_0.gguf"):
         assert resolve(text, person.env).folder == folder / "deep" / "tale-Q8_0.gguf"
-    assert f"{folder}:deep/tale-Q8_0.gguf" in person.types("run", f"{folder}:Q4_0", "Hi").refused(3)
+    said = person.types("run", f"{folder}:Q4_0", "Hi").refused(3)
+    assert "no name of a GGUF file" in said and f"{folder}:deep/tale-Q8_0.gguf" in said
+    assert f"{folder}:deep/tale-Q8_0.gguf" in person.types("run", f"{folder}:tale.gguf", "Hi").refused(3)
+    assert "states Q4_K_M" in (said := person.types("run", "fable:Q4_K_M", "Hi").refused(3)) and said.endswith("leave it away: fable")
     assert not hub.requests
 
 
