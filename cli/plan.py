@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import DoesNotFit, DownloadFailed, ModelNotFound, UsageError
-from .flags import add_command, flag
+from .flags import add_command, flag, is_typed
 from .loading import find_any, follow, last, text_side, with_draft
 from .options import MEMORY, OUTPUT, Json, Model, RunFlags
 from .screen import Screen
@@ -56,11 +56,11 @@ def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: Prompt
     screen = Screen(context.obj)
     if prompt is not None and prompt < 1:
         raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
-    flags = with_draft(engine, screen)
+    flags, typed = with_draft(engine, screen), is_typed(context, "bits")
     try:
-        coming, prepared = None, prepared_for(model, bits, flags, screen)
+        coming, prepared = None, prepared_for(model, bits, flags, screen, typed)
     except Absent as absent:
-        coming = before_pull(absent, bits, flags, screen)
+        coming = before_pull(absent, bits if typed or absent.reference.variant is None else None, flags, screen)
         prepared = coming.run.prepared
     known = machine_roofs(prepared, screen, no_probe, coming and coming.folder)
     found, better = forecast.forecast(prepared, known, prompt or forecast.PROMPT), forecast.suggest(prepared, known)
@@ -72,12 +72,15 @@ def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: Prompt
         screen.pairs(lines(model, prepared, known, found, better, coming))
 
 
-def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen) -> Prepared:
-    """The plan of the model as it is stored, or as `--bits` or a format in its name would make it."""
+def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen, typed: bool = True) -> Prepared:
+    """The plan of the model as it is stored, or as `--bits` or a format in its name would make it. Bits that were not `typed` give way to
+    the name, and to weights that are quantized already."""
+    from ..runtime.container import read_container
     from ..runtime.forecast import prepare_at
     from ..runtime.prepare import prepare
 
     ref = find_any(model, screen)
+    bits = bits if typed or not (ref.variant or read_container(ref.folder)) else None
     spec = f"{bits}bit" if bits is not None else ref.variant
     if ref.variant not in (None, spec):
         raise UsageError(f"{ref.text} and --bits {bits} disagree", "give one of them")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..expected import ExpectedStore
     from ..forecast import Forecast
     from ..prepare import EngineOptions, Prepared
-    from ..roofs import Roofs
+    from ..roofs import Roofs, Wanted
 
 NOT_MEASURED = "doctor was not run: effllm doctor measures this machine"
 
@@ -87,6 +87,20 @@ def with_roofs(run: Run, known: Roofs) -> Run:
     found = forecast(run.prepared, known)
     unknown = "" if found.start is not None else NOT_MEASURED if found.reason == NO_ROOFS else found.reason
     return replace(run, forecast=found, known=known, unknown=unknown)
+
+
+def lacking(run: Run) -> Wanted | None:
+    """What to measure for a speed, that of the memory and of the kinds of weights which most bytes are of; None where it would not tell, or
+    where kernels have to be compiled first, which takes longer than anybody wants to wait for a question."""
+    from .. import roofs
+    from ..forecast import wanted
+
+    if run.prepared is None or run.unknown != NOT_MEASURED:
+        return None
+    parts = run.forecast.work.parts
+    kinds = {part.kind for part in parts if 2 * part.nbytes >= max(each.nbytes for each in parts)}
+    asked = replace(wanted(run.prepared), kinds=tuple(sorted(kinds)), kv=(), file=None)
+    return None if roofs.is_cold(asked) else asked
 
 
 def nearest(folder: Path) -> Path:
