@@ -165,6 +165,17 @@ def test_a_tag_means_the_one_file_that_states_it(hub: Hub, person: Person) -> No
     assert "2 files of Q8_0" in said and WHOLE in said
 
 
+def test_bits_of_the_settings_quantize_a_file_when_it_is_here(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = person.types("plan", WHOLE, "--no-probe", "--bits", "2", "--json").json
+    monkeypatch.setenv("EFFLLM_BITS", "2")
+    absent = person.types("plan", WHOLE, "--no-probe", "--json").json
+    assert absent["weights_bytes"] == typed["weights_bytes"] < 3_000_000 and absent["pull"]["bits"] is None
+    ran = person.types("run", WHOLE, "Once", "--raw", "-n", "1", "-y")
+    assert ran.code == 0 and "quantized on load to 3.05 bits" in ran.err, ran.err
+    here = person.types("plan", WHOLE, "--no-probe", "--json").json
+    assert abs(here["weights_bytes"] - typed["weights_bytes"]) < 0.01 * typed["weights_bytes"]
+
+
 def test_a_tag_in_a_folder_of_ones_own(person: Person, hub: Hub) -> None:
     folder = person.home / "mine"
     (folder / "deep").mkdir(parents=True)
