@@ -78,7 +78,8 @@ class EngineFlags(Group):
                                                                  "low-bit weights: dot products or lookup, by measurement (auto)")] = None
     exact: Annotated[bool, flag(COMPUTE, "--exact", "", "low-bit weights times float32 activations: slower, nothing rounded")] = False
     gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "the last N layers on the GPU (as many as fit)")] = None
-    strict: Annotated[bool, flag(COMPUTE, "--strict", "", "an unknown key in the model's config is an error")] = False
+    strict: Annotated[bool, flag(COMPUTE, "--strict", "", "a fallback is an error: less context than the model's, weights from the disk "
+                                          "or widened, slower kernels, a missing template, an unknown key in its config")] = False
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
                                     "tokens of context, 16k is 16384 (the model's, or what fits of it)"), token_count] = None
     ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "memory to use at most, as 6G or 512MiB (what is free)")] = None
