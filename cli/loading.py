@@ -102,6 +102,10 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
 
     if (made := read_container(ref.folder)) is None:
         return bits
+    from ..runtime import on_load
+
+    if on_load.find_kept(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
+        return bits
     if "bits" not in weights.settled or ref.variant is not None:
         raise UsageError(f"{ref.text} is quantized already ({made.spec_text})", "leave --bits away")
     from .settings import origin
