@@ -18,6 +18,7 @@ import numpy as np
 
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import TensorInfo, damaged, shown
+from ..offload.notes import Fallback
 from ..offload.size import format_size
 from ..quant.codes import Codes
 from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
@@ -97,8 +98,9 @@ class ImportedStore(TensorStore):
                 held = [part for name in names for part in self._parts[name].values()]
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(part.nbytes for part in held))
                 ordered = not ours and any("g_idx" in each for name in names for each in self._parts[name])
-                yield (f"{len(names)} {self._method} weights {what} as they are read: {format_size(sizes[0])} of memory for "
-                       f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
+                said = (f"{len(names)} {self._method} weights {what} as they are read: {format_size(sizes[0])} of memory for "
+                        f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
+                yield said if ours else Fallback(said)
 
     def _named(self, store: TensorStore) -> dict[str, TensorInfo]:
         """The tensors by the names they had."""
