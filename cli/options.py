@@ -119,10 +119,16 @@ class RunFlags(EngineFlags):
 
 
 @dataclass(frozen=True)
-class WeightFlags(Group):
-    """Weights made small while they are loaded."""
+class BitsFlag(Group):
+    """Weights made small while they are loaded: what a plan is told of it."""
 
     bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights on load (as they are stored)")] = None
+
+
+@dataclass(frozen=True)
+class WeightFlags(BitsFlag):
+    """Weights made small while they are loaded."""
+
     keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, to be found by the next run")] = False
 
 
