@@ -11,6 +11,9 @@ VENV_READY := $(VENV)/created
 RUNTIME_READY := $(VENV)/runtime-$(REQUIREMENTS)
 TEST_READY := $(VENV)/test-$(REQUIREMENTS)
 LINT_READY := $(VENV)/lint-$(REQUIREMENTS)
+PEERS_READY := $(VENV)/peers-$(REQUIREMENTS)
+# A comma within an argument of a call.
+, := ,
 # Two processes at most, whatever the machine: many tests run the tool with all its threads. A file's tests stay together, for its fixtures.
 WORKERS := -n 2 --dist loadfile
 PROMPT := Tell me a story about the fox and the king.
@@ -20,7 +23,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo test test-all test-peers lint clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -36,6 +39,9 @@ test: $(TEST_READY)  ## run the tests, without the slow ones
 test-all: $(TEST_READY)  ## run every test
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
+test-peers: $(PEERS_READY)  ## install what we compare with (llama.cpp is compiled) and run those tests
+	$(BIN)/pytest -m peer $(WORKERS) $(ARGS)
+
 lint: $(LINT_READY)  ## check the style
 	$(BIN)/ruff check .
 
@@ -50,7 +56,7 @@ $(VENV_READY):
 # Stamps of other requirements go first: whatever they stood for, the environment is about to change.
 define install
 @echo "installing into $(VENV) (the first time only; this takes a minute)"
-@rm -f $(VENV)/runtime-* $(VENV)/test-* $(VENV)/lint-*
+@rm -f $(VENV)/runtime-* $(VENV)/test-* $(VENV)/lint-* $(VENV)/peers-*
 $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable $(1)
 endef
 
@@ -64,5 +70,9 @@ $(TEST_READY): | $(VENV_READY)
 	@touch $(RUNTIME_READY) $@
 
 $(LINT_READY): | $(VENV_READY)
-	$(call install,'.[test,lint]')
+	$(call install,'.[test$(,)lint]')
+	@touch $(RUNTIME_READY) $(TEST_READY) $@
+
+$(PEERS_READY): | $(VENV_READY)
+	$(call install,'.[test$(,)peers]')
 	@touch $(RUNTIME_READY) $(TEST_READY) $@

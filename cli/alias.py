@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 def alias(context: typer.Context, name: Name = None, model: Target = None, rm: Remove = False, json: Json = False) -> None:
     """Give a model a short name of yours, or list those that you gave."""
     from ..runtime.aliases import check_alias, own_aliases, own_file, remove_alias, write_alias
-    from ..runtime.catalog import entry_for
+    from ..runtime.listing import entry_for
 
     screen = Screen(context.obj)
     variables = screen.environment.variables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from .interrupt import interruptible
@@ -20,7 +20,8 @@ ENDINGS = {
 
 
 def show_answer(events: Iterable[object], session: Session, screen: Screen, silent: bool = False) -> Stats:
-    """Write the answer to stdout and its thinking to stderr, as they come. Returns what it cost."""
+    """Write the answer to stdout and its thinking to stderr, as they come. Returns what it cost. Raises
+    Ended at the second Ctrl-C; however it ends, the last line is closed."""
     from ..runtime.events import Done, TextDelta
 
     def pieces() -> Iterator[Done]:
@@ -34,10 +35,13 @@ def show_answer(events: Iterable[object], session: Session, screen: Screen, sile
             else:
                 screen.answer(event.text)
 
-    with interruptible(session.cancel):
-        done = last(pieces())
-    screen.end_answer()
-    return done.stats
+    try:
+        with interruptible(session.cancel):
+            return last(pieces()).stats
+    finally:
+        if isinstance(events, Generator):
+            events.close()  # what was said is in the history from here on
+        screen.end_answer()
 
 
 def say_ending(stats: Stats, session: Session, screen: Screen) -> None:

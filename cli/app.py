@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .completion import whole_words
 from .environment import Environment
 from .errors import guarded
 from .help import PlainGroup
@@ -79,7 +80,8 @@ def build(only: str | None = None) -> typer.Typer:
 
 def program(argv: Sequence[str], environment: Environment) -> int:
     command = typer.main.get_command(build(named(argv, environment.variables)))
-    code = command.main(args=list(argv), prog_name="effllm", standalone_mode=False, obj=environment)
+    with whole_words():
+        code = command.main(args=list(argv), prog_name="effllm", standalone_mode=False, obj=environment)
     return code or 0
 
 

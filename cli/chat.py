@@ -34,7 +34,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
     """Chat in the terminal; piped text is answered once, as by `run`."""
     screen = Screen(context.obj, show.markdown)
     engine = with_draft(engine, screen)
-    with at_bits(find_or_pull(model, weights.bits, screen, yes), weights, screen, engine.threads) as ref:
+    with at_bits(find_or_pull(model, weights.bits, engine, screen, yes), weights, screen, engine.threads) as ref:
         if not screen.environment.is_terminal(screen.environment.stdin):
             from .run import answer_once
 

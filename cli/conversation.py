@@ -2,7 +2,7 @@
 
 A failure of one turn (a context that is full, a file that cannot be saved) is told and the conversation goes on; only a model that
 cannot be loaded or a terminal that is lost ends it. Ctrl-C at an idle prompt empties the line; a second one in a row leaves, as
-Ctrl-D does.
+Ctrl-D does, and so does a second one during an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .answer import say_cost, say_ending, show_answer
 from .attachment import Attachment, with_attachments
 from .editor import Editor
 from .errors import INTERRUPTED, write_error
-from .interrupt import unechoed
+from .interrupt import Ended, unechoed
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -62,10 +62,11 @@ class Conversation:
                 self._take(line)
             except slash.Leave:
                 return 0
+            except Ended:
+                return INTERRUPTED
             except KeyboardInterrupt:  # while a session is saved or taken up; an answer has its own way of being stopped
                 self.screen.note("stopped by Ctrl-C")
             except EffllmError as error:
-                self.screen.end_answer()
                 write_error(self.screen.environment, error.message, error.hint)
             except OSError as error:
                 write_error(self.screen.environment, f"{error.filename or 'file'}: {error.strerror}", "")

@@ -13,14 +13,19 @@ from types import FrameType
 from typing import TextIO
 
 
+class Ended(KeyboardInterrupt):
+    """Ctrl-C was pressed a second time: the program ends."""
+
+
 @contextmanager
 def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
+    """Call `cancel` at the first Ctrl-C. Raises Ended at the second."""
     pressed = False
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal pressed
         if pressed:
-            raise KeyboardInterrupt
+            raise Ended
         pressed = True
         cancel()
 

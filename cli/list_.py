@@ -11,16 +11,19 @@ from .options import OUTPUT, Json
 from .screen import Screen
 
 All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also the names whose files are not here")]
+Long = Annotated[bool, flag(OUTPUT, "-l --long", "", "which version of each is here, and whether it has a chat template")]
+SHOWN = 12  # digits of a commit
 
 
 def register(app: typer.Typer) -> None:
     add_command(app, "list", "look around", list_models)
 
 
-def list_models(context: typer.Context, all: All = False, json: Json = False) -> None:
+def list_models(context: typer.Context, all: All = False, long: Long = False, json: Json = False) -> None:
     """The models on this machine."""
     from ..offload.size import format_size
-    from ..runtime.catalog import catalog, local_models
+    from ..runtime.catalog import catalog
+    from ..runtime.listing import local_models
 
     screen = Screen(context.obj)
     variables = screen.environment.variables
@@ -36,9 +39,14 @@ def list_models(context: typer.Context, all: All = False, json: Json = False) ->
             "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,
                         "licence": entry.licence, "gated": entry.gated} for entry in absent]})
         return
-    screen.table(("model", "family", "parameters", "bits", "size", "context", "licence", "from"),
-                 [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes), str(model.context),
-                   model.licence or "", model.source) for model in here], right=(2, 3, 4, 5))
+    if long:
+        screen.table(("model", "revision", "template", "licence", "from"),
+                     [(model.name, shortened(model.revision), "yes" if model.has_template else "none", model.licence or "", model.source)
+                      for model in here])
+    else:
+        screen.table(("model", "family", "parameters", "bits", "size", "context", "licence", "from"),
+                     [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
+                       str(model.context), model.licence or "", model.source) for model in here], right=(2, 3, 4, 5))
     if absent:
         screen.line()
         screen.table(("not here", "repository", "parameters", "size", "licence", ""),
@@ -46,6 +54,11 @@ def list_models(context: typer.Context, all: All = False, json: Json = False) ->
                        "gated" if entry.gated else "") for entry in absent], right=(2, 3))
     else:
         screen.note("`effllm list --all` also shows the names of models that are not here; `effllm pull MODEL` fetches one")
+
+
+def shortened(revision: str | None) -> str:
+    """The beginning of a commit; of a model that was made of local files, what tells their state."""
+    return (revision or "")[:SHOWN] if revision is None or not revision.startswith("local-") else revision
 
 
 def counted(parameters: int) -> str:

@@ -52,8 +52,8 @@ def find_any(model: str, screen: Screen) -> ModelRef:
     return ref
 
 
-def find_or_pull(model: str, bits: int | None, screen: Screen, yes: bool) -> ModelRef:
-    """`find_any` for a command that offers to load what is absent; `bits` as --bits gave them."""
+def find_or_pull(model: str, bits: int | None, engine: RunFlags, screen: Screen, yes: bool) -> ModelRef:
+    """`find_any` for a command that offers to load what is absent; `bits` as --bits gave them, `engine`: how it is to run."""
     from ..runtime.catalog import Absent
 
     try:
@@ -61,7 +61,7 @@ def find_or_pull(model: str, bits: int | None, screen: Screen, yes: bool) -> Mod
     except Absent as absent:
         from .pull import offer
 
-        return offer(absent, None if bits is None else f"{bits}bit", screen, yes)
+        return offer(absent, None if bits is None else f"{bits}bit", screen, yes, engine.options())
 
 
 @contextmanager

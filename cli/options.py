@@ -29,7 +29,7 @@ def complete_model(incomplete: str) -> list[str]:
     """Names on this machine, for the shell. No network."""
     import os
 
-    from ..runtime.catalog import model_names
+    from ..runtime.listing import model_names
 
     return [name for name in model_names(os.environ) if name.startswith(incomplete)]
 
@@ -45,8 +45,8 @@ def complete_session(incomplete: str) -> list[str]:
 
 
 def model_argument() -> Any:
-    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, :4bit or :FILE",
-                          autocompletion=complete_model, show_default=False)
+    return typer.Argument(metavar="MODEL", help="alias (`effllm list -a`), org/repo, folder or GGUF file; then @revision, "
+                          ":4bit, :FILE or :Q4_K_M", autocompletion=complete_model, show_default=False)
 
 
 Model = Annotated[str, model_argument()]

@@ -18,7 +18,7 @@ from .screen import Screen
 
 if TYPE_CHECKING:
     from ..offload.plan import Placement
-    from ..offload.predict import Prediction
+    from ..offload.predict import Prediction, Work
     from ..runtime.forecast import Forecast, Suggestion
     from ..runtime.prepare import Prepared
     from ..runtime.roofs import Roofs
@@ -133,37 +133,9 @@ def devices(placement: Placement) -> dict[str, int]:
 def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None) -> list[tuple[str, str]]:
     """The same for a person."""
     from ..offload.size import format_size
-    from ..runtime.forecast import neurons_said
 
     placement, work = prepared.placement, found.work
-    residency, budget = placement.residency, placement.budget
-    other = placement.workspace_bytes + placement.baseline_bytes
-    paged = placement.expert_slots is not None and prepared.streams
-    held = placement.host_weights_bytes if residency is None else residency.nbytes + placement.window_bytes
-    held = paged.held_nbytes if paged else held
-    said = [
-        ("model", f"{model} ({prepared.config.family})"),
-        ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens, cache at {prepared.options.kv}"),
-        ("layers", where(placement)), *on_gpu(placement),
-        ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram)} "
-                   f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),
-        ("", f"{WEIGHTS} weights {format_size(held)}  {CACHE} cache {format_size(placement.host_kv_bytes)}  {OTHER} workspace "
-             f"{format_size(placement.workspace_bytes)}, program {format_size(placement.baseline_bytes)}  {FREE} free"),
-    ]
-    if residency is not None:
-        whole = residency.streamed_nbytes + residency.pinned_nbytes
-        said.append(("disk", f"{bar(((WEIGHTS, residency.streamed_nbytes),), whole)} {format_size(residency.streamed_nbytes)} of "
-                             f"{format_size(whole)} of weights, read for every token through {format_size(residency.ring_nbytes)}"))
-    if paged:
-        count = len(paged.parts.parts)
-        said.append(("experts", f"{bar(((WEIGHTS, paged.slots),), count)} {paged.slots} of {count} in memory, "
-                                f"{100 * paged.choice.hit_rate:.0f}% of what a token needs ({paged.choice.policy})"))
-    if (neurons := neurons_said(work, known)) is not None:
-        said.append(("neurons", neurons))
-    if placement.kv_disk_bytes:
-        whole = placement.kv_disk_bytes + placement.kv_bytes
-        said.append(("" if residency is not None else "disk", f"{bar(((CACHE, placement.kv_disk_bytes),), whole)} "
-                     f"{format_size(placement.kv_disk_bytes)} of {format_size(whole)} of cache, with a full context"))
+    said = [("model", f"{model} ({prepared.config.family})"), *tiers(prepared, work, known)]
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
               + (f", {format_size(work.streamed)} of them from the disk" if work.streamed else "")
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache"), *speeds(found)]
@@ -175,6 +147,42 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     if known.machine is not None:
         disk = f", disk {known.disk.disk.stream_rate / 1e9:.2f} GB/s ({known.disk.date})" if known.disk else ""
         said.append(("measured", f"memory {known.machine.memory / 1e9:.1f} GB/s, kernels ({known.machine.date}){disk}"))
+    return said
+
+
+def tiers(prepared: Prepared, work: Work, known: Roofs, disk: str = "disk") -> list[tuple[str, str]]:
+    """What fits where; `disk` names the line of what is read from there."""
+    from ..offload.size import format_size
+    from ..runtime.forecast import neurons_said
+
+    placement = prepared.placement
+    residency, budget = placement.residency, placement.budget
+    other = placement.workspace_bytes + placement.baseline_bytes
+    paged = placement.expert_slots is not None and prepared.streams
+    held = placement.host_weights_bytes if residency is None else residency.nbytes + placement.window_bytes
+    held = paged.held_nbytes if paged else held
+    said = [
+        ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens, cache at {prepared.options.kv}"),
+        ("layers", where(placement)), *on_gpu(placement),
+        ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram)} "
+                   f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),
+        ("", f"{WEIGHTS} weights {format_size(held)}  {CACHE} cache {format_size(placement.host_kv_bytes)}  {OTHER} workspace "
+             f"{format_size(placement.workspace_bytes)}, program {format_size(placement.baseline_bytes)}  {FREE} free"),
+    ]
+    if residency is not None:
+        whole = residency.streamed_nbytes + residency.pinned_nbytes
+        said.append((disk, f"{bar(((WEIGHTS, residency.streamed_nbytes),), whole)} {format_size(residency.streamed_nbytes)} of "
+                             f"{format_size(whole)} of weights, read for every token through {format_size(residency.ring_nbytes)}"))
+    if paged:
+        count = len(paged.parts.parts)
+        said.append(("experts", f"{bar(((WEIGHTS, paged.slots),), count)} {paged.slots} of {count} in memory, "
+                                f"{100 * paged.choice.hit_rate:.0f}% of what a token needs ({paged.choice.policy})"))
+    if (neurons := neurons_said(work, known)) is not None:
+        said.append(("neurons", neurons))
+    if placement.kv_disk_bytes:
+        whole = placement.kv_disk_bytes + placement.kv_bytes
+        said.append(("" if residency is not None else disk, f"{bar(((CACHE, placement.kv_disk_bytes),), whole)} "
+                     f"{format_size(placement.kv_disk_bytes)} of {format_size(whole)} of cache, with a full context"))
     return said
 
 

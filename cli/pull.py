@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,8 +15,9 @@ from .screen import Screen
 
 if TYPE_CHECKING:
     from ..runtime.catalog import Absent, ModelRef
+    from ..runtime.prepare import EngineOptions
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import PullPlan
+    from ..runtime.pull.plan import PullPlan, Wish
     from ..runtime.pull.pull import Pulled
 
 NETWORK = "network"
@@ -26,6 +27,7 @@ EXAMPLES = """examples
   effllm pull qwen3-4b --bits 4       # quantized as it comes, one file of the original at a time
   effllm pull org/repo@v1.0 --dry-run
   effllm pull org/repo:model.Q4_K_M.gguf
+  effllm pull org/repo:Q4_K_M         # the one GGUF file of that precision
 
 Files go into the Hugging Face cache (HF_HUB_CACHE, HF_HOME), where other tools find them; what --bits makes goes into effllm's own
 folder. A pull that was stopped goes on where it stopped. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY are honoured.
@@ -55,7 +57,7 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
         raise UsageError(f"{model} is a path, and pull fetches from the hub", "give an alias or org/repo: effllm list --all")
     wish = wish_of(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep)
     client = Client(variables, offline)
-    if client.offline and (here := present(model, wish.bits, variables)) is not None:
+    if client.offline and (here := present(wish, screen)) is not None:
         say_done(here, None, None, screen, json)
         return
     plan = plan_pull(wish, client, variables)
@@ -80,15 +82,32 @@ def chosen_bits(variant: str | None, bits: int | None, keep: bool, model: str) -
     return variant or given
 
 
-def present(model: str, bits: str | None, variables: Mapping[str, str]) -> object:
-    """The folder of a model that needs no network, None where it is not whole."""
+def present(wish: Wish, screen: Screen) -> Path | None:
+    """The folder of a model that needs no network, None where something of it is not here. What --bits asks for is made where all of the
+    published weights are here."""
     from ..runtime.catalog import resolve
 
+    reference, variables = wish.reference, screen.environment.variables
     try:
-        ref = resolve(model, variables)
+        if wish.bits is None or wish.keep:
+            ref = resolve(f"{reference.base}:{reference.file}" if reference.file else reference.base, variables)
+            if ref.notice:  # another format of it
+                return None
+        if wish.bits is not None:
+            ref = resolve(f"{reference.base}:{wish.bits}", variables)
     except ModelNotFound:
         return None
-    return ref.folder if not (bits and ref.variant) else None
+    return ref.folder if ref.variant is None else make_small(ref, screen)
+
+
+def make_small(ref: ModelRef, screen: Screen) -> Path:
+    """The model of the cache in the format of its name, kept where a pull keeps it."""
+    from ..runtime import on_load
+    from ..runtime.convert import Converted
+
+    request = on_load.Request(ref, ref.variant, screen.environment.models_folder, keep=True)
+    request.folder.parent.mkdir(parents=True, exist_ok=True)
+    return last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted)).folder
 
 
 def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
@@ -112,11 +131,13 @@ def suffix(plan: PullPlan) -> str:
 def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     """The plan on stderr: stdout is for the answer of `run`, and for --json."""
     from ..offload.size import format_size
+    from .plan import tiers
 
-    repository, wish, memory = plan.repository, plan.wish, plan.memory
+    repository, wish, run = plan.repository, plan.wish, plan.run
     if repository.repo != repository.asked:
         screen.note(f"{repository.asked} is called {repository.repo} now")
-    gate = ", gated: your token must have access" if repository.gated else ""
+    other = f"; about the same size without a gate: {wish.entry.alternative}" if wish.entry and wish.entry.alternative else ""
+    gate = f", gated: your token must have access{other}" if repository.gated else ""
     here = f", {format_size(plan.held_bytes)} of it here already" if plan.held_bytes else ""
     made = f" at {wish.bits}" if wish.bits else ""
     lines = [("model", f"{repository.repo} at {repository.commit[:12]}" + (f" ({wish.entry.alias})" if wish.entry else "")),
@@ -124,26 +145,33 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
              ("download", f"{format_size(plan.to_load)} in {len(plan.files)} files{here}"),
              ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
-    if memory is not None:
-        lines.append(("memory", f"{format_size(memory.total_bytes)} of {format_size(memory.budget_bytes)}, context {memory.context}"
-                      if memory.fits else f"does not fit now: {memory.reason}"))
-    if plan.tokens_per_s is not None:
-        lines.append(("speed", f"about {plan.tokens_per_s:.3g} tokens/s (± {100 * plan.tokens_per_s_error:.0f}%)"))
-    elif plan.speed_unknown:
-        lines.append(("speed", f"not known: {plan.speed_unknown}"))
+    if plan.smaller is not None:
+        bits, nbytes = plan.smaller
+        lines.append(("smaller", f"--bits {bits} keeps {format_size(nbytes)} of it"))
+    if run.prepared is not None:
+        lines += tiers(run.prepared, run.forecast.work, run.known, "read")
+    elif run.memory is not None:
+        lines.append(("memory", f"does not fit now: {run.memory.reason}"))
+    if run.memory is None and run.unknown:
+        lines.append(("run", f"memory and speed are not known: {run.unknown}"))
+    elif run.tokens_per_s is not None:
+        lines.append(("speed", f"about {run.tokens_per_s:.3g} tokens/s (± {100 * run.error:.0f}%)"))
+    elif run.unknown:
+        lines.append(("speed", f"not known: {run.unknown}"))
     for name, text in lines:
         screen.note(f"{name:<10}{text}")
 
 
-def confirm_memory(plan: PullPlan, screen: Screen, yes: bool) -> None:
-    """A model that could not run here is loaded only if a person says so."""
-    if plan.memory is None or plan.memory.fits or yes:
+def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y loads it anyway") -> None:
+    """A model that could not run here is loaded only if a person says so; `anyway` is how to say it beforehand."""
+    memory = plan.run.memory
+    if memory is None or memory.fits or yes:
         return
-    smaller = f"effllm pull {plan.wish.reference.text} --bits 4 may fit; -y loads it anyway" if not plan.wish.bits else "-y loads it anyway"
+    smaller = "" if plan.wish.bits or plan.wish.reference.file else f"effllm pull {plan.wish.reference.text} --bits 4 may fit; "
     if not screen.environment.can_ask:
-        raise DoesNotFit(f"{plan.wish.reference.text} would not run here: {plan.memory.reason}", smaller)
+        raise DoesNotFit(f"{plan.wish.reference.text} would not run here: {memory.reason}", smaller + anyway)
     if not screen.ask("It would not run on this machine now. Load it anyway?"):
-        raise DoesNotFit("nothing was loaded", smaller)
+        raise DoesNotFit("nothing was loaded", smaller + anyway)
 
 
 def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, screen: Screen, json: bool) -> None:
@@ -160,8 +188,9 @@ def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, scree
                     + (f":{plan.wish.bits}" if plan.wish.bits and not plan.wish.reference.variant else ""))
 
 
-def offer(absent: Absent, bits: str | None, screen: Screen, yes: bool) -> ModelRef:
-    """The model after a pull that a person agreed to, at the terminal or by -y; without either the error stands."""
+def offer(absent: Absent, bits: str | None, screen: Screen, yes: bool, options: EngineOptions) -> ModelRef:
+    """The model after a pull that a person agreed to, at the terminal or by -y; without either the error stands. `options`: of the run
+    that is to follow. -y does not load what that could not run."""
     from ..runtime.catalog import resolve
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import plan_pull, wish_of
@@ -170,10 +199,10 @@ def offer(absent: Absent, bits: str | None, screen: Screen, yes: bool) -> ModelR
     client = Client(variables)
     if not yes and not screen.environment.can_ask:
         raise absent
-    plan = plan_pull(wish_of(absent.reference, variables, bits), client, variables)
+    plan = plan_pull(wish_of(absent.reference, variables, bits), client, variables, options)
     show_plan(plan, client, screen)
-    if plan.memory is not None and not plan.memory.fits:
-        confirm_memory(plan, screen, False)
+    if plan.run.memory is not None and not plan.run.memory.fits:
+        confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{suffix(plan)} -y loads it anyway")
     elif not yes and not screen.ask("Load it?"):
         raise absent
     fetch(plan, client, screen)

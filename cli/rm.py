@@ -44,7 +44,7 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
         what = f"{removal.folder} ({size}) is in the hub cache, which other programs share"
         if not screen.environment.can_ask:
             raise UsageError(what, f"-y removes it: effllm rm {model} -y")
-        if not screen.ask(f"{what}. Remove it?"):
+        if not screen.ask(f"{what}. Remove it?", bare=False):
             screen.note("nothing was removed")
             return
     remove(removal, screen.environment.variables)

@@ -46,7 +46,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         raise UsageError("--system has no place in --raw text", "drop one of them, or write the system prompt into the text")
     if raw and saving.session is not None:
         raise UsageError("--session keeps a conversation, and --raw text is none", "drop one of them")
-    found = find_or_pull(model, weights.bits, screen, yes)
+    found = find_or_pull(model, weights.bits, engine, screen, yes)
     text = read_prompt(prompt, file, screen)
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {model} "your prompt"')

@@ -76,3 +76,5 @@ def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = Fa
         screen.json({"removed": list(names), "cache_only": cache, "freed_bytes": freed})
     else:
         screen.note(f"{', '.join(names)}: {'cache ' if cache else ''}removed, {format_size(freed)} freed")
+    if unread := store.unread():
+        screen.note(f"pages stay: session {', '.join(unread)} cannot be read here and may use any of them")

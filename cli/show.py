@@ -23,6 +23,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.model import check_tensors
     from ..runtime.model import parameters as count
+    from ..runtime.source import licence_of
     from ..runtime.text import Tokenizer
 
     screen = Screen(context.obj)
@@ -31,12 +32,13 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     config, container = prepared.config, prepared.container
     groups = check_tensors(config, prepared.store, container)
     tokenizer = Tokenizer.load(ref.folder, config)
+    licence = ref.licence or licence_of(ref.folder)
     parameters, tensors = count(groups), [tensor for roles in groups.values() for tensor in roles.values()]
     stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
     windows = sorted({window for window in config.windows if window is not None})
     experts = config.mixture
     if json:
-        screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": ref.licence,
+        screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": licence,
                      "family": config.family, "parameters": parameters, "bits_per_weight": round(8 * prepared.store.nbytes / parameters, 4),
                      "size_bytes": prepared.store.nbytes, "stored": stored,
                      "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
@@ -57,7 +59,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("model", f"{model}, {config.family}"),
         ("from", source),
         ("folder" if ref.folder.is_dir() else "file", str(ref.folder)),
-        ("licence", ref.licence or "not stated"),
+        ("licence", licence or "not stated"),
         ("parameters", f"{counted(parameters)}, stored as {', '.join(stored)}, {format_size(prepared.store.nbytes)}"),
         ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "
                                                    f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),

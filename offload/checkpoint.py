@@ -113,6 +113,10 @@ class TensorStore:
         """Where in its file a tensor's bytes lie just as `read` gives them; None where they are made on the way in."""
         return info.offset
 
+    def files_of(self, info: TensorInfo) -> frozenset[Path]:
+        """The files that have to be here for a tensor to be read; several where it is made of parts."""
+        return frozenset((info.file,))
+
     def descriptor(self, file: Path) -> int:
         """The open descriptor of one of `files` (for mapping it); it belongs to the store."""
         if file not in self._opened:

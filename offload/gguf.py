@@ -89,6 +89,41 @@ def read_gguf_header(path: Path, fd: int) -> GgufHeader:
     """The header of an open file. CheckpointError where anything is wrong, in one line that names the key or tensor."""
     size = os.fstat(fd).st_size
     cursor = _Cursor(path, fd, size)
+    tensors, keys = _counts(cursor, size)
+    metadata: dict[str, Value] = {}
+    for _ in range(keys):
+        key = _key(cursor, metadata)
+        metadata[key] = cursor.value(cursor.number(4), key)
+    entries = [_entry(cursor) for _ in range(tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        damaged(path, f"states general.alignment {shown_value(alignment)}, expected a power of two from 8 on")
+    begin = -(-cursor.at // alignment) * alignment
+    return GgufHeader(path, metadata, _placed(path, entries, begin, size, alignment))
+
+
+def read_gguf_keys(path: Path, head: bytes, size: int) -> tuple[dict[str, Value], dict[str, int]]:
+    """The keys that a file of `size` bytes begins with, as far as `head`, its beginning, holds them, and the lengths of lists: of one that
+    ends behind `head` that alone. CheckpointError where anything is wrong; `path` is for errors."""
+    cursor = _Beginning(path, head, size)
+    metadata: dict[str, Value] = {}
+    lengths: dict[str, int] = {}
+    try:
+        for _ in range(_counts(cursor, size)[1]):
+            key = _key(cursor, metadata)
+            if (kind := cursor.number(4)) == ARRAY:
+                at = cursor.at
+                lengths[key] = (cursor.number(4), cursor.number(8))[1]
+                cursor.at = at
+            metadata[key] = cursor.value(kind, key)
+    except _Behind:
+        return metadata, lengths
+    return metadata, lengths
+
+
+def _counts(cursor: _Cursor, size: int) -> tuple[int, int]:
+    """Tensors and keys of a file that begins as one should."""
+    path = cursor.path
     if size < 24:
         damaged(path, f"is cut short: {size} bytes is less than the smallest header")
     magic, version = bytes(cursor.take(4, "magic")), cursor.number(4)
@@ -100,19 +135,15 @@ def read_gguf_header(path: Path, fd: int) -> GgufHeader:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
         what = "a big-endian GGUF file" if swapped else f"GGUF version {version}, read are versions 2 and 3"
         raise CheckpointError(f"{path} is {what}", "convert the original checkpoint again")
-    tensors, keys = cursor.count(8, MAX_TENSORS, 24, "tensors"), cursor.count(8, MAX_KEYS, 12, "keys")
-    metadata: dict[str, Value] = {}
-    for _ in range(keys):
-        key = cursor.text(MAX_NAME, "a key")
-        if key in metadata:
-            damaged(path, f"states key {shown(key)} twice")
-        metadata[key] = cursor.value(cursor.number(4), key)
-    entries = [_entry(cursor) for _ in range(tensors)]
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        damaged(path, f"states general.alignment {shown_value(alignment)}, expected a power of two from 8 on")
-    begin = -(-cursor.at // alignment) * alignment
-    return GgufHeader(path, metadata, _placed(path, entries, begin, size, alignment))
+    return cursor.count(8, MAX_TENSORS, 24, "tensors"), cursor.count(8, MAX_KEYS, 12, "keys")
+
+
+def _key(cursor: _Cursor, metadata: Mapping[str, Value]) -> str:
+    """The next one's name."""
+    key = cursor.text(MAX_NAME, "a key")
+    if key in metadata:
+        damaged(cursor.path, f"states key {shown(key)} twice")
+    return key
 
 
 def shown_value(value: object) -> str:
@@ -257,3 +288,21 @@ class _Cursor:
             damaged(self.path, f"has {what} with a text that is no UTF-8")
         self.at = at
         return out
+
+
+class _Behind(Exception):
+    """What is asked for lies behind the beginning that is here."""
+
+
+class _Beginning(_Cursor):
+    """A walk over the first bytes of a header, the file itself being elsewhere."""
+
+    def __init__(self, path: Path, head: bytes, size: int) -> None:
+        super().__init__(path, -1, size)
+        self._held += head
+
+    def _hold(self, end: int, what: str) -> None:
+        if end > self._size:
+            self._cut(what)
+        if end > len(self._held):
+            raise _Behind

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +14,7 @@ from types import TracebackType
 
 import numpy as np
 
-from .. import EffllmError
+from .. import EffllmError, UsageError
 from .gguf import ARRAY, BLOCKS, BOOL, MAGIC, SCALARS, STRING, TYPES, Value
 
 VERSION, ALIGNMENT = 3, 32
@@ -73,32 +75,71 @@ def _value(value: Value) -> bytes:
 
 
 class NewFile:
-    """A file that is not there until `commit`: it grows under a hidden name beside it, and an error removes that. A context manager."""
+    """A file that is not there until `commit`: it grows under a hidden name beside it, and an error removes that. A context manager.
+
+    The hidden file is locked, so that two never write into one. Raises UsageError where another process does, EffllmError where the disk
+    or the place refuses.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self._part = path, path.with_name(f".{path.name}.part")
+        self._fd = -1
+        with self._refusals("give another place with -o"):
+            self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._file = self._part.open("wb")
-        except OSError as error:
-            raise EffllmError(f"{path} cannot be written: {error.strerror}", "give another place with -o") from error
+            if not self._lock():
+                raise UsageError(f"another effllm is writing {path}", "wait for it, or give another place with -o")
+            with self._refusals("give another place with -o"):
+                os.ftruncate(self._fd, 0)  # what a killed run has left
+        except BaseException:
+            self._close()
+            raise
+
+    def _lock(self) -> bool:
+        """Whether the hidden file is this writer's. Where a file system has no locks, nobody can tell."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        try:
+            return os.fstat(self._fd).st_ino == self._part.stat().st_ino
+        except FileNotFoundError:
+            return False  # it got its final name meanwhile
 
     def write(self, data: bytes | memoryview) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise EffllmError(f"{self.path} cannot be written: {error.strerror}", "make room on the disk, or give another place with -o") \
-                from error
+        """Append bytes. Nothing waits in this process, so that a disk that is full says so here or in `commit`."""
+        view = memoryview(data).cast("B")
+        with self._refusals():
+            while view:
+                view = view[os.write(self._fd, view) :]
 
     def commit(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._part, self.path)
+        with self._refusals():
+            os.fsync(self._fd)
+            os.replace(self._part, self.path)
+        self._close()
+
+    @contextmanager
+    def _refusals(self, hint: str = "make room on the disk, or give another place with -o") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EffllmError(f"{self.path} cannot be written: {error.strerror}", hint) from error
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self._file.closed:
-            self._file.close()
-            self._part.unlink(missing_ok=True)
+        if self._fd < 0:
+            return
+        try:
+            self._part.unlink(missing_ok=True)  # while it is locked: afterwards it may be another's
+        finally:
+            self._close()

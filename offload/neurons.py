@@ -297,7 +297,7 @@ class WindowedBundles:
     def groups(self) -> Iterator[tuple[int, int, int, int]]:
         """See `ResidentBundles.groups`."""
         place = self._place
-        if not self._ahead:
+        if not self._ahead or self._ahead[0][0] or self._ahead[0][2].error is not None:  # the rest of a pass that was interrupted
             self.begin_groups()
         while self._ahead:
             first, units, ticket = self._ahead[0]
@@ -339,13 +339,20 @@ class WindowedBundles:
     def _settle(self, expected: bool = True) -> None:
         """Give up what an interrupted pass left: groups that nobody came for, units that did not arrive; with `expected` those too that
         were expected and not asked for."""
-        late, self._late = ([] if self._late is None else [self._late]), None
-        if (expected or late or self._ahead) and self._coming is not None:
-            late, self._coming = [*late, self._coming[1]], None
-        for ticket in (*late, *(ticket for _, _, ticket in self._ahead)):
+        expected = expected or self._late is not None or bool(self._ahead)
+        if self._late is not None or self._ahead or (expected and self._coming is not None):
             self._window = Window.empty(self._place.units, self._slots)
-            self._pager.give_up(ticket)
-        self._ahead.clear()
+        # Each is forgotten when nothing of it writes any more: interrupted here, the next pass has to wait for what is left. What was
+        # expected is first, because the others say that it has to go.
+        if expected and self._coming is not None:
+            self._pager.give_up(self._coming[1])
+            self._coming = None
+        while self._ahead:
+            self._pager.give_up(self._ahead[0][2])
+            del self._ahead[0]
+        if self._late is not None:
+            self._pager.give_up(self._late)
+            self._late = None
 
 
 def _nothing() -> None:

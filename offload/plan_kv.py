@@ -84,8 +84,8 @@ def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
     page = demand.kv_bytes_per_token * PAGE
 
     def held(pages: int) -> Placement:
-        own = replace(demand, workspace=demand.workspace + spill.workspace, kv_bytes_per_token=0,
-                      kv_fixed=demand.kv_fixed + spill.ring + pages * page)
+        own = replace(demand, workspace=demand.workspace + spill.workspace, kv_bytes_per_token=0, kv_layers=(),
+                      kv_fixed=demand.kv_fixed + spill.ring + pages * page)  # does not grow with the context, in no layer
         return plan(own, budget, max(ctx_max, ctx), ctx, "cpu", None, PAGE)
 
     def fits(pages: int) -> bool:

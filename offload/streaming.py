@@ -5,7 +5,7 @@ prepared for a part holds for every pass. Reading ahead goes on over the end of 
 and the sampler run. A part is read when nothing that is still needed lies where it goes; whoever uses it waits for that alone.
 
 A read begins and ends on a block of the file, so a part takes a little more memory than its bytes, and its tensors lie there as they
-lie in the file: on 64-byte borders in a folder that effllm wrote, on those of their type everywhere (`fits`).
+lie in the file: on 64-byte borders in a folder that effllm wrote, on those of their type everywhere, which whoever cuts parts sees to.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class _Extent:
     at: int
 
 
-def lay_out(ranges: Sequence[Range], start: int = 0) -> tuple[list[_Extent], int, list[int]]:
-    """What to read for `ranges` into memory from `start` on (on a block), the bytes of it, and where each range then begins."""
+def lay_out(ranges: Sequence[Range], start: int = 0, gap: int = GAP) -> tuple[list[_Extent], int, list[int]]:
+    """What to read for `ranges` into memory from `start` on (on a block), the bytes of it, and where each range then begins. Up to `gap`
+    bytes between two are read with them; with none, a range takes no more than its bytes and two blocks."""
     extents: list[_Extent] = []
     places = [0] * len(ranges)
     at = start
@@ -69,7 +70,7 @@ def lay_out(ranges: Sequence[Range], start: int = 0) -> tuple[list[_Extent], int
         own = ranges[index]
         begin, end = own.offset // BLOCK * BLOCK, own.offset + own.nbytes
         last = extents[-1] if extents else None
-        if last is not None and last.file == own.file and begin <= last.offset + last.nbytes + GAP:
+        if last is not None and last.file == own.file and begin <= last.offset + last.nbytes + gap:
             needed = max(last.needed, end - last.offset)
             extents[-1] = last = _Extent(last.file, last.offset, -(-needed // BLOCK) * BLOCK, needed, last.at)
         else:
@@ -168,10 +169,13 @@ class StreamingPager:
 
     @contextmanager
     def fetch(self, ranges: Sequence[Range]) -> Iterator[list[np.ndarray]]:
-        """Bytes that nobody has asked for in advance, at most FETCH_NBYTES with their borders; they hold until the next fetch."""
+        """Bytes that nobody has asked for in advance; they hold until the next fetch. With two blocks for each range at most FETCH_NBYTES,
+        else ValueError."""
         if self._spare is None:
             self._spare = anonymous(FETCH_NBYTES)
         extents, nbytes, places = lay_out(ranges)
+        if nbytes > FETCH_NBYTES:  # of rows that lie near one another, mostly what is between them
+            extents, nbytes, places = lay_out(ranges, gap=0)
         if nbytes > FETCH_NBYTES:
             raise ValueError(f"{nbytes} bytes to fetch at once, at most {FETCH_NBYTES}")
         ticket = self._reader.submit(reads_of(extents, self._spare), urgent=True)

@@ -314,6 +314,9 @@ class _Work:
             while at < end:
                 count = part.readinto(at, buffer[: min(len(buffer), end - at)])
                 if not count:
+                    with state.writing:  # a fresh start empties the file for a moment
+                        if state.generation != generation:
+                            return False
                     raise EffllmError(f"{part.path} became shorter while it was being written", "run the same command again")
                 if running is not None:
                     running.update(buffer[:count])

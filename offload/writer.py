@@ -62,9 +62,9 @@ class FolderWriter:
     def finish(self, name: str, entry: Mapping[str, object]) -> None:
         """All bytes of a tensor have been written: make them last, then say so in the journal. `entry` must survive JSON."""
         with self._space():
-            os.fdatasync(self._fds[self._places[name][0]])
+            _make_last(self._fds[self._places[name][0]])
             _write_all(self._journal, (json.dumps([name, entry]) + "\n").encode())
-            os.fdatasync(self._journal)
+            _make_last(self._journal)
         self.finished[name] = entry
 
     def commit(self, copies: Mapping[str, Path], texts: Mapping[str, str], replace: bool = False) -> None:
@@ -233,6 +233,11 @@ def _pwrite(fd: int, data: memoryview | bytes, offset: int) -> None:
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+def _make_last(fd: int) -> None:
+    """Wait until the bytes of a file are on the disk, without its times where the system tells the two apart."""
+    getattr(os, "fdatasync", os.fsync)(fd)
 
 
 def _copy(source: Path, target: Path) -> None:

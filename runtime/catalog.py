@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .. import EffllmError, ModelNotFound, UsageError
+from .. import ModelNotFound, UsageError
 from ..offload.header import is_gguf
 from . import hub, storage
 from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
+from .gguf import names
 from .reference import LOOK, Reference, exists, parse_reference
 
-if TYPE_CHECKING:
-    from ..offload.header import TensorInfo
-    from .container import StoredTensor
-
-__all__ = ["Absent", "CatalogEntry", "LocalModel", "ModelRef", "catalog", "entry_folder", "entry_for", "find_entry", "local_models",
-           "model_names", "parse_catalog", "pull_hint", "resolve"]
+__all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "find_entry", "parse_catalog", "pull_hint", "resolve"]
 
 
 class Absent(ModelNotFound):
@@ -50,23 +44,6 @@ class ModelRef:
     default_bits: int | None = None
     variant: str | None = None
     notice: str = ""
-
-
-@dataclass(frozen=True)
-class LocalModel:
-    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder" or "hub cache"; `bits` are stored per weight."""
-
-    name: str
-    family: str
-    folder: Path
-    size_bytes: int
-    params: int
-    source: str
-    licence: str | None
-    bits: float = 0.0
-    context: int = 0
-    revision: str | None = None
-    has_template: bool = False
 
 
 def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
@@ -101,9 +78,9 @@ def find_entry(entries: Iterable[CatalogEntry], name: str) -> CatalogEntry | Non
 
 
 def _from_path(reference: Reference, path: Path) -> ModelRef:
-    text = reference.text
+    text, folder = reference.text, path
     if reference.file is not None:
-        path = path / reference.file
+        path = path / (_meant(reference, path, show(str(path))) or reference.file)
     try:
         if path.is_dir():
             return _of_folder(ModelRef(text, path, variant=reference.variant))
@@ -111,15 +88,32 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
     except OSError as error:
         raise ModelNotFound(f"{show(text)} cannot be read: {error.strerror}", f"check its permissions: ls -ld {path.parent}") from error
     if not present:
-        raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}", LOOK)
+        others = names.models(hub.gguf_files(folder)) if reference.file else []
+        raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}",
+                            f"name one: {_listed(reference, others)}" if others else LOOK)
     if is_gguf(path):
         return _from_gguf(reference, path)
     raise UsageError(f"{show(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}")
 
 
-def _from_gguf(reference: Reference, path: Path) -> ModelRef:
+def _from_gguf(reference: Reference, path: Path, **facts: object) -> ModelRef:
     """The one place where a name becomes a GGUF file that is there, from the disk or from the cache."""
-    return ModelRef(reference.text, path, variant=reference.variant)
+    return ModelRef(reference.text, path, variant=reference.variant, **facts)
+
+
+def _meant(reference: Reference, folder: Path, where: str) -> str | None:
+    """The file below `folder` that a reference names or states by its tag, None for none. Raises ModelNotFound for several."""
+    if reference.file.lower().endswith(names.SUFFIX):
+        return reference.file if exists(folder / reference.file) else None
+    found = names.meant(reference.file, hub.gguf_files(folder))
+    if len(found) > 1:
+        raise ModelNotFound(f"{where} has {len(found)} files of {reference.file}",
+                            f"name one: {_listed(reference, found)}")
+    return found[0] if found else None
+
+
+def _listed(reference: Reference, files: Sequence[str]) -> str:
+    return " or ".join(f"{reference.base}:{file}" for file in files[:4])
 
 
 def _of_folder(ref: ModelRef) -> ModelRef:
@@ -155,8 +149,7 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
     """A repository's files, or what effllm made of them; None where neither is here."""
     found = hub.find(env, repo, revision)
     if reference.file is not None:
-        path = found.folder / reference.file if found else None
-        return _from_gguf(reference, path) if path is not None and path.exists() else None
+        return _from_cached_file(reference, found, facts) if found else None
     kept = storage.find_kept(env, repo, found.commit if found else revision, reference.variant)
     missing = hub.missing_files(found.folder) if found else ()
     if found is not None and not missing and not (reference.variant and kept):
@@ -167,11 +160,25 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
         best = next((each for each in kept if each.spec == usual), kept[-1])
         notice = "" if reference.variant else f"{reference.text}: its weights of {best.spec}; the full ones are not on this machine"
         return _of_folder(ModelRef(reference.text, best.folder, repo=repo, revision=best.revision, notice=notice, **facts))
+    if "config.json" in missing and (files := names.models(hub.gguf_files(found.folder))):
+        raise _absent(reference, repo, f"of {repo}, GGUF files alone are here", f"name one: {_listed(reference, files)}")
     if missing:
         rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise _absent(reference, repo, f"{repo} is only partly downloaded: {show(missing[0])} is missing{rest}",
                       f"to complete it: effllm pull {reference.text}")
     return None
+
+
+def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[str, object]) -> ModelRef | None:
+    """A GGUF file of a repository, whole; None where none of it is here."""
+    name = _meant(reference, found.folder, found.repo)
+    if name is None:
+        return None
+    if lost := [part for part in names.all_parts(name) if not (found.folder / part).exists()]:
+        raise _absent(reference, found.repo, f"{name} of {found.repo} is only partly downloaded: {lost[0]} is missing"
+                      + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""), f"to complete it: effllm pull {reference.text}")
+    own = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts} or {"licence": hub.stated_licence(found.folder)}
+    return _from_gguf(reference, found.folder / name, repo=found.repo, revision=found.commit, **own)
 
 
 def _absent(reference: Reference, repo: str, message: str, hint: str, entry: CatalogEntry | None = None) -> Absent:
@@ -220,107 +227,3 @@ def _near(name: str, known: list[str]) -> list[str]:
     if not close and len(name) >= 3 and "/" not in name:
         close = [each for each in folded if name.lower() in each][:3]
     return [folded[each] for each in close]
-
-
-def local_models(env: Mapping[str, str]) -> list[LocalModel]:
-    """Models that can run now: the packaged one, what effllm made, the hub cache; nothing damaged, partial or of another family."""
-    entries = catalog(env)
-    found = []
-    for entry in entries:
-        if entry.path:
-            found.append(_local(entry.alias, entry_folder(entry), "folder" if entry.own else "effllm", entry.licence))
-    for kept in storage.kept_models(env):
-        found.append(_local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
-    for folder in storage.registered(env):
-        found.append(_local(str(folder), folder, "folder", None))
-    for snapshot in hub.snapshots(env):
-        entry = find_entry(entries, snapshot.repo)
-        found.append(_local(_cached_name(snapshot, entries), snapshot.folder, "hub cache",
-                            entry.licence if entry else hub.stated_licence(snapshot.folder), snapshot.commit))
-    return [model for model in found if model is not None]
-
-
-def model_names(env: Mapping[str, str]) -> list[str]:
-    """What can be typed for a model that is here, without a look into any: for the shell, which waits."""
-    entries = catalog(env)
-    names = [entry.alias for entry in entries if entry.path]
-    names += [_kept_name(kept, entries, env) for kept in storage.kept_models(env)]
-    names += [str(folder) for folder in storage.registered(env)]
-    return names + [_cached_name(snapshot, entries) for snapshot in hub.snapshots(env)]
-
-
-def _cached_name(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> str:
-    if snapshot.revision != "main":
-        return f"{snapshot.repo}@{snapshot.commit[:12]}"
-    entry = find_entry(entries, snapshot.repo)
-    return entry.alias if entry and entry.revision == "main" else snapshot.repo
-
-
-def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
-    """The shortest name that leads to it; its folder where none does, such as for what was made of a model that has changed since."""
-    entry = find_entry(entries, kept.repo)
-    for name in (entry.alias if entry else kept.repo, f"{kept.repo}@{kept.revision[:12]}"):
-        try:
-            if resolve(f"{name}:{kept.spec}", env).folder == kept.folder:
-                return f"{name}:{kept.spec}"
-        except EffllmError:
-            continue
-    return str(kept.folder)
-
-
-def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel | None:
-    from ..offload.checkpoint import TensorStore
-    from .config import read_config
-    from .container import read_container
-
-    try:
-        config, made = read_config(folder), read_container(folder)
-        with TensorStore.open(folder) as store:
-            elements = sum(_weights(*each) for each in (store if made is None else made).tensors.items())
-            said = made.source if made else {}
-            return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
-                              made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
-                              revision or _text(said.get("revision")), has_template(folder))
-    except EffllmError:
-        return None
-
-
-def _weights(name: str, tensor: TensorInfo | StoredTensor) -> int:
-    """How many a tensor holds; of MXFP4, two in a byte, and none in what belongs to them."""
-    if getattr(tensor, "dtype", "") == "U8" and name.endswith(("_proj_blocks", "_proj_scales")):
-        return 2 * prod(tensor.shape) if name.endswith("_blocks") else 0
-    return prod(tensor.shape)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
-    """An alias of the person's for MODEL. Raises ModelNotFound for one that is neither here nor in the catalog: its facts are not known."""
-    reference = parse_reference(text, env)
-    known = find_entry(catalog(env), reference.name) if reference.path is None else None
-    if known is not None and known.repo is not None and reference.variant is None:
-        return replace(known, alias=alias, revision=reference.revision or known.revision, own=True)
-    ref = resolve(text, env)
-    if ref.variant is not None:
-        raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
-                         f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
-    model = _local(text, ref.folder, "", ref.licence, ref.revision)
-    if model is None:
-        raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {text} says why")
-    params = f"{model.params / 1e9:.2f}B" if model.params >= 1e9 else f"{model.params / 1e6:.2f}M"
-    cached = ref.repo is not None and hub.cache_folder(env) in ref.folder.parents
-    place = {"repo": ref.repo, "path": None} if cached else {"repo": None, "path": str(Path(ref.folder).resolve())}
-    return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence or "not stated", gated=False,
-                        params=params, size_bytes=model.size_bytes, default_bits=16, exclude="", note="", own=True)
-
-
-def has_template(folder: Path) -> bool:
-    """Whether a chat template lies there, in a file of its own or in the tokenizer's config."""
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    try:
-        return b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
-    except OSError:
-        return False

@@ -5,6 +5,7 @@ The matrices of the layers are integers of 4 or 8 bits in groups of 128 inputs, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -73,9 +74,11 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
             entries |= _entries(name, tensor, bits if name in low else 0)
         file = _planned(entries)
         done, total = 0, sum(tensor.nbytes for _, tensor in tensors.values())
-        with FolderWriter(out, [file], json.dumps([__version__, kind, str(source), len(file.head), file.size]), MARKER) as writer:
+        with FolderWriter(out, [file], _fingerprint(store, source, kind, file), MARKER) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")
+            if writer.discarded:
+                yield Notice("an unfinished run of another type or another source was left here: starting afresh")
             for name, (_, tensor) in tensors.items():
                 if not all(part in writer.finished for part in _entries(name, tensor, bits if name in low else 0)):
                     _write(store, writer, tensor, bits if name in low else 0)
@@ -98,6 +101,13 @@ def quantization_config(bits: int) -> dict[str, object]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
             "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, "global_compression_ratio": None}
+
+
+def _fingerprint(store: TensorStore, source: Path, kind: str, file: PlannedFile) -> str:
+    """A hash of all that decides the bytes of the weights."""
+    stamps = [(path.name, (status := os.fstat(store.descriptor(path))).st_size, status.st_mtime_ns) for path in store.files]
+    parts = [__version__, str(source), kind, stamps, hashlib.sha256(file.head).hexdigest()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _entries(name: str, tensor: ModelTensor, bits: int) -> dict[str, tuple[str, tuple[int, ...], int]]:

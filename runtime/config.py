@@ -183,7 +183,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     own = family.KEYS_USED | family.KEYS_HARMLESS
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
     if "quantization_config" not in own and isinstance(section := raw.get("quantization_config"), dict):
-        from .imported import check_method
+        from .import_config import check_method
 
         check_method(section)
         refused["quantization_config"] = section

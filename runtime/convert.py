@@ -40,8 +40,8 @@ from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .hub import COMPANIONS
 from .source import folder_files
+from .written import foreign
 
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX, FILE)
 OTHER_FOLDER = "give another folder with -o"
 
 
@@ -199,10 +199,8 @@ def check_target(out: Path, replace: bool) -> None:
         raise UsageError(f"{out} exists and is not a model that effllm quantized", OTHER_FOLDER)
     if not replace:
         raise UsageError(f"{out} exists ({made.spec_text})", f"--force replaces it, or {OTHER_FOLDER}")
-    foreign = [entry.name for entry in out.iterdir()
-               if not entry.is_file() or not any(fnmatch(entry.name, pattern) for pattern in (*COMPANIONS, *WEIGHTS))]
-    if foreign:
-        raise UsageError(f"{out} holds {foreign[0]}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
+    if (other := foreign(out)) is not None:
+        raise UsageError(f"{out} holds {other}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
 
 
 def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int],

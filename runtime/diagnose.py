@@ -22,9 +22,9 @@ from ..kernels.registry import Call
 from ..offload.hardware import Machine, cpu_threads, describe
 from ..quant.spec import DEFAULTS, QuantSpec
 from . import roofs
-from .catalog import local_models
 from .events import Progress
 from .forecast import kind_of_weight
+from .listing import local_models
 
 # (op, columns) that tell the candidates apart: one token, and a chunk of a prompt.
 CALLS = {"matrix": (1, 512), LOW_BIT: (1, 512), "rotate": (1,), "attend": (1,)}

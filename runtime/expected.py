@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
@@ -12,19 +13,25 @@ from . import families
 from .config import ModelConfig
 from .container import DTYPES, Container, StoredTensor
 from .convert_plan import MATRICES
+from .families import TensorRule
 
 RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
-class ExpectedStore:
-    """The tensors that a config asks for, raw or quantized by the recipe of `spec`: names, shapes and types, no bytes."""
+Formats = Callable[[str, TensorRule], QuantSpec | None]  # a role and what is asked for -> how it is held, None for as it lies
 
-    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
+
+class ExpectedStore:
+    """The tensors that a config asks for, raw or quantized by the recipe of `spec`: names, shapes and types, no bytes. `formats`: what
+    another tool quantized, which is put in order or widened as it is read."""
+
+    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None) -> None:
         family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
         groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
         recipe = None if spec is None else Recipe(spec)
         experts_stored = QuantSpec.parse(config.experts_stored) if spec is None and config.experts_stored else None
         stored: dict[str, StoredTensor] = {}
+        self._made: set[str] = set()
         self.nbytes, self.notices = 0, ()
         self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
@@ -32,18 +39,21 @@ class ExpectedStore:
             own = recipe.spec_for(rule.name, rule.shape, role) if low else raw
             if experts_stored is not None and families.expert_of(role) is not None and len(rule.shape) == 2:
                 own = experts_stored
+            if formats is not None and (made := formats(role, rule)) is not None:
+                own = made
+                self._made.add(rule.name)
             shape, nbytes = tuple(rule.shape), own.nbytes(rule.shape)
             stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
             dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
             self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), self.nbytes, nbytes)
             self.nbytes += nbytes
         bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
-        said = spec or experts_stored
+        said = spec or experts_stored or next((each.spec for each in stored.values() if not each.spec.is_raw), None)
         self.container = None if said is None else Container(str(said), bits, stored, {}, {}, {}, {})
 
     def place(self, info: TensorInfo) -> int | None:
-        """As if all lay in one file."""
-        return info.offset
+        """As if all lay in one file, as it is read but for what is made on the way in."""
+        return None if info.name in self._made else info.offset
 
     def close(self) -> None:
         """Nothing is open."""

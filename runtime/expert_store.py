@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -121,6 +122,10 @@ class ExpertStore(MadeStore):
         return None if info.name in self.made else super().place(info)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
+
+    def files_of(self, info: TensorInfo) -> frozenset[Path]:
+        part = self._parts.get(info.name)
+        return super().files_of(info) if part is None else frozenset(each.file for each in (part.joint, part.scales) if each is not None)
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         part = self._parts[info.name]

@@ -7,6 +7,7 @@ wrote it takes a third of a second to import.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ from pathlib import Path
 from string import Template
 
 from .config_reader import ConfigError, read_json
+from .gguf.names import PATH, SUFFIX
 
 REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 INDEX = "model.safetensors.index.json"
-# What makes a folder of weights run alone, and what its licence asks to be passed on.
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-              "chat_template*", "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
+# What makes a folder of weights run alone, and with it what its licence asks to be passed on.
+SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+            "chat_template*")
+COMPANIONS = (*SETTINGS, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
+GGUF_PATH = re.compile(PATH, re.IGNORECASE)
 LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})[\"']?[ \t]*$", re.MULTILINE)
 
 
@@ -75,6 +79,15 @@ def repo_folder(env: Mapping[str, str], repo: str) -> Path:
     return cache_folder(env) / ("models--" + repo.replace("/", "--"))
 
 
+def repo_of(env: Mapping[str, str], path: Path) -> str | None:
+    """The repository in whose folder of the cache a path lies; None for any other path."""
+    cache, path = Path(os.path.abspath(cache_folder(env))), Path(os.path.abspath(path))
+    if cache not in path.parents or len(parts := path.relative_to(cache).parts) < 4 or parts[1] != "snapshots":
+        return None
+    repo = parts[0].removeprefix("models--").replace("--", "/")
+    return repo if parts[0] == "models--" + repo.replace("/", "--") else None
+
+
 def find(env: Mapping[str, str], repo: str, revision: str = "main") -> Snapshot | None:
     """The snapshot of a branch, a tag, a commit or the beginning of one (7 digits or more). None if it is not here or unreadable."""
     if not is_repo(repo) or not is_revision(revision):
@@ -113,6 +126,13 @@ def missing_files(folder: Path) -> tuple[str, ...]:
     elif not any(name.endswith((".safetensors", ".bin")) and (folder / name).exists() for name in names):
         missing.append("model.safetensors")
     return tuple(missing)
+
+
+def gguf_files(folder: Path) -> list[str]:
+    """The GGUF files of a folder and of those in it, three deep, by the names that can be typed; links that lead nowhere are left out."""
+    found = (path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern) if path.name.lower().endswith(SUFFIX))
+    each = {path.relative_to(folder).as_posix(): path for path in found}
+    return sorted(name for name, path in each.items() if GGUF_PATH.fullmatch(name) and path.is_file())
 
 
 def stated_licence(folder: Path) -> str | None:

@@ -1,8 +1,8 @@
-"""Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (pack-quantized integers), FP8.
+"""Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (integers in words or bytes, FP8), FP8.
 
-`quantization_config` names the method; what stands for a weight (its codes, scales, zero points) is found by name. Integers of 4 and 8 bits
-whose groups lie in order are put into the order of the kernels, nothing rounded; any other weight is widened to 16 bits. Either is done one
-weight at a time when it is read, and announced with its cost in memory.
+`quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name.
+Integers of 4 and 8 bits whose groups lie in order are put into the order of the kernels, nothing rounded; any other weight is widened to 16
+bits. Either is done one weight at a time when it is read, and announced with its cost in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -23,55 +24,16 @@ from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
 from ..quant.pack import pack
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
-from .config_reader import ConfigError, show
 from .container import Container as StoredContainer
 from .container import StoredTensor
+from .import_config import CODES, ENDINGS, bits_of, block_of, layout_of, may_run_from_codes
 
 FLOATS = ("F32", "F16", "BF16")
-ORIGINAL = "take the original 16-bit checkpoint"
-# Method -> the ending of the tensor that holds a weight's codes, and those of the others ("?" behind: may be absent).
-ENDINGS = {
-    "gptq": ("qweight", ("qzeros", "scales", "g_idx?")),
-    "awq": ("qweight", ("qzeros", "scales")),
-    "compressed-tensors": ("weight_packed", ("weight_scale", "weight_shape", "weight_zero_point?", "weight_g_idx?")),
-    "fp8": ("weight", ("weight_scale_inv?", "weight_scale?")),
-}
+WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
-IGNORED = ("input_scale", "output_scale", "activation_scale", "k_scale", "v_scale")  # of activations, which stay in float32 here
-
-
-def check_method(section: Mapping[str, object]) -> None:
-    """Raises ConfigError for a `quantization_config` that is not read, by name."""
-    method = section.get("quant_method")
-
-    def refused(what: str, known: str) -> ConfigError:
-        return ConfigError(f"config.json: quantization_config with {what} is not supported", f"{known}; or {ORIGINAL}")
-
-    if method not in ENDINGS:
-        raise refused(f"quant_method {show(method)}", f"known: {', '.join(ENDINGS)}")
-    bits = section.get("bits")
-    if method == "gptq" and bits not in (2, 3, 4, 8):
-        raise refused(f"bits {show(bits)}", "GPTQ of 2, 3, 4 and 8 bits")
-    if method == "awq" and (bits not in (4, None) or str(section.get("version", "gemm")).lower() != "gemm"):
-        raise refused(f"bits {show(bits)} and version {show(section.get('version'))}", "AWQ of 4 bits in the gemm layout")
-    if method == "compressed-tensors" and _packed_bits(section) is None:
-        raise refused(f"format {show(section.get('format'))}", "pack-quantized integers of 4 and 8 bits")
-
-
-def _packed_bits(section: Mapping[str, object]) -> int | None:
-    """Bits of pack-quantized integers, where all groups have the same."""
-    groups = section.get("config_groups")
-    if section.get("format") != "pack-quantized" or not isinstance(groups, dict):
-        return None
-    sections = [each.get("weights") for each in groups.values() if isinstance(each, dict)]
-    found = {each.get("num_bits") for each in sections if isinstance(each, dict)}
-    return found.pop() if len(found) == 1 and found <= {4, 8} else None
-
-
-def may_run_from_codes(section: Mapping[str, object]) -> bool:
-    """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
-    bits = {"gptq": section.get("bits"), "awq": 4, "compressed-tensors": _packed_bits(section)}.get(str(section.get("quant_method")))
-    return bits in groups.BITS
+# Of activations and caches, which are not rounded to a checkpoint's scales here.
+IGNORED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale", "k_scale", "v_scale",
+           "k_zero_point", "v_zero_point")
 
 
 class ImportedStore(TensorStore):
@@ -81,6 +43,7 @@ class ImportedStore(TensorStore):
     def __init__(self, store: TensorStore, section: Mapping[str, object], wide: str, low_bit: bool = False,
                  parted: Container[str] = ()) -> None:
         self._method, self._section, self._wide = str(section["quant_method"]), section, wide
+        self._layout, self._block = str(layout_of(section)), block_of(section)
         self._parts: dict[str, dict[str, TensorInfo]] = {}
         self._begins: list[tuple[int, str]] = []  # of the weights, in places that no file has
         self._last: tuple[str, np.ndarray] | None = None
@@ -99,18 +62,26 @@ class ImportedStore(TensorStore):
 
     def _formats(self, store: TensorStore, tensors: Mapping[str, TensorInfo], parted: Container[str]) -> dict[str, QuantSpec]:
         """Weights that run from their codes, with their formats."""
-        bits = int(self._section["bits"]) if self._method == "gptq" else 4 if self._method == "awq" else _packed_bits(self._section)
         found = {}
         for name, parts in self._parts.items():
-            scales = parts["scales" if "scales" in parts else "weight_scale"]
-            count = 0 if len(scales.shape) != 2 else scales.shape[1 if self._method == "compressed-tensors" else 0]
-            spec = groups.spec_of(bits, scales.dtype, tensors[name].shape[1], count)
-            order = parts.get("g_idx", parts.get("weight_g_idx"))
-            if spec is None or name in parted or (order is not None and (
-                    order.dtype != "I32" or not groups.in_order(store.read(order).view(np.int32), count))):
+            scales, depth = parts["scales" if "scales" in parts else "weight_scale"], tensors[name].shape[1]
+            count = self._groups(scales)
+            spec = groups.spec_of(bits_of(self._section), scales.dtype, depth, count)
+            if spec is None or name in parted:
                 continue
-            found[name] = spec
+            if (order := parts.get("g_idx", parts.get("weight_g_idx"))) is not None:
+                ordered = order.dtype == "I32" and groups.in_order(store.read(order).view(np.int32), count)
+            else:  # blocks as a config states them may end in part
+                ordered = self._layout != "integers" or count * (self._block[1] or depth // count) == depth
+            if ordered:
+                found[name] = spec
         return found
+
+    def _groups(self, scales: TensorInfo) -> int:
+        """How many scales an output has, 0 where their shape says none."""
+        if self._layout == "integers":
+            return compressed_tensors.columns(scales.shape)
+        return 0 if len(scales.shape) != 2 else scales.shape[1 if self._layout == "packed" else 0]
 
     def _described(self, stored: Mapping[str, StoredTensor]) -> StoredContainer:
         """What an effllm.json would say of the weights that run from their codes. There are no checksums."""
@@ -132,11 +103,11 @@ class ImportedStore(TensorStore):
 
     def _named(self, store: TensorStore) -> dict[str, TensorInfo]:
         """The tensors by the names they had."""
-        codes, others = ENDINGS[self._method]
+        codes, others = ENDINGS[self._layout]
         tensors, used, at = {}, set(), MADE
         for name, info in store.tensors.items():
             base, _, ending = name.rpartition(".")
-            if ending != codes or (self._method == "fp8" and info.dtype != "F8_E4M3"):
+            if ending != codes or info.dtype != CODES.get(self._layout, info.dtype):
                 continue
             parts = {codes: info}
             for other in others:
@@ -145,7 +116,7 @@ class ImportedStore(TensorStore):
                     parts[other.rstrip("?")] = part
                 elif not other.endswith("?"):
                     damaged(info.file, f"holds {shown(name)} without {base}.{other}")
-            if self._method == "fp8" and len(parts) != 2:
+            if self._layout == "fp8" and len(parts) != 2:
                 damaged(info.file, f"holds {shown(name)} in 8 bits without one scale for it")
             weight, shape = f"{base}.weight", self._shape(info)
             self._parts[weight] = parts
@@ -161,17 +132,21 @@ class ImportedStore(TensorStore):
 
     def _shape(self, info: TensorInfo) -> tuple[int, int]:
         """The weight's, from that of its codes."""
-        if len(info.shape) != 2 or 0 in info.shape or (self._method != "fp8" and info.dtype != "I32"):
+        if len(info.shape) != 2 or 0 in info.shape or info.dtype != CODES.get(self._layout, "I32"):
             damaged(info.file, f"holds {shown(info.name)} as {info.dtype} {list(info.shape)}")
         rows, columns = info.shape
-        if self._method == "gptq":
+        if self._layout in CODES:
+            return rows, columns
+        if self._layout == "gptq":
             return columns, rows * 32 // int(self._section["bits"])
-        if self._method == "awq":
-            return columns * 8, rows
-        return (rows, columns) if self._method == "fp8" else (rows, columns * 32 // _packed_bits(self._section))
+        return (columns * 8, rows) if self._layout == "awq" else (rows, columns * 32 // bits_of(self._section))
 
     def place(self, info: TensorInfo) -> int | None:
         return None if self._weight(info) else info.offset
+
+    def files_of(self, info: TensorInfo) -> frozenset[Path]:
+        name = self._weight(info)
+        return super().files_of(info) if name is None else frozenset(part.file for part in self._parts[name].values())
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         name = self._weight(info)
@@ -234,30 +209,33 @@ class ImportedStore(TensorStore):
         raw = TensorStore.read(self, info)
         if info.dtype in FLOATS:
             return to_f32(raw.view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
-        if info.dtype not in ("I32", "I64", "F8_E4M3"):
+        if info.dtype not in WHOLE:
             damaged(info.file, f"holds {shown(info.name)} as {info.dtype}")
-        return raw.view({"I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}[info.dtype]).reshape(info.shape)
+        return raw.view(WHOLE[info.dtype]).reshape(info.shape)
 
     def _decoded(self, parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> np.ndarray:
         """float32 [N, K]."""
-        if self._method != "fp8":
+        if self._layout != "fp8":
             return self._integers(parts, shape).values()
         array = partial(self._array, parts)
         return fp8.dequantize(array("weight"), array("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"))
 
     def _integers(self, parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> groups.Groups:
         array = partial(self._array, parts)
-        if self._method == "gptq":
+        if self._layout == "gptq":
             group = self._section.get("group_size")
             order = array("g_idx")
             if order is None:
                 order = np.arange(shape[1]) // (group if isinstance(group, int) and group > 0 else shape[1])
             return gptq.decode(array("qweight"), array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
                                self._section.get("checkpoint_format", "gptq") != "gptq_v2")
-        if self._method == "awq":
+        if self._layout == "awq":
             return awq.decode(array("qweight"), array("qzeros"), array("scales"), shape[1] // max(1, parts["scales"].shape[0]))
+        if self._layout == "integers":
+            return compressed_tensors.decode_bytes(array("weight"), array("weight_scale"), array("weight_zero_point"),
+                                                   array("weight_g_idx"), bits_of(self._section), self._block)
         stated = array("weight_shape").reshape(-1).tolist()
         if stated != list(shape):
             raise ValueError(f"weight_shape says {stated}, the words are for {list(shape)}")
         return compressed_tensors.decode(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
-                                         array("weight_g_idx"), _packed_bits(self._section), shape)
+                                         array("weight_g_idx"), bits_of(self._section), shape)

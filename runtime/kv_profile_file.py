@@ -24,8 +24,9 @@ from .config import ModelConfig
 from .config_reader import read_json
 from .kv_profile import Profile
 from .source import open_weights
+from .written import KV_ARRAYS, KV_PROFILE
 
-FILE, ARRAYS = "kv_profile.json", "kv_profile.f32"
+FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
 FORMAT, VERSION = "effllm-kv-profile", 1
 SAMPLE_NBYTES = 4096  # of a tensor, for the weights' name
 REMEDY = "effllm eval kv-profile {}"

@@ -42,6 +42,8 @@ class Request:
     def folder(self) -> Path:
         """Where this model is kept at these bits, whether or not it is there: `<data>/models/<name>/<revision or local-...>/<bits>`."""
         ref = self.ref
+        if ref.folder.is_file():  # one of several of its repository
+            return self.kept / ref.folder.name / f"local-{stamp(ref.folder)}" / self.bits
         name = ref.repo or ref.alias or ref.folder.resolve().name
         return self.kept / name.replace("/", "--") / (ref.revision or f"local-{stamp(ref.folder)}") / self.bits
 

@@ -23,11 +23,12 @@ import numpy as np
 from .. import EffllmError
 from .events import Progress
 from .sparsity_file import PredictorRates
+from .written import PREDICTORS
 
 if TYPE_CHECKING:
     from .sparsity import Trace
 
-FILE = "predictors.npz"
+FILE = PREDICTORS
 RANK, RECALL = 64, 0.95
 RIDGE = 1e-2  # of the mean of the squares that it is added to
 KEPT_BACK = 4  # one part in so many of the text judges

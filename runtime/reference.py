@@ -1,4 +1,4 @@
-"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE]`, then `[:4bit]`.
+"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE | :TAG]`, then `[:4bit]`.
 
 The one parser for every command. It asks the disk one thing alone, whether a name that could be a path is one.
 """
@@ -14,16 +14,17 @@ from .. import UsageError
 from ..quant.spec import DEFAULTS
 from . import hub
 from .config_reader import show
+from .gguf.names import PATH, TAG
 
 VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
-FILE = re.compile(r"(.+):([A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf)", re.DOTALL | re.IGNORECASE)
+FILE = re.compile(rf"(.+):({PATH}|{TAG})", re.DOTALL | re.IGNORECASE)
 LOOK = "effllm list shows the models that are here; fable comes with effllm"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """`path` is set for what lies on the disk, `name` for an alias or a repository. `variant` is a format (4bit), `file` a file of the
-    repository or folder."""
+    """`path` is set for what lies on the disk, `name` for an alias or a repository. `variant` is a format (4bit), `file` a GGUF
+    file of the repository or folder, or a tag that states which (Q4_K_M)."""
 
     text: str
     name: str = ""
@@ -70,7 +71,7 @@ def _split(text: str) -> tuple[str, str | None]:
     base, colon, variant = text.partition(":")
     if colon:
         raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
-                         f"known: {', '.join(DEFAULTS)}, or the name of a .gguf file; or leave it away: {show(base)}")
+                         f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; or leave it away: {show(base)}")
     name, at, revision = base.partition("@")
     if at and not hub.is_revision(revision):
         raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")

@@ -1,7 +1,8 @@
 """Removing a model: which files go, whose they are, and nothing that effllm did not make unless a person says so.
 
 In effllm's own folder it is the model's folder; in a folder that `quantize -o` made, the files that effllm wrote there; in the hub cache,
-which other tools share, the repository, or with `@revision` that revision and the blobs that no other one shows.
+which other tools share, the repository, or with `@revision` that revision and the blobs that no other one shows, or with `:FILE` the links
+to that file's parts and the blobs that nothing else shows.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError
+from ..offload.header import is_gguf
 from . import hub, storage
 from .aliases import catalog
 from .catalog import Absent, find_entry, resolve
+from .gguf import names
+from .pull.disk import allocated, source_folder
 from .reference import Reference, parse_reference
+from .written import MEASURED, foreign
 
 OWN, FOLDER, SHARED = "effllm", "folder", "hub cache"
 
@@ -45,13 +50,17 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
         ref = resolve(text, env)
         folder, repo, variant = ref.folder, ref.repo, ref.variant
     except Absent as absent:
-        if not hub.repo_folder(env, absent.repo).is_dir() or reference.variant:
+        folder, repo, variant = _part_of_download(reference, absent, env), absent.repo, None
+        if folder is None:
             raise
-        folder, repo, variant = hub.repo_folder(env, absent.repo), absent.repo, None  # a part of a download
     if variant is not None:
         raise ModelNotFound(f"{text} is not kept on this machine", "effllm list shows what is")
     if storage.models_folder(env) in folder.parents:
-        return Removal(text, OWN, folder, (folder,), _nbytes(folder))
+        # What a kill has left of the files that it was made of goes first: by itself nothing would find it.
+        left = (source_folder(folder),) if source_folder(folder).is_dir() else ()
+        return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated, left)))
+    if is_gguf(folder) and not folder.is_dir() and hub.repo_of(env, folder) is not None:
+        return _file_from_cache(text, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
     if repo is not None and hub.cache_folder(env) in folder.parents:
         return _from_cache(text, reference, repo, folder, env)
     entry = find_entry(catalog(env), reference.name) if reference.path is None else None
@@ -82,20 +91,27 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
                           f"check its permissions: ls -ld {removal.folder}") from error
 
 
+def _part_of_download(reference: Reference, absent: Absent, env: Mapping[str, str]) -> Path | None:
+    """What of an absent model is here: the repository, or a part of the file that was asked for."""
+    root = hub.repo_folder(env, absent.repo)
+    if reference.variant or not root.is_dir():
+        return None
+    if reference.file is None:
+        return root
+    revision = reference.revision or (absent.entry.revision if absent.entry else "main")
+    found = hub.find(env, absent.repo, revision)
+    files = [] if found is None else names.meant(reference.file, hub.gguf_files(found.folder))
+    return found.folder / files[0] if len(files) == 1 else None
+
+
 def _made_folder(text: str, folder: Path) -> Removal:
-    from fnmatch import fnmatch
-
-    from ..offload.shards import INDEX, SINGLE
-
     if not (folder / storage.MARKER).is_file():
         raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {folder}")
-    written = (*hub.COMPANIONS, SINGLE, "model-*-of-*.safetensors", INDEX, storage.MARKER)
-    entries = sorted(folder.iterdir())
-    foreign = [path.name for path in entries if not path.is_file() or not any(fnmatch(path.name, pattern) for pattern in written)]
-    if foreign:
-        raise UsageError(f"{folder} holds {foreign[0]}, which effllm did not write and will not delete", "move it away first")
+    if (other := foreign(folder)) is not None:
+        raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
     # The marker last: what a kill leaves is still known for what it is.
-    return Removal(text, FOLDER, folder, tuple(sorted(entries, key=lambda path: path.name == storage.MARKER)), _nbytes(folder))
+    entries = sorted(folder.iterdir(), key=lambda path: (path.name == storage.MARKER, path.name))
+    return Removal(text, FOLDER, folder, tuple(entries), _nbytes(folder))
 
 
 def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: Mapping[str, str]) -> Removal:
@@ -106,15 +122,46 @@ def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: M
         return Removal(text, SHARED, root, (root,), _nbytes(root), locks)
     shown = {blob for name in others for blob in _blobs(root / "snapshots" / name)}
     gone = sorted(blob for blob in _blobs(folder) if blob not in shown and blob.parent == root / "blobs")
-    refs = [path for path in sorted((root / "refs").rglob("*")) if path.is_file() and hub.read_ref(path) == folder.name]
-    return Removal(text, SHARED, folder, (folder, *refs, *gone), sum(blob.stat().st_size for blob in gone), locks)
+    return Removal(text, SHARED, folder, (folder, *_refs(root, folder.name), *gone), sum(blob.stat().st_size for blob in gone), locks)
 
 
-def _blobs(snapshot: Path) -> Iterator[Path]:
-    """What the links of a snapshot show."""
+def _file_from_cache(text: str, path: Path, repo: str, env: Mapping[str, str]) -> Removal:
+    """The parts of a GGUF file, what was measured of them, and their blobs, as far as nothing else shows them; of folders what would be
+    empty, and the repository where nothing would be left of it."""
+    root = Path(os.path.abspath(hub.repo_folder(env, repo)))
+    locks, snapshots = hub.cache_folder(env) / ".locks" / root.name, root / "snapshots"
+    parts = [path.with_name(name) for name in names.all_parts(path.name)]
+    beside = [part.with_name(name) for part in parts for own in MEASURED for name in (f"{part.name}.{own}", f".{part.name}.{own}.partial")]
+    gone = {each for each in (*parts, *beside) if os.path.lexists(each)}
+    shown = set(_blobs(snapshots, gone))
+    blobs = {blob for link in gone for blob in _shown_by(link) if blob not in shown and blob.parent == root / "blobs"}
+    nbytes = sum(each.stat().st_size for each in (*blobs, *gone) if each.is_file() and not each.is_symlink())
+    for folder in path.parents:
+        if folder == snapshots or any(entry not in gone for entry in folder.iterdir()):
+            break
+        gone.add(folder)
+    if set(snapshots.iterdir()) <= gone and set((root / "blobs").iterdir()) <= blobs:
+        return Removal(text, SHARED, root, (root,), nbytes, locks)
+    commit = snapshots / path.relative_to(snapshots).parts[0]
+    refs = _refs(root, commit.name) if commit in gone else []
+    return Removal(text, SHARED, path, (*sorted(gone, reverse=True), *refs, *sorted(blobs)), nbytes, locks)
+
+
+def _refs(root: Path, commit: str) -> list[Path]:
+    return [path for path in sorted((root / "refs").rglob("*")) if path.is_file() and hub.read_ref(path) == commit]
+
+
+def _blobs(snapshot: Path, but: Container[Path] = ()) -> Iterator[Path]:
+    """What the links below a folder show."""
     for path in snapshot.rglob("*"):
-        if path.is_symlink() and path.exists():
-            yield Path(os.path.normpath(path.parent / os.readlink(path)))
+        if path not in but:
+            yield from _shown_by(path)
+
+
+def _shown_by(path: Path) -> Iterator[Path]:
+    """The blob of a link."""
+    if path.is_symlink() and path.exists():
+        yield Path(os.path.normpath(path.parent / os.readlink(path)))
 
 
 def _check_unlocked(locks: Path, name: str) -> None:

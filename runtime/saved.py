@@ -17,7 +17,7 @@ from .events import Notice, Progress
 from .saved_cache import folder_identity, identity, page_keys, put_exact, put_page, refuse_other, restore_cache, save_cache
 from .saved_format import SavedCache, SavedSession
 from .session import Session
-from .session_store import SessionStore, lost_note
+from .session_store import SessionStore, lost_note, stuck_note
 
 
 class SavedSessions:
@@ -69,6 +69,8 @@ class SavedSessions:
             self.store.write(saved)
         if lost := self.store.make_room(self.budget, name):
             yield Notice(lost_note(lost, self.budget))
+        elif unread := self.store.stuck(self.budget):
+            yield Notice(stuck_note(unread, self.budget))
         yield saved
 
     def _identity(self, engine: Engine) -> dict[str, object]:

@@ -137,10 +137,12 @@ class Session:
         """Answer the last user message again; the random state goes on, so the answer may differ."""
         if not any(message["role"] == "user" for message in self.messages):
             raise UsageError("nothing to answer again", "ask something first")
-        before = list(self.messages)
+        before, last = list(self.messages), self._answered
         while self.messages[-1]["role"] != "user":
             self.messages.pop()
         yield from self._guarded(before)
+        if self.messages[-1]["role"] == "user":  # stopped before anything was said: the answer of before stands
+            self.messages, self._answered = before, last
 
     def continue_(self) -> Iterator[Event]:
         """Go on with the last answer where it was cut."""
@@ -154,11 +156,15 @@ class Session:
             self.messages, self._answered = before, last
 
     def _guarded(self, before: list[Message], said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
-        """A turn that leaves the history as it was when it cannot begin."""
+        """A turn that leaves the history as it was when it cannot begin, or ends before anything was said."""
         try:
             yield from self._turn(said, resumed)
         except EffllmError:
             self.messages, self._answered = before, resumed
+            raise
+        except BaseException:
+            if not self.messages or self.messages[-1]["role"] == "user":
+                self.messages, self._answered = before, resumed
             raise
 
     def undo(self) -> bool:
@@ -303,6 +309,9 @@ class Session:
                 parts.append((kind, part))
             for kind, part in parts:
                 yield TextDelta(part, kind)
+        except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
+            engine.reset()
+            raise
         finally:
             if history is not None and (tokens or said):
                 history.append({"role": "assistant", "content": "".join(shown)})

@@ -179,10 +179,10 @@ class SessionStore:
     def make_room(self, budget: int, spare: str) -> list[str]:
         """Remove pages that no session uses; then, while what is left takes more than `budget` bytes, the cache of the session worth
         least. Conversations stay. Returns the names of sessions that lost their cache; `spare` is the last to. Nothing happens where the
-        folder cannot be written, or locked."""
+        folder cannot be written, or locked, or where some session is `unread`: its cache would be taken and no byte be freed."""
         try:
             with self._locked(fcntl.LOCK_EX) as alone:
-                if not alone:
+                if not alone or self.unread():
                     return []
                 self._collect()
                 lost: list[str] = []
@@ -198,6 +198,25 @@ class SessionStore:
         except OSError:
             return []
 
+    def unread(self) -> list[str]:
+        """Sessions of another version, or whose file this person may not read: any page may be theirs, so none is removed."""
+        found = []
+        for name in self.names():
+            try:
+                self.read(name)
+            except (DamagedSession, NoSession):
+                continue
+            except EffllmError:
+                found.append(name)
+        return found
+
+    def stuck(self, budget: int) -> list[str]:
+        """Those of `unread` that keep the pages above `budget` bytes; none where they are not."""
+        try:
+            return self.unread() if self.nbytes() > budget else []
+        except OSError:
+            return []
+
     def _strip(self, name: str) -> int:
         """Leave a session its conversation alone."""
         session = self.read(name)
@@ -206,8 +225,7 @@ class SessionStore:
         return before - self.path(name).stat().st_size
 
     def _collect(self) -> int:
-        """Remove pages that no session uses, and what a process that was killed left unfinished. Nothing where a session is of another
-        version, or cannot be read: it may use any page."""
+        """Remove pages that no session uses, and what a process that was killed left unfinished. Nothing where a session is `unread`."""
         used: set[str] = set()
         for name in self.names():
             try:
@@ -294,3 +312,10 @@ def worth(session: Listed) -> float:
 def lost_note(names: Sequence[str], budget: int) -> str:
     """What a person is told of sessions that lost their cache."""
     return f"--session-disk {format_size(budget)} is full: kept the text of {', '.join(names)} and not the cache, which is read again"
+
+
+def stuck_note(names: Sequence[str], budget: int) -> str:
+    """What a person is told where the caches take more than they may and none can be removed."""
+    one = len(names) == 1
+    return (f"--session-disk {format_size(budget)} is full, and no cache can be removed: session {', '.join(names)} "
+            f"{'is' if one else 'are'} unreadable here and may use any page (effllm session rm {' '.join(names)})")

@@ -11,6 +11,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
 from .config_reader import read_json
 from .container import FILE, Container, read_container
+from .hub import stated_licence
 
 
 def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None) -> TensorStore:
@@ -86,7 +87,7 @@ def is_low_bit(path: Path, low_bit: bool = True) -> bool:
 
 
 def _imports_codes(path: Path) -> bool:
-    from .imported import may_run_from_codes
+    from .import_config import may_run_from_codes
 
     try:
         section = quantization_of(path)
@@ -106,6 +107,16 @@ def settings_of(path: Path) -> dict[str, object] | None:
     from .gguf.settings import generation_config
 
     return generation_config(path)
+
+
+def licence_of(path: Path) -> str | None:
+    """The licence that a GGUF file, or the card of a folder, states."""
+    if not is_gguf(path):
+        return stated_licence(path)
+    from .gguf import settings
+    from .gguf.store import read_header
+
+    return settings.stated_licence(read_header(path))
 
 
 def folder_files(path: Path) -> dict[str, str]:

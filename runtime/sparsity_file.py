@@ -12,8 +12,9 @@ import numpy as np
 
 from .. import EffllmError
 from .config_reader import read_json
+from .written import SPARSITY
 
-FILE, FORMAT, VERSION = "sparsity.json", "effllm-sparsity", 1
+FILE, FORMAT, VERSION = SPARSITY, "effllm-sparsity", 1
 
 
 @dataclass(frozen=True)

@@ -140,9 +140,12 @@ def write_aside(path: Path, text: str) -> None:
 
 
 def stamp(folder: Path) -> str:
-    """Eight digits for a local folder or GGUF file and the state of its files: another model, or a changed one, is kept elsewhere."""
+    """Eight digits for a local folder or GGUF file and the state of its model: another one, or a changed one, is kept elsewhere. What is
+    measured of a model or told of it changes nothing."""
     import hashlib
+    from fnmatch import fnmatch
 
-    entries = folder.iterdir() if folder.is_dir() else [folder]
+    own = (*hub.SETTINGS, "*.safetensors", hub.INDEX)
+    entries = [entry for entry in folder.iterdir() if any(fnmatch(entry.name, name) for name in own)] if folder.is_dir() else [folder]
     files = sorted((entry.name, (status := entry.stat()).st_size, status.st_mtime_ns) for entry in entries if entry.is_file())
     return hashlib.sha256(repr((str(folder.resolve()), files)).encode()).hexdigest()[:8]

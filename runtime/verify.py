@@ -18,6 +18,7 @@ from ..offload.part_file import Digest
 from ..offload.transfer import matches
 from .container import check_stored, read_container
 from .events import Progress
+from .gguf.names import all_parts
 
 PIECE = 8 << 20
 BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
@@ -37,19 +38,20 @@ class Verified:
 
 
 def verify(folder: Path) -> Iterator[Progress | Verified]:
-    """Read every tensor; yields Progress and the result last.
+    """Read every tensor, of a downloaded model every file; yields Progress and the result last.
 
     Raises CheckpointError where effllm.json or a header is damaged already, UsageError for a folder without checksums.
     """
     container = read_container(folder)
     if container is None:
-        if folder.is_file():
-            raise UsageError(f"{folder} has no checksums: GGUF files come without", "give a folder that effllm quantize made")
-        if not folder.is_dir():
+        if not folder.exists():
             raise ModelNotFound(f"there is no folder {folder}", "effllm list shows the models on this machine")
         if blobs := downloaded(folder):
             yield from _verify_blobs(blobs)
             return
+        if folder.is_file():
+            raise UsageError(f"{folder} has no checksums: GGUF files come without, downloads have them",
+                             "give a folder that effllm quantize made, or a model from the hub cache")
         raise UsageError(f"{folder} has no checksums: effllm quantize records them, downloads have them, other checkpoints come without",
                          "give a folder that effllm quantize made, or a model from the hub cache")
     with TensorStore.open(folder) as store:
@@ -71,14 +73,17 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
     yield Verified(len(container.tensors), total, tuple(damaged))
 
 
-def downloaded(folder: Path) -> dict[str, Digest]:
-    """The files of a snapshot in the hub cache whose blobs are named by their checksums."""
+def downloaded(model: Path) -> dict[str, Digest]:
+    """The files of a snapshot in the hub cache, or of a GGUF file in one and its other parts, whose blobs are named by their checksums.
+    Raises ModelNotFound for a part that is missing."""
     found = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(model.rglob("*")) if model.is_dir() else map(model.with_name, all_parts(model.name)):
+        if not model.is_dir() and not path.exists():
+            raise ModelNotFound(f"{model.name} is a part of a model, and {path.name} is missing", "effllm pull fetches all parts")
         name = os.readlink(path).rpartition("/")[2] if path.is_symlink() else ""
         if BLOB.fullmatch(name) and path.exists():
-            found[path.name] = Digest("sha256" if len(name) == 64 else "git-sha1", name)
-    return {str(folder / name): digest for name, digest in found.items()}
+            found[str(path)] = Digest("sha256" if len(name) == 64 else "git-sha1", name)
+    return found
 
 
 def _verify_blobs(blobs: Mapping[str, Digest]) -> Iterator[Progress | Verified]:

@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         words = path.strip("/").split("/")
         if self.hub.storage.endswith(f":{request.port}"):
-            self.send_file("/".join(words[:2]), words[2], {}, request, body)
+            self.send_file("/".join(words[:2]), "/".join(words[2:]), {}, request, body)
         elif words[:2] == ["api", "models"] and words[4:5] == ["tree"]:
             self.list_tree("/".join(words[2:4]), request, body)
         elif words[:2] == ["api", "models"]:

@@ -71,6 +71,17 @@ def long_context(folder: Path) -> Path:
                         max_position_embeddings=16_384)
 
 
+def long_context_mixture(folder: Path) -> Path:
+    """The same cache, beside 50 MB of experts."""
+    fable = json.loads((FABLE / "config.json").read_text())
+    shape = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "hidden_size": 256,
+             "intermediate_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+             "num_key_value_heads": 8, "head_dim": 128, "num_experts": 16, "num_experts_per_tok": 2, "norm_topk_prob": True,
+             "max_position_embeddings": 16_384, "vocab_size": fable["vocab_size"], "bos_token_id": fable.get("bos_token_id"),
+             "eos_token_id": fable.get("eos_token_id"), "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    return random_folder(folder, shape)
+
+
 def random_model(folder: Path, **changes: object) -> Path:
     """The packaged model's config with changes, random weights, its tokenizer."""
     return random_folder(folder, {**json.loads((FABLE / "config.json").read_text()), **changes})

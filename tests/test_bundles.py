@@ -4,6 +4,8 @@ import ctypes
 import os
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ from bundle_models import CASES, RELU, bundled, folders, found, resident, window
 from family_models import Case, written
 
 __all__ = ["folders"]  # a fixture
+MINUTE = 60.0
 
 # -- layout ------------------------------------------------------------------------------------------------------------------------
 
@@ -222,6 +225,48 @@ def test_a_wait_that_is_ended_leaves_nothing_wrong(records: Path) -> None:
         ended[0] = False
         opened.use([1, 2, 40])
         opened.read_all()
+
+
+@pytest.mark.parametrize("expected", (False, True), ids=("asked for", "expected"))
+def test_waiting_for_what_was_given_up_can_be_ended_too(records: Path, monkeypatch: pytest.MonkeyPatch, expected: bool) -> None:
+    """A read that hangs writes when it ends, however often somebody has stopped waiting for it: its slot is free no earlier."""
+    stuck, patient, released, preadv = threading.Event(), threading.Event(), threading.Event(), os.preadv
+    with Opened(records, "large", 8, cancelled=lambda: stuck.is_set() and not patient.is_set()) as opened:
+        hanging = opened.layer._place.offset + 40 * 4096
+
+        def slow(fd: int, buffers: list, offset: int) -> int:
+            if offset == hanging:
+                stuck.set()
+                assert released.wait(MINUTE)
+            return preadv(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", slow)
+        opened.use([1, 2])
+        if expected:
+            opened.layer.expect(np.array([30, 40]))
+        for _ in range(2):
+            with pytest.raises(Interrupted):
+                opened.use([1, 2, 40, 50])
+        patient.set()
+        threading.Timer(0.3, released.set).start()
+        eight = list(range(60, 68))
+        opened.use(eight)
+        assert released.wait(MINUTE)
+        while not opened.pager._reader.idle:
+            time.sleep(0.01)
+        read = opened.pager.traffic.reads
+        opened.use(eight)
+        assert opened.pager.traffic.reads == read, "they were still there"
+
+
+def test_a_prompt_after_one_that_was_interrupted_begins_at_the_beginning(records: Path) -> None:
+    with Opened(records, "large", 8) as opened:
+        for groups in (1, 2, 5):
+            running = opened.layer.groups()
+            for _ in range(groups):
+                next(running)
+            running.close()
+            opened.read_all()
 
 
 def test_a_file_that_became_shorter_is_an_error_and_no_answer(tmp_path: Path, records: Path) -> None:

@@ -297,3 +297,16 @@ def test_ctrl_c_while_a_session_is_saved_stops_the_saving_alone(home: Path, tmp_
     chat._editor = Typed()
     assert chat.run() == 0 and len(stopped) == 2
     assert "stopped by Ctrl-C" in environment.stderr.getvalue() and "/regen" in environment.stderr.getvalue()
+
+
+def test_a_session_of_another_version_costs_no_other_its_cache(home: Path) -> None:
+    assert Ran("run", "fable", STORY * 20, "--session", "old", *FLAGS).code == 0
+    path = home / "old.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    assert Ran("run", "fable", THIRD, "--session", "new", *FLAGS).code == 0
+    ran = Ran("run", "fable", MORE, "--session", "new", "--session-disk", str(sum(file.stat().st_size for file in home.rglob("*.kv")) - 1),
+              *FLAGS)
+    assert ran.code == 0 and "no cache can be removed: session old is unreadable here" in ran.err
+    kept = {entry["name"]: entry["tokens"] for entry in json.loads(Ran("session", "list", "--json").out)["sessions"]}
+    assert kept["new"] > 24, "its cache stays"
+    assert "pages stay: session old cannot be read here" in Ran("session", "rm", "new", "-y").err

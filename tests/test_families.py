@@ -53,8 +53,8 @@ def fix_rope(model: PreTrainedModel, ctx: int) -> None:
 def share_angles(engine: Engine, model: PreTrainedModel) -> None:
     """Let the oracle turn by our frequencies, once they are found to be its own.
 
-    Powers of theta differ in their last bits between NumPy and torch, by what the processor has for vectors, and angles in the hundreds with
-    them: a model of random weights makes up to 2e-4 of its largest logit of that.
+    Powers of theta differ in their last bits between NumPy and torch, by what the processor has for vectors, and angles in the hundreds
+    with them: a model of random weights makes up to 2e-4 of its largest logit of that.
     """
     rotary, tables = getattr(model.model, "rotary_emb", None), {id(each): each for each in engine.model.ropes if each is not None}
     if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:

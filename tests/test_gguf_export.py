@@ -217,6 +217,7 @@ def greedy(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.peer
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "least"), [("F16", 10), ("Q8_0", 9), ("Q4_0", 9)])
 def test_llama_cpp_answers_the_same(tmp_path: Path, peer: object, kind: str, least: int) -> None:

@@ -149,6 +149,7 @@ def peer() -> object:
     return pytest.importorskip("llama_cpp")
 
 
+@pytest.mark.peer
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_llamacpp_writes_the_same_tokens(tmp_path: Path, peer: object, name: str) -> None:

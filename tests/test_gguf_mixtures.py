@@ -13,7 +13,7 @@ from effllm import EffllmError, ModelNotFound
 from effllm.offload.header import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.gguf.split import part_names
+from effllm.runtime.gguf.names import part_names
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
 

@@ -16,6 +16,7 @@ FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 CONTEXT = "Once upon a time there was a fox who lived in"
 
 
+@pytest.mark.peer
 @pytest.mark.slow
 def test_the_real_harness_loads_it():
     """First, because the tests below put modules of their own in the harness's place."""

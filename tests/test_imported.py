@@ -97,19 +97,53 @@ def as_compressed(values: np.ndarray, bits: int, asymmetric: bool, scale: str = 
     return parts, meaning(codes, zeros, scales, np.arange(values.shape[1]) // (values.shape[1] if scale == "row" else GROUP))
 
 
-def as_fp8(values: np.ndarray, kind: str):
+def as_bytes(values: np.ndarray, bits: int, kind: str, asymmetric: bool = False):
+    """int-quantized: signed bytes, with scales per `kind`."""
+    n, k = values.shape
+    high, wide = {"rows": (1, k), "groups": (1, GROUP), "one": (n, k), "blocks": (128, 80), "whole blocks": (64, 128)}[kind]
+    shape = (-(-n // high), -(-k // wide))
+    rng = np.random.default_rng(2)
+    scales = halves((rng.random(shape, np.float32) + 0.5) / 2**bits / 8)
+    zeros = rng.integers(-3, 4, shape) if asymmetric else np.zeros(shape, int)
+    spread = lambda each: np.repeat(np.repeat(each, high, 0)[:n], wide, 1)[:, :k]  # noqa: E731
+    low = -(1 << (bits - 1))
+    codes = np.clip(np.rint(values / spread(scales)) + spread(zeros), low, -1 - low).astype(np.int8)
+    parts = {"weight": codes, "weight_scale": (scales.reshape(1) if kind == "one" else scales).astype(np.float16)}
+    if asymmetric:
+        parts["weight_zero_point"] = zeros.astype(np.int8).reshape(parts["weight_scale"].shape)
+    return parts, (spread(scales) * (codes - spread(zeros)).astype(np.float32)).astype(np.float32)
+
+
+def as_fp8(values: np.ndarray, kind: str, name: str = ""):
     n, k = values.shape
     shape = {"blocks": (-(-n // 128), -(-k // 128)), "rows": (n, 1), "one": (1, 1)}[kind]
     scales = (np.random.default_rng(1).random(shape, np.float32) + 0.5) / 512
     high, wide = (128, 128) if kind == "blocks" else (-(-n // shape[0]), k)
     spread = np.repeat(np.repeat(scales, high, 0)[:n], wide, 1)[:, :k]
     codes = torch.from_numpy(np.clip(values / spread, -448, 448)).to(torch.float8_e4m3fn)
-    name = "weight_scale_inv" if kind == "blocks" else "weight_scale"
+    name = name or ("weight_scale_inv" if kind == "blocks" else "weight_scale")
     return {"weight": codes, name: scales if kind != "one" else scales.reshape(())}, codes.float().numpy() * spread
 
 
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def plain(written: str, **weights: object) -> dict[str, object]:
+    return {"quant_method": "compressed-tensors", "format": written, "config_groups": {"group_0": {"weights": weights}}}
+
+
 CASES = {
+    "bytes, a scale per row": (plain("int-quantized", num_bits=8, type="int", strategy="channel"), lambda v: as_bytes(v, 8, "rows")),
+    "bytes, zero points": (plain("int-quantized", num_bits=8, strategy="group", group_size=GROUP),
+                           lambda v: as_bytes(v, 8, "groups", True)),
+    "bytes, one scale": (plain("naive-quantized", num_bits=8, type="int", strategy="tensor"), lambda v: as_bytes(v, 8, "one", True)),
+    "bytes of 4 bits": (plain("int-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP),
+                        lambda v: as_bytes(v, 4, "groups", True)),
+    "bytes, blocks": (plain("int-quantized", num_bits=8, type="int", block_structure=[128, 80]), lambda v: as_bytes(v, 8, "blocks")),
+    "bytes, whole blocks": (plain("int-quantized", num_bits=8, block_structure=[64, 128]), lambda v: as_bytes(v, 8, "whole blocks")),
+    "float-quantized": (plain("float-quantized", num_bits=8, type="float", strategy="channel"), lambda v: as_fp8(v, "rows")),
+    "float-quantized blocks": (plain("float-quantized", num_bits=8, type="float", block_structure=[128, 128]),
+                               lambda v: as_fp8(v, "blocks", "weight_scale")),
     "gptq 4": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, lambda v: as_gptq(v, 4)),
     "gptq 4, act order": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, lambda v: as_gptq(v, 4, True)),
     "gptq 8": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP}, lambda v: as_gptq(v, 8)),
@@ -165,7 +199,8 @@ def test_weights_mean_what_their_format_says(tmp_path: Path, name: str) -> None:
                 np.testing.assert_array_equal(store.read(info, 3, 40).view(np.float32), values[3:40].reshape(-1))
 
 
-CODES = ("gptq 4", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8", "int8, a scale per row")
+CODES = ("gptq 4", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8", "int8, a scale per row",
+         "bytes, a scale per row", "bytes, zero points", "bytes, one scale", "bytes of 4 bits", "bytes, whole blocks")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -176,7 +211,7 @@ def test_codes_of_the_kernels_lose_nothing(tmp_path: Path, name: str) -> None:
     with store:
         found = {} if container is None else container.tensors
         assert len(found) == (42 if name in CODES else 0)
-        assert is_low_bit(tmp_path / "m") == (name in (*CODES, "gptq 4, act order"))
+        assert is_low_bit(tmp_path / "m") == (name in (*CODES, "gptq 4, act order", "bytes, blocks"))
         for tensor, stored in found.items():
             blob = store.read(store.tensors[tensor])
             assert blob.nbytes == stored.nbytes == store.tensors[tensor].nbytes
@@ -184,9 +219,12 @@ def test_codes_of_the_kernels_lose_nothing(tmp_path: Path, name: str) -> None:
         if name == "gptq 4":
             assert {str(stored.spec) for stored in found.values()} == {"offset4:64"}
             assert 4 < container.bits_per_weight < 16  # fable's embedding is in float32
+        if name == "bytes of 4 bits":
+            assert {str(stored.spec) for stored in found.values()} == {"offset4:64"}
 
 
-@pytest.mark.parametrize("name", ["gptq 4", "gptq 4, act order", "awq", "int4, zero points", "fp8 blocks"])
+@pytest.mark.parametrize("name", ["gptq 4", "gptq 4, act order", "awq", "int4, zero points", "bytes, a scale per row", "bytes, blocks",
+                                  "float-quantized", "fp8 blocks"])
 def test_they_run_and_are_announced(tmp_path: Path, name: str) -> None:
     meant = written(tmp_path / "m", name)
     plain = tmp_path / "plain"
@@ -265,6 +303,11 @@ def test_they_are_quantized_again(tmp_path: Path) -> None:
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"), ({"quant_method": "awq", "bits": 8}, "bits 8"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'"),
     (COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}, "pack-quantized"),
+    (plain("int-quantized", num_bits=16), "'int' 16"), (plain("int-quantized", num_bits=8, type="float"), "'float' 8"),
+    (plain("float-quantized", num_bits=[4]), "float-quantized"), (plain("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4"),
+    (plain("int-quantized", num_bits=8) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    (plain("int-quantized", num_bits=8) | {"transform_config": {"config_groups": {"R": {"apply": [
+        {"location": "weight_input"}, {"location": "input"}]}}}}, "transform at 'input'"),
 ])
 def test_other_methods_are_refused_by_name(tmp_path: Path, section: dict[str, object], named: str) -> None:
     raw = json.loads((FABLE / "config.json").read_text())
@@ -288,6 +331,46 @@ def test_parts_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
             for info in store.tensors.values():
                 store.read(info)
         assert named in caught.value.message and "up_proj" in caught.value.message
+
+
+def test_bytes_beyond_their_config_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    written(tmp_path / "m", "bytes of 4 bits")
+    whole = load_file(tmp_path / "m" / "model.safetensors")
+    base = "model.layers.1.mlp.up_proj."
+    assert whole[base + "weight"].shape == (768, 256)
+    for change, named in (({"weight": torch.full((768, 256), 9, dtype=torch.int8)}, "beyond the 4 bits"),
+                          ({"weight_scale": None}, "without"), ({"weight_scale": torch.ones(768, 3)}, "do not fit"),
+                          ({"weight_scale": torch.ones(3, 4, 5)}, "do not fit"),
+                          ({"weight_zero_point": torch.zeros(768, 1, dtype=torch.int8)}, "zero points")):
+        tensors = whole | {base + key: value for key, value in change.items()}
+        save_file({name: value for name, value in tensors.items() if value is not None}, tmp_path / "m" / "model.safetensors")
+        for low_bit in (False, True):
+            with pytest.raises(CheckpointError) as caught, open_store(tmp_path / "m", low_bit=low_bit) as store:
+                store.read(store.tensors[base + "weight"])
+            assert named in caught.value.message and "up_proj" in caught.value.message
+
+
+def test_scales_of_activations_and_caches_are_no_weights(tmp_path: Path) -> None:
+    """A checkpoint for servers that round activations and caches too: those stay as they are here."""
+    from safetensors.torch import load_file
+
+    meant = written(tmp_path / "m", "bytes, a scale per row")
+    whole = load_file(tmp_path / "m" / "model.safetensors")
+    for name in ("mlp.up_proj.input_scale", "mlp.up_proj.input_zero_point", "self_attn.k_scale", "self_attn.v_scale"):
+        whole[f"model.layers.0.{name}"] = torch.ones(1)
+    save_file(whole, tmp_path / "m" / "model.safetensors")
+    with open_store(tmp_path / "m") as store:
+        assert set(store.tensors) == set(meant)
+
+
+def test_as_many_blocks_as_rows() -> None:
+    """Blocks are not taken for a scale per row where there are as many."""
+    codes = np.arange(256, dtype=np.uint8).reshape(8, 32) & np.uint8(0x77)
+    scales = np.arange(1, 9, dtype=np.float32).reshape(2, 4)
+    meant = fp8.VALUES[codes] * np.repeat(np.repeat(scales, 4, 0), 8, 1)
+    np.testing.assert_array_equal(fp8.dequantize(codes, scales), meant)
 
 
 def test_codes_of_eight_bit_floats() -> None:

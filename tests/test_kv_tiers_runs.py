@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import long_context
+from streamed_models import long_context, long_context_mixture
 from test_streamed_runs import BUFFERED, HANGS, MIB, MINUTES, finish, peak, start
 
 CTX, PROMPT = 4096, "word " * 1800
@@ -64,6 +64,21 @@ def test_a_run_keeps_to_its_budget_and_answers_the_same(model: Path, expected: d
     assert "of the KV cache lie on the disk" in err
     assert found["io"]["disk_bytes_read"] > expected["io"]["disk_bytes_read"] + planned["tiers"]["disk"]["kv_bytes"]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mixture_with_its_cache_and_its_experts_on_the_disk(tmp_path: Path) -> None:
+    """Of both a part: what the plan says in one process, another one keeps to."""
+    mixture = long_context_mixture(tmp_path / "mixture")
+    plan = ("plan", mixture, "-c", CTX, "--device", "cpu", "--no-probe", "--json")
+    whole = json.loads(finish(start(*plan))[0])
+    more = ("--ram", whole["total_bytes"] - whole["kv_bytes"] - 12 * MIB, *tier(tmp_path / "spill"))
+    planned = json.loads(finish(start(*plan, *more))[0])
+    assert planned["ctx"] == CTX and planned["tiers"]["disk"]["kv_bytes"] > 8 * MIB and planned["tiers"]["disk"]["weights_bytes"] > 0
+    expected = json.loads(finish(start(*answer(mixture, "--json")))[0])
+    found = json.loads(finish(start(*answer(mixture, *more, "--json")))[0])
+    assert found["token_ids"] == expected["token_ids"]
+    _, err = finish(start(*answer(mixture, "--ram", "64M", *tier(tmp_path / "spill"))), 4)
+    assert re.search(r"hint: .*--ram \d+Mi", err), err
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.quant.imports import mxfp4
 from effllm.quant.weight import Weight, to_f32
-from effllm.runtime.catalog import _local
 from effllm.runtime.compressed import export_compressed
 from effllm.runtime.config import read_config
 from effllm.runtime.container import check_stored, read_container
@@ -32,6 +31,7 @@ from effllm.runtime.convert_plan import plan_conversion
 from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
+from effllm.runtime.listing import _local
 from effllm.runtime.model import dims
 from effllm.runtime.prepare import EngineOptions, kernel_kinds, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings

@@ -31,6 +31,7 @@ SAME_PROJECT = {"llvmlite": "numba"}
 # Used by name (a command, a build backend), never imported.
 USED_AS_COMMANDS = {"setuptools", "pytest-xdist"}
 PEERS = {"llama_cpp", "accelerate"}  # what benchmarks compare with, and only those who run them install
+OF_PEERS = {"compressed-tensors": "compressed_tensors", "llama-cpp-python": "llama_cpp", "lm-eval": "lm_eval"}  # the extra, as imported
 
 
 def declared(extra: str | None = None) -> dict[str, Requirement]:
@@ -137,6 +138,17 @@ def test_test_extra_is_what_tests_and_scripts_add() -> None:
     assert used == import_names(declared("test")) - USED_AS_COMMANDS
 
 
+def test_peers_extra_is_what_tests_look_for() -> None:
+    """A test that runs only where another program is bears the mark that `make test-peers` selects by."""
+    looked_for = set()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        found = set(re.findall(r"(?:importorskip|find_spec)\(\"(\w+)\"\)", text))
+        assert not found or "pytest.mark.peer" in text, path.name
+        looked_for |= found
+    assert looked_for == {OF_PEERS[name] for name in declared("peers")}
+
+
 @pytest.mark.parametrize("name", sorted(declared()))
 def test_every_dependency_has_a_lower_bound_and_no_upper_one(name: str) -> None:
     operators = [part.operator for part in declared()[name].specifier]
@@ -152,7 +164,7 @@ def test_torch_is_spelled_exactly_where_the_tests_install_it() -> None:
 
 
 def test_pins_satisfy_the_declared_bounds() -> None:
-    for extra in (None, "test", "cuda", "eval", "lint"):
+    for extra in (None, "test", "cuda", "eval", "lint", "peers"):
         for name, requirement in declared(extra).items():
             assert requirement.specifier.contains(pins()[name]), f"{requirement} is pinned at {pins()[name]}"
     for requirement in map(Requirement, PROJECT["build-system"]["requires"]):
@@ -200,6 +212,12 @@ def test_make_installs_once(tmp_path: Path) -> None:
     for goal, program in (("test", "pytest"), ("demo", "effllm run fable")):
         again = make(goal, f"VENV={environment}")
         assert program in again and "pip" not in again and "-m venv" not in again
+
+
+@pytest.mark.parametrize(("goal", "extra", "program"), [("lint", "lint", "ruff check"), ("test-peers", "peers", "pytest -m peer")])
+def test_make_installs_two_extras(tmp_path: Path, goal: str, extra: str, program: str) -> None:
+    steps = make(goal, f"VENV={tmp_path / 'venv'}")
+    assert f"--editable '.[test,{extra}]'\n" in steps and program in steps
 
 
 def test_make_demo_installs_the_runtime_alone(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ SPILL = Spill(ring=20 * MB, workspace=5 * MB, ram=None, disk=10**12, where="/spi
 
 
 def demand(layers: int = 20, kv: int = 100_000, blocks: bool = True) -> Demand:
-    """800 MB of layers, 40 MB around them."""
+    """800 MB of layers, 40 MB around them; the cache's bytes of each layer rounded up, as a run states them."""
     weights = (BlockBytes("outer", 40 * MB), *(BlockBytes(str(i), 5 * BLOCK) for i in range(layers)))
     return Demand(baseline=80 * MB, workspace=20 * MB, weights=weights, kv_bytes_per_token=kv, kv_fixed=7 * MB, layers=layers,
-                  blocks=(BLOCK,) * (layers * 5) if blocks else (), always=10 * MB)
+                  blocks=(BLOCK,) * (layers * 5) if blocks else (), always=10 * MB, kv_layers=(-(-kv // layers),) * layers)
 
 
 def tiers(ram: int, ctx: int | None, spill: Spill | None = SPILL, **more: object) -> Placement:

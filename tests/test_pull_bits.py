@@ -1,5 +1,6 @@
 """Quantizing as the shards come: the same bytes as from a folder, one shard on the disk at a time, over kills too."""
 
+import fcntl
 import json
 import random
 import sys
@@ -14,9 +15,12 @@ from hub_server import Hub, running
 from pulls import FABLE, MINUTE, Person, on_disk, sharded
 from test_pull_resume import wait_until, weights_served
 
+from effllm.offload.part_file import PartFile
 from effllm.runtime.container import read_container
 from effllm.runtime.events import Progress
+from effllm.runtime.pull import streamed
 from effllm.runtime.pull.client import Client
+from effllm.runtime.pull.disk import lock_of
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import pull_model
 from effllm.runtime.reference import parse_reference
@@ -147,6 +151,62 @@ def test_what_the_cache_holds_is_not_loaded_again(hub: Hub, person: Person, from
     assert ran.code == 0 and "made of what was here" in ran.err and not weights_served(hub)
     assert (kept(person, hub) / "model.safetensors").read_bytes() == from_folder
     assert on_disk(person.snapshot(REPO, hub.repos[REPO].commit)) == hub.repos[REPO].files
+
+
+def begun(person: Person) -> None:
+    """A pull that is left when more than half of the tensors are made."""
+    client = Client(person.env)
+    running_pull = pull_model(plan_pull(wish_of(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env), client,
+                              person.env)
+    for item in running_pull:
+        if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:
+            break
+    running_pull.close()
+
+
+@pytest.mark.parametrize("gone", ("the repository", "a shard"))
+def test_what_the_cache_has_lost_in_between_is_loaded(hub: Hub, person: Person, from_folder: bytes, gone: str) -> None:
+    """What lay in the shared cache was linked. It is gone, and nothing may be put there in its name."""
+    assert person.types("pull", REPO).code == 0
+    begun(person)
+    shard = person.snapshot(REPO, hub.repos[REPO].commit) / "model-00003-of-00003.safetensors"
+    if gone == "a shard":
+        shard.resolve().unlink()
+    else:
+        assert person.types("rm", REPO, "-y").code == 0
+    left = set(person.blobs(REPO))
+    hub.forget()
+    ran = person.types("pull", REPO, "--bits", "4")
+    assert ran.code == 0, ran.err
+    assert (kept(person, hub) / "model.safetensors").read_bytes() == from_folder and set(person.blobs(REPO)) == left
+    assert 0 < weights_served(hub) <= weights(hub)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "data").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        PartFile(tmp_path / "data", tmp_path / "journal", 100, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+@pytest.mark.parametrize("what", ("pull", "rm"))
+def test_what_a_kill_leaves_beside_a_whole_model_goes(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Killed between the model's last step and the removal of what it was made of."""
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed.shutil, "rmtree", lambda *_, **__: None)
+        assert person.types("pull", REPO, "--bits", "4").code == 0
+    folder = kept(person, hub)
+    source = folder.with_name(".4bit.source")
+    assert (source / "tokenizer.json").is_file() and (folder / "effllm.json").is_file()
+    if what == "rm":
+        assert person.types("rm", f"{REPO}:4bit").code == 0 and not folder.parent.exists()
+        return
+    with lock_of(folder).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert person.types("pull", REPO, "--bits", "4").code == 0 and source.exists(), "another process has it"
+    ran = person.types("pull", REPO, "--bits", "4")
+    assert "everything is here" in ran.err and not source.exists()
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".4bit.lock", "4bit"]
 
 
 def test_a_shard_with_wrong_bytes_is_never_quantized(hub: Hub, person: Person) -> None:

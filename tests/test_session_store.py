@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.session_store import DamagedSession, NoSession, SessionStore
+from effllm.runtime.session_store import DamagedSession, NoSession, SessionStore, stuck_note
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from session_samples import PAGE_NBYTES, SHARED, check, save
@@ -164,6 +164,21 @@ def test_a_session_of_another_version_is_refused_and_its_pages_stay(store: Sessi
     assert store.make_room(GENEROUS, "story") == []
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
     assert check(store, "tale") == 1
+
+
+def test_no_cache_is_taken_where_nothing_would_be_freed(store: SessionStore) -> None:
+    """Pages stay while a session of another version may use them, so no other session loses its own for them."""
+    save(store, "old", 1)
+    save(store, "mine", 2)
+    path, before = store.path("old"), files(store)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    assert store.unread() == ["old"] == store.stuck(0) and store.stuck(store.nbytes()) == []
+    assert store.make_room(0, "mine") == [] and files(store) == before and check(store, "mine") == 2
+    said = stuck_note(store.unread(), 1000)
+    assert "session old is unreadable" in said and "effllm session rm old" in said
+    path.write_text("cut")
+    assert store.unread() == [], "what is damaged is nobody's"
+    assert store.make_room(0, "mine") == ["mine"] and files(store) == set()
 
 
 @pytest.mark.parametrize(("at", "said"), [(0, "altered"), (4, "version"), (20, "altered"), (64, "altered"), (PAGE_NBYTES, "altered"),

@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pexpect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +19,11 @@ from hub_server import Hub, running
 from pulls import FABLE, Person, sharded, tiny
 
 from effllm import EffllmError, UsageError
+from effllm.cli.completion import joined
 from effllm.runtime import storage
 from effllm.runtime.aliases import own_file
-from effllm.runtime.catalog import local_models, model_names, resolve
+from effllm.runtime.catalog import resolve
+from effllm.runtime.listing import local_models, model_names
 from effllm.runtime.reference import parse_reference
 
 REPO = "org/name"
@@ -101,6 +106,48 @@ def test_a_folder_made_elsewhere_is_listed_until_it_is_gone(person: Person) -> N
     (out / "mine.txt").unlink()
     assert person.types("rm", out).code == 0 and not out.exists() and out.parent.exists()
     assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable"]
+
+
+def measured(folder: Path) -> Path:
+    """The folder with what effllm records beside a model: a profile of its cache, sparsity, predictors, and a write that was cut short."""
+    from effllm.quant.kv_basis import KVBasis
+    from effllm.runtime.config import read_config
+    from effllm.runtime.kv_profile import Profile
+    from effllm.runtime.kv_profile_file import save_profile
+    from effllm.runtime.predictors import Predictor, Predictors
+    from effllm.runtime.sparsity_file import Sparsity, save
+
+    config = read_config(folder)
+    count, ones = config.num_hidden_layers, np.ones((4, 4), np.float32)
+    save_profile(Profile((KVBasis.plain(config.num_key_value_heads, config.head_dim),) * count, (None,) * count, "weights", 600), folder)
+    save(Sparsity(100, (0.5,) * count, {0.5: (0.1,) * count}), folder)
+    Predictors((Predictor(ones, ones, ones[0]),) * count).save(folder)
+    (folder / ".kv_profile.json.partial").write_text("{")
+    return folder
+
+
+def test_what_is_recorded_beside_a_model_goes_with_it(person: Person) -> None:
+    out, words = person.home / "fable-4bit", ("quantize", "fable", "--bits", "4", "-o")
+    assert person.types(*words, out).code == 0
+    (measured(out) / "mine.txt").write_text("mine")
+    for command in (("rm", out), (*words, out, "--force")):
+        assert "mine.txt" in person.types(*command).refused(2) and (out / "kv_profile.f32").exists()
+    (out / "mine.txt").unlink()
+    again = person.types(*words, out, "--force")
+    assert again.code == 0, again.err
+    assert not (out / "kv_profile.json").exists(), "a profile of other weights was left beside the new ones"
+    assert person.types("rm", measured(out)).code == 0 and not out.exists()
+
+
+def test_a_kept_copy_is_found_after_its_model_was_measured(person: Person) -> None:
+    folder, words = person.home / "model", ("Once", "--raw", "-n", "1", "--bits", "2")
+    shutil.copytree(FABLE, folder)
+    assert "--keep" not in person.types("run", folder, *words, "--keep").err
+    measured(folder)
+    (folder / "README.md").write_text("# Notes of mine\n")
+    assert "weights of 2bit from" in person.types("run", folder, *words).err
+    (folder / "generation_config.json").write_text("{}")
+    assert "weights of 2bit from" not in person.types("run", folder, *words).err, "another model"
 
 
 def test_a_damaged_list_of_folders_is_an_empty_one(person: Person) -> None:
@@ -186,7 +233,8 @@ def test_the_shared_cache_is_not_touched_without_a_yes(hub: Hub, person: Person)
     folder = person.snapshot(REPO, repo.commit)
     said = person.types("rm", REPO).refused(2)
     assert "other programs share" in said and "-y" in said and folder.exists()
-    assert person.types("rm", REPO, answers="n\n").code == 0 and folder.exists()
+    for reply in ("n\n", "\n", ""):
+        assert person.types("rm", REPO, answers=reply).code == 0 and folder.exists(), repr(reply)
     planned = person.types("rm", REPO, "--dry-run", "--json").json
     assert planned["removed"] is False and planned["owner"] == "hub cache" and folder.exists()
     assert planned["bytes"] >= sum(map(len, repo.files.values()))
@@ -250,6 +298,45 @@ def test_ollama_925_the_shell_completes_commands_and_models(hub: Hub, person: Pe
         return ran.stdout.split()
 
     assert {"run", "rm"} <= set(completed("effllm r")) and completed("effllm run org/") == [REPO] and "fable" in completed("effllm show ")
+
+
+@pytest.mark.parametrize(("words", "at", "line", "number", "before"), [
+    (("effllm", "run", "fable", ":", "4"), 4, ("effllm", "run", "fable:4"), 2, "fable:"),
+    (("effllm", "run", "fable", ":"), 3, ("effllm", "run", "fable:"), 2, "fable:"),
+    (("effllm", "run", "fable:4"), 2, ("effllm", "run", "fable:4"), 2, ""),
+    (("effllm", "run", "org/name@v1", ":", "m.gguf", ":", "4"), 6, ("effllm", "run", "org/name@v1:m.gguf:4"), 2, "org/name@v1:m.gguf:"),
+    (("effllm", "run", "fable", ":", "4bit", "--s"), 5, ("effllm", "run", "fable:4bit", "--s"), 3, ""),
+    (("effllm", "run", "fable", ":", "4bit", ""), 5, ("effllm", "run", "fable:4bit", ""), 3, "")])
+def test_words_that_bash_broke_are_put_together(words: tuple[str, ...], at: int, line: tuple[str, ...], number: int, before: str) -> None:
+    for apart in ("\n", " "):
+        assert joined(apart.join(words), at) == (apart.join(line), number, before)
+
+
+def test_bash_completes_names_with_a_colon(person: Person) -> None:
+    """In a real bash, with its own way of breaking words and with a person's."""
+    kept = storage.own_folder(person.env, "fable", f"local-{storage.stamp(FABLE)}", "4bit")
+    kept.mkdir(parents=True)
+    (kept / "effllm.json").write_text("{}")
+    program = person.home / "bin" / "effllm"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m effllm "$@"\n')
+    program.chmod(0o755)
+    env = {**os.environ, **person.env, "PATH": f"{program.parent}:{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
+    script = subprocess.run([program, "--show-completion", "bash"], env=env, capture_output=True, text=True, check=True).stdout
+    (person.home / "rc").write_text(script + "\nbind 'set enable-bracketed-paste off'\nPS1='ready> '\n")
+    for breaks in (":", "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}"):
+        bash = pexpect.spawn("bash", ["--noprofile", "--rcfile", str(person.home / "rc"), "-i"], env=env, encoding="utf-8", timeout=60,
+                             dimensions=(24, 200))
+        bash.expect_exact("ready> ")
+        bash.sendline(f"{breaks}; echo begun")
+        bash.expect("begun\r\n.*ready> ")
+        for typed in ("fable:4", "fable:"):
+            bash.send(f"effllm show {typed}\t")
+            bash.expect_exact("show fable:4bit ")
+            bash.send("\x15")
+        bash.sendline("exit")
+        bash.expect(pexpect.EOF)
+        bash.close()
 
 
 def test_names_for_the_shell_come_without_heavy_imports() -> None:

@@ -17,7 +17,7 @@ from effllm.runtime.prepare import EngineOptions
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import odd_model, options, run
 from family_models import CASES, written
-from streamed_models import streaming
+from streamed_models import random_model, streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
@@ -116,6 +116,18 @@ def test_quantized_families_give_the_same_bits(name: str, tmp_path: Path, small_
     written(CASES[name], tmp_path / "model")
     run(tmp_path / "model", tmp_path / "out", options("4bit"))
     assert np.array_equal(streamed(tmp_path / "out"), resident(tmp_path / "out"))
+
+
+def test_a_long_prompt_of_rows_near_one_another(tmp_path: Path) -> None:
+    """More wide rows of the embedding than are fetched at once, all within reach of their neighbours."""
+    wide = random_model(tmp_path / "wide", hidden_size=2048, vocab_size=6400, num_hidden_layers=1, intermediate_size=256,
+                        num_attention_heads=4, num_key_value_heads=1, head_dim=64)
+    ids, found = list(range(0, 6400, 16)), []
+    for engine in (list(open_engine(wide, EngineOptions(device="cpu", ctx=512)))[-1], streaming(wide, ctx=512)):
+        engine.reset()
+        found.append(np.concatenate([rows.copy() for _, rows in engine.score(ids)]))
+        engine.close()
+    assert np.array_equal(*found)
 
 
 def test_widths_that_no_group_divides(tmp_path: Path, small_parts: None) -> None:

@@ -165,6 +165,30 @@ def test_rows_out_of_turn(store: TensorStore) -> None:
     pager.close()
 
 
+def test_many_rows_near_one_another_are_fetched_without_what_lies_between(tmp_path: Path) -> None:
+    """As many as are asked for at once, every sixteenth of a wide table: with the gaps they would take five times the memory."""
+    rows = np.random.default_rng(3).integers(0, 256, (16 * 300, 4096), dtype=np.uint8)
+    save_file({"table": rows}, tmp_path / "model.safetensors")
+    with TensorStore.open(tmp_path) as store:
+        pager = StreamingPager(store, {}, (), Residency((), (), 0, 0, 0))
+        info = store.tensors["table"]
+        ranges = [Range(info.file, info.offset + 4096 * row, 4096) for row in range(0, len(rows), 16)]
+        assert len(ranges) * (4096 + 2 * BLOCK) <= FETCH_NBYTES < lay_out(ranges)[1]
+        with pager.fetch(ranges) as views:
+            assert np.array_equal(views, rows[::16])
+        pager.close()
+
+
+@given(starts=st.lists(st.integers(0, 400_000), min_size=1, max_size=40), nbytes=st.integers(1, 9000))
+def test_without_gaps_a_range_takes_its_bytes_and_two_blocks_at_most(starts: list[int], nbytes: int) -> None:
+    ranges = [Range(Path("f"), start, nbytes) for start in starts]
+    extents, total, places = lay_out(ranges, gap=0)
+    assert total == sum(extent.nbytes for extent in extents) <= len(ranges) * (nbytes + 2 * BLOCK)
+    for own, place in zip(ranges, places, strict=True):
+        (extent,) = (each for each in extents if each.at <= place < each.at + each.nbytes)
+        assert place - extent.at == own.offset - extent.offset and place + nbytes <= extent.at + extent.needed
+
+
 def test_memory_is_what_was_planned(store: TensorStore) -> None:
     parts = parts_of(store)
     sizes = [part.nbytes for part in parts]

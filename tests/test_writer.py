@@ -59,6 +59,20 @@ def make(out: Path, fingerprint: str = "one", replace: bool = False, limit: int 
     return writer
 
 
+def test_a_system_that_syncs_whole_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fdatasync, as on macOS: every tensor and its line in the journal are on the disk before the next one."""
+    synced, fsync = [], os.fsync
+    monkeypatch.delattr(os, "fdatasync", raising=False)
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or fsync(fd))
+    files = plan_files(GROUPS, {"format": "test"}, 1 << 30)
+    with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
+        before = len(synced)
+        write_all(writer)
+        assert len(synced) - before == 2 * sum(map(len, GROUPS))
+        writer.commit({}, {MARKER: "{}"})
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [MARKER, "model.safetensors"]
+
+
 # -- layout --------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,14 @@
-"""Integers of the compressed-tensors layout `pack-quantized`: values of 4 or 8 bits in 32-bit words along the inputs, lowest bits first,
-stored above their middle, with a scale per group of inputs (https://github.com/vllm-project/compressed-tensors).
+"""Integers of the compressed-tensors layouts (https://github.com/vllm-project/compressed-tensors), with a scale per group of inputs.
+
+`pack-quantized`: values of 4 or 8 bits in 32-bit words along the inputs, lowest bits first, stored above their middle. `int-quantized`:
+signed bytes, whose scales may be one, one per row, or one per block of rows and inputs.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .blocks import block_size
 from .groups import Groups
 
 WORD = 32
@@ -64,3 +67,50 @@ def decode(packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, gro
     mask = np.uint8((1 << bits) - 1)
     order = np.arange(k) // (k // scales.shape[1]) if groups is None else groups
     return Groups(unsigned(codes) & mask, unsigned(points) & mask, scales, order)
+
+
+def columns(shape: tuple[int, ...]) -> int:
+    """How many scales of such a shape a row has, 0 where it has none that are read: one for all, one per row, or [rows, columns]."""
+    if len(shape) < 2:
+        return 1
+    return shape[1] if len(shape) == 2 else 0
+
+
+def width(depth: int, count: int) -> int:
+    """Inputs of a group where nothing says how many: an equal share, else a power of two. Raises ValueError where there is none."""
+    return depth // count if count > 0 and depth % count == 0 else block_size(depth, count)
+
+
+def decode_bytes(stored: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None, bits: int,
+                 block: tuple[int, int]) -> Groups:
+    """int8 [N, K], float32 scales, int8 zero points of their shape or None, the group of every input [K] or None; `block`: rows and inputs
+    that share a scale, 0 where that is not said. Raises ValueError where they do not fit one another."""
+    n, k = stored.shape
+    low, top = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"zero points {zeros.shape} for scales {scales.shape}")
+    points = np.zeros(scales.shape, np.int8) if zeros is None else zeros
+    for values in (stored, points):
+        if values.dtype != np.int8 or (values.size and (int(values.min()) < low or int(values.max()) > top)):
+            raise ValueError(f"values beyond the {bits} bits that the config states")
+    count = columns(scales.shape)
+    if groups is None and count:
+        groups = np.arange(k) // (block[1] or width(k, count))
+    if count < 1 or groups.shape != (k,) or int(groups.min()) < 0 or int(groups.max()) >= count or (
+            block[1] and -(-k // block[1]) != count):
+        raise ValueError(f"scales {scales.shape} for a weight of shape {stored.shape}")
+    unsigned = lambda values: (values.astype(np.int16) - low).astype(np.uint8)  # noqa: E731
+    rowwise = lambda values: _rows(values.reshape(-1, count), n, block[0])  # noqa: E731
+    return Groups(unsigned(stored), unsigned(rowwise(points)), rowwise(scales), groups)
+
+
+def _rows(values: np.ndarray, n: int, high: int) -> np.ndarray:
+    """[one, n, or one per block of rows; G] -> [n, G]."""
+    if len(values) == 1:
+        return np.repeat(values, n, axis=0)
+    if len(values) == n and high <= 1:
+        return values
+    high = high or block_size(n, len(values))
+    if -(-n // high) != len(values):
+        raise ValueError(f"{len(values)} rows of scales for {n} rows")
+    return np.repeat(values, high, axis=0)[:n]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .blocks import block_size
+
 
 def _table() -> np.ndarray:
     codes = np.arange(256)
@@ -22,21 +24,12 @@ def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     Raises ValueError for scales that cover it in no way.
     """
     rows, depth = codes.shape
-    scales = scales.reshape(-1, 1) if scales.size in (1, rows) else scales
+    if scales.ndim < 2 and scales.size in (1, rows):  # blocks may be as many as there are rows
+        scales = scales.reshape(-1, 1)
     if scales.ndim != 2 or not 0 < scales.shape[0] <= rows or not 0 < scales.shape[1] <= depth:
         raise ValueError(f"scales of shape {scales.shape} for a weight of shape {codes.shape}")
     if scales.shape in ((1, 1), (rows, 1)):
         return VALUES[codes] * scales
-    high, wide = (_border(size, count) for size, count in zip(codes.shape, scales.shape))
+    high, wide = (block_size(size, count) for size, count in zip(codes.shape, scales.shape))
     spread = np.repeat(np.repeat(scales, high, axis=0)[:rows], wide, axis=1)[:, :depth]
     return VALUES[codes] * spread
-
-
-def _border(size: int, count: int) -> int:
-    """Values of a block, of which `count` cover `size`, the last one perhaps in part: a power of two, as all published ones are."""
-    block = 1
-    while -(-size // block) > count:
-        block *= 2
-    if -(-size // block) != count:
-        raise ValueError(f"{count} scales for {size} values")
-    return block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from ...offload.gguf import GgufHeader
@@ -12,6 +13,7 @@ from .store import open_file, read_header
 from .tokenizer import ENDS, tokenizer_files
 
 SAMPLING = "general.sampling."
+LICENCE = re.compile(r"[A-Za-z0-9.+_-]{1,40}")
 # What a file recommends -> generation_config.json.
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 
@@ -24,6 +26,12 @@ def generation_config(path: Path) -> dict[str, object]:
 def _sampling(header: GgufHeader) -> dict[str, object]:
     stated = {ours: header.metadata.get(SAMPLING + theirs) for theirs, ours in SETTINGS.items()}
     return {name: value for name, value in stated.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def stated_licence(header: GgufHeader) -> str | None:
+    """The licence that a file states of its model, where that is a name."""
+    value = header.metadata.get("general.license")
+    return value if isinstance(value, str) and LICENCE.fullmatch(value) else None
 
 
 def folder_texts(path: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ another is llama.cpp's rule.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,18 +13,9 @@ from ... import ModelNotFound
 from ...offload.checkpoint import OpenFile, open_regular
 from ...offload.gguf import GgufHeader, read_gguf_header, shown_value
 from ...offload.header import CheckpointError, damaged, shown
+from .names import all_parts
 
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
-MOST_PARTS = 1024
 _LAST: dict[tuple[tuple[Path, tuple[int, int]], ...], GgufHeader] = {}  # one header at most
-
-
-def part_names(name: str) -> tuple[str, ...] | None:
-    """The names of all parts, from that of one; None for a name that is not of a part."""
-    found = PART.fullmatch(name)
-    if found is None or not 1 <= int(found[2]) <= int(found[3]) <= MOST_PARTS:
-        return None
-    return tuple(f"{found[1]}-{number:05}-of-{found[3]}{found[4]}" for number in range(1, int(found[3]) + 1))
 
 
 def open_parts(path: Path) -> tuple[GgufHeader, dict[Path, OpenFile]]:
@@ -35,7 +25,7 @@ def open_parts(path: Path) -> tuple[GgufHeader, dict[Path, OpenFile]]:
     """
     opened: dict[Path, OpenFile] = {}
     try:
-        for part in [path] if (names := part_names(path.name)) is None else [path.with_name(name) for name in names]:
+        for part in map(path.with_name, all_parts(path.name)):
             opened[part] = _open(part, path)
         key = tuple((part, file.stamp) for part, file in opened.items())
         if key not in _LAST:  # config, tokenizer and weights each ask for it

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ... import DoesNotFit, EffllmError
@@ -56,6 +56,25 @@ def free_nbytes(folder: Path) -> int:
 def source_folder(folder: Path) -> Path:
     """Where the files lie that `folder` is being made of."""
     return folder.with_name(f".{folder.name}.source")
+
+
+def lock_of(folder: Path) -> Path:
+    """What is locked by whoever makes `folder`."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def sweep(folder: Path, marker: str) -> None:
+    """Remove the files that a whole `folder` was made of, where a kill has left them. Whoever makes it anew, or may not, is left alone."""
+    if not source_folder(folder).is_dir():
+        return
+    with suppress(OSError):
+        fd = os.open(lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (folder / marker).is_file():
+                shutil.rmtree(source_folder(folder))
+        finally:
+            os.close(fd)
 
 
 def allocated(folder: Path) -> int:

@@ -70,13 +70,14 @@ class CacheFolder:
         place = self.snapshot / file.name
         if self._is_linked(file):
             return
-        aside = self.snapshot / f".{file.name}.{os.getpid()}"
+        place.parent.mkdir(parents=True, exist_ok=True)  # of a GGUF file in a folder of its own
+        aside = place.with_name(f".{place.name}.{os.getpid()}")
         aside.unlink(missing_ok=True)
         aside.symlink_to(self._target(file))
         os.replace(aside, place)
 
     def _target(self, file: RemoteFile) -> str:
-        return os.path.relpath(self.blob(file), self.snapshot)
+        return os.path.relpath(self.blob(file), (self.snapshot / file.name).parent)
 
     def _is_linked(self, file: RemoteFile) -> bool:
         place = self.snapshot / file.name

@@ -10,8 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ... import DoesNotFit, ModelNotFound, UsageError
+from ... import ModelNotFound, UsageError
 from ...quant.spec import QuantSpec
 from .. import hub, storage
 from ..aliases import CatalogEntry, catalog
@@ -22,10 +23,17 @@ from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
+from .gguf_head import GgufHead, read_head
+from .reckon import Run, reckon
 from .repository import Repository, companions, describe, named_files, weights
+from .shards import at_once
+
+if TYPE_CHECKING:
+    from ..prepare import EngineOptions
 
 CONFIG_LIMIT = 128 << 10
 TOKENIZER_TIMES = 6  # bytes of memory for a byte of tokenizer.json (128,000 tokens: 100 MiB of 15.5)
+TOKEN_NBYTES = 800  # and for a token, of which the length in a file is not known
 
 
 @dataclass(frozen=True)
@@ -41,21 +49,10 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not."""
-
-    fits: bool
-    total_bytes: int
-    budget_bytes: int
-    context: int
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class PullPlan:
     """`folder` is what will hold the model. Bytes: `total_bytes` of all files, `held_bytes` of them here already, `kept_bytes` on the disk
-    at the end, `disk_bytes` more than now at the worst moment. `tokens_per_s` is predicted from what `effllm doctor` measured, within the
-    share `tokens_per_s_error`; None where `speed_unknown` says why."""
+    at the end, `disk_bytes` more than now at the worst moment. `run`: what a run would take then, and its speed. `smaller`: fewer bits that
+    suit the model's size and the bytes that they keep. `is_done`: nothing is left to do."""
 
     wish: Wish
     repository: Repository
@@ -67,32 +64,26 @@ class PullPlan:
     disk_bytes: int
     disk_free: int
     licence: str | None
-    memory: Memory | None
-    tokens_per_s: float | None
     nbytes_read: int
-    tokens_per_s_error: float | None = None
-    speed_unknown: str = ""
+    run: Run = Run()
+    smaller: tuple[int, int] | None = None
+    is_done: bool = False
 
     @property
     def to_load(self) -> int:
         return self.total_bytes - self.held_bytes
 
-    @property
-    def is_done(self) -> bool:
-        return self.wish.bits is not None and (self.folder / storage.MARKER).is_file()
-
     def to_json(self) -> dict[str, object]:
-        memory = self.memory
+        run, memory = self.run, self.run.memory
         return {"model": self.wish.reference.text, "repo": self.repository.repo, "revision": self.repository.commit,
                 "bits": self.wish.bits, "files": [file.name for file in self.files], "folder": str(self.folder),
                 "bytes_total": self.total_bytes, "bytes_here": self.held_bytes, "bytes_to_load": self.to_load,
                 "bytes_kept": self.kept_bytes, "disk_needed_bytes": self.disk_bytes, "disk_free_bytes": self.disk_free,
                 "licence": self.licence, "gated": self.repository.gated, "parameters": self.repository.parameters,
                 "alternative": self.wish.entry.alternative or None if self.wish.entry else None,
-                "memory": memory and {"fits": memory.fits, "total_bytes": memory.total_bytes, "budget_bytes": memory.budget_bytes,
-                                      "context": memory.context, "reason": memory.reason or None},
-                "tokens_per_s_estimate": self.tokens_per_s, "tokens_per_s_error": self.tokens_per_s_error,
-                "speed_unknown": self.speed_unknown or None, "bytes_read_for_plan": self.nbytes_read}
+                "smaller": self.smaller and {"bits": self.smaller[0], "bytes_kept": self.smaller[1]},
+                "memory": memory and memory.to_json(), "tokens_per_s_estimate": run.tokens_per_s, "tokens_per_s_error": run.error,
+                "speed_unknown": run.unknown or None, "bytes_read_for_plan": self.nbytes_read}
 
 
 def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = None, keep: bool = False) -> Wish:
@@ -115,32 +106,39 @@ def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = Non
     return Wish(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits, keep)
 
 
-def plan_pull(wish: Wish, client: Client, env: Mapping[str, str]) -> PullPlan:
-    """Raises ModelNotFound (gated, missing), DownloadFailed, and ConfigError for a model that effllm does not run."""
+def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: EngineOptions | None = None) -> PullPlan:
+    """`options`: of the run that is to follow. Raises ModelNotFound (gated, missing), DownloadFailed, ConfigError for a model that effllm
+    does not run, and UsageError for options that it cannot have."""
     if client.offline:
         raise DownloadFailed(f"{wish.repo} is not here, and downloads are off (--offline or HF_HUB_OFFLINE)",
                              "effllm list shows the models that are here")
     repository = describe(client, wish.repo, wish.revision)
     place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
     licence = wish.entry.licence if wish.entry else repository.licence
+    head = GgufHead()
     if wish.reference.file is not None:
         files = named_files(repository, wish.reference.file)
-        config = None
+        if all(place.is_here(file) for file in files):
+            head = GgufHead(unknown="its files are here: effllm plan tells")
+        else:
+            head = read_head(repository, files, client)
+        config, section, nbytes_read = head.config, None, nbytes_read + head.nbytes_read
     else:
         files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
-        config, count = _config(wish, repository, files, licence, client)
+        config, section, count = _config(wish, repository, files, licence, client)
         nbytes_read += count
-        if wish.bits is not None and config.experts_stored:  # codes and their scales may lie in two files: all of them are needed at once
-            wish = replace(wish, keep=True)
     distinct = {file.etag: file for file in files}.values()
     total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
-                    None, None, nbytes_read)
-    if wish.bits is not None and config is not None:
-        made = _with_bits(made, config, env)
-    if config is not None:
-        made = _with_memory(made, config)
-    return made
+                    nbytes_read)
+    if config is None:
+        return replace(made, run=Run(unknown=head.unknown))
+    smaller, finished = _smaller(made, config), False
+    if wish.bits is not None:
+        made = _with_bits(made, config, section is not None, client, env)
+        finished = (made.folder / storage.MARKER).is_file() and (not wish.keep or place.is_whole(files))
+    run = _run(made, config, head.store or _expected(wish, config, section), options)
+    return replace(made, smaller=smaller, run=run, is_done=finished)
 
 
 def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
@@ -149,8 +147,9 @@ def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
     check_space([(hub.cache_folder(env), cached), (plan.folder, max(0, plan.disk_bytes - cached))])
 
 
-def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence: str | None, client: Client) -> tuple[ModelConfig, int]:
-    """The model's config, and the bytes that it took."""
+def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence: str | None,
+            client: Client) -> tuple[ModelConfig, Mapping[str, object] | None, int]:
+    """The model's config, its `quantization_config` where it has one, and the bytes that it took."""
     if "config.json" not in repository.files:
         raise ModelNotFound(f"{repository.repo} has no config.json, so it is not a model that transformers or effllm could run",
                             "choose another repository of this model")
@@ -167,45 +166,51 @@ def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence
         raw = None
     if not isinstance(raw, dict):
         raise DownloadFailed(f"config.json of {repository.repo} is not a JSON object", "the hub or something on the way alters it")
-    return parse_config(raw), len(text)
+    section = raw.get("quantization_config")
+    return parse_config(raw), section if isinstance(section, dict) else None, len(text)
 
 
-def _with_bits(plan: PullPlan, config: ModelConfig, env: Mapping[str, str]) -> PullPlan:
-    """The same with weights quantized as they come: one shard is on the disk at a time, unless the published weights are kept."""
+def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client, env: Mapping[str, str]) -> PullPlan:
+    """The same with weights quantized as they come: one shard is on the disk at a time, unless the published weights are kept. `parted`:
+    a weight is several tensors, which may lie in two shards."""
     folder = storage.own_folder(env, plan.wish.repo, plan.repository.commit, plan.wish.bits)
-    result = sum(info.nbytes for info in ExpectedStore(config, QuantSpec.parse(plan.wish.bits)).tensors.values())
+    result = ExpectedStore(config, QuantSpec.parse(plan.wish.bits)).nbytes
     beside = sum(file.size for file in companions(plan.repository))
     place = CacheFolder(env, plan.repository)
-    shards = [file.size for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
+    shards = [file for file in plan.files if file.name.endswith(".safetensors") and not place.is_here(file)]
     if plan.wish.keep:
-        return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + result + beside)
-    needed = max(shards, default=0) + result + 2 * beside
+        made = 0 if (folder / storage.MARKER).is_file() else result + beside
+        return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + made)
+    together, count = at_once(plan.repository, shards, client) if parted else (max((file.size for file in shards), default=0), 0)
+    needed = together + result + 2 * beside
     return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)),
-                   disk_free=free_nbytes(folder))
+                   disk_free=free_nbytes(folder), nbytes_read=plan.nbytes_read + count)
 
 
-def _with_memory(plan: PullPlan, config: ModelConfig) -> PullPlan:
+def _smaller(plan: PullPlan, config: ModelConfig) -> tuple[int, int] | None:
+    """The bits that suit a model of the catalog, and the bytes of disk that they keep; None where they are asked for or gain nothing."""
+    entry = plan.wish.entry
+    if plan.wish.bits is not None or plan.wish.reference.file or entry is None or entry.default_bits >= 16:
+        return None
+    kept = ExpectedStore(config, QuantSpec.parse(f"{entry.default_bits}bit")).nbytes
+    kept += sum(file.size for file in companions(plan.repository))
+    return (entry.default_bits, kept) if kept < plan.kept_bytes else None
+
+
+def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | None) -> ExpectedStore:
+    """The tensors of the finished model."""
+    from ..import_config import METHODS, expected_formats
+
+    if wish.bits is not None:
+        return ExpectedStore(config, QuantSpec.parse(wish.bits))
+    foreign = section is not None and section.get("quant_method") in METHODS
+    return ExpectedStore(config, formats=expected_formats(section) if foreign else None)
+
+
+def _run(plan: PullPlan, config: ModelConfig, store: ExpectedStore, options: EngineOptions | None) -> Run:
     """What the planner says of the finished model on this machine, as it is now; the speed from what was measured before."""
-    from .. import roofs
-    from ..forecast import NO_ROOFS, forecast, wanted
-    from ..prepare import EngineOptions, prepare_with
+    from ..prepare import EngineOptions
 
-    store = ExpectedStore(config, None if plan.wish.bits is None else QuantSpec.parse(plan.wish.bits))
-    tokenizer = sum(file.size for file in plan.files if file.name == "tokenizer.json")
-    try:
-        prepared = prepare_with(None, config, store, EngineOptions(), store.container, beside=TOKENIZER_TIMES * tokenizer)
-    except DoesNotFit as error:
-        return replace(plan, memory=Memory(False, 0, 0, 0, error.message), speed_unknown="it does not fit")
-    placement = prepared.placement
-    memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx)
-    known = roofs.known(replace(wanted(prepared), file=_nearest(plan.folder)))
-    found = forecast(prepared, known)
-    if found.start is None:
-        unknown = "doctor was not run: effllm doctor measures this machine" if found.reason == NO_ROOFS else found.reason
-        return replace(plan, memory=memory, speed_unknown=unknown)
-    return replace(plan, memory=memory, tokens_per_s=found.start.tokens_per_s, tokens_per_s_error=found.start.error)
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there: what will be in it lies on the same disk."""
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
+    tokenizer = TOKENIZER_TIMES * sum(file.size for file in plan.files if file.name == "tokenizer.json")
+    beside = tokenizer if plan.wish.reference.file is None else TOKEN_NBYTES * config.vocab_size
+    return reckon(config, store, options or EngineOptions(), plan.folder, beside)

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import storage
 from ..events import Notice, Progress
 from .client import Client
+from .disk import sweep
 from .download import download
 from .plan import PullPlan, check_disk
 
@@ -27,6 +29,10 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
     """Yields what happens, the result last. Raises DoesNotFit before anything is loaded that the disk could not hold."""
     began = time.monotonic()
     if plan.is_done:
+        from .streamed import note_branch
+
+        note_branch(plan, env)
+        sweep(plan.folder, storage.MARKER)
         yield Pulled(plan.folder, 0, 0.0, was_here=True)
         return
     check_disk(plan, env)

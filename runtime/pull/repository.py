@@ -15,13 +15,15 @@ from urllib.parse import quote
 
 from ... import ModelNotFound
 from ..config_reader import show
-from ..gguf.split import part_names
-from ..hub import COMPANIONS, INDEX, is_repo
+from ..gguf import names
+from ..hub import COMPANIONS, GGUF_PATH, INDEX, is_repo
 from .client import Client, DownloadFailed, RemoteFile
 
 SINGLE = "model.safetensors"
 SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors")
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,200}")  # a name at the top level; never a way into another folder
+MOST_NAMED = 12  # files in a hint
+DEEPEST, LONGEST = 4, 400  # folders and letters of a GGUF file's path
 PROGRAMS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf", ".py", ".so")
 LARGEST_COMPANION = 256 << 20
 SHA256, SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
@@ -56,23 +58,27 @@ def describe(client: Client, repo: str, revision: str) -> Repository:
             files[file.name] = file
         elif file:
             unusable.append(file)
-    safetensors = raw.get("safetensors")
-    total = safetensors.get("total") if isinstance(safetensors, dict) else None
+    totals = [each.get("total") for kind in ("safetensors", "gguf") if isinstance(each := raw.get(kind), dict)]
+    counted = [total for total in totals if _is_count(total)]
     return Repository(repo, name if isinstance(name, str) and is_repo(name) else repo, revision, commit, files, tuple(unusable),
-                      _licence(raw), raw.get("gated") not in (None, False), total if _is_count(total) else None, nbytes)
+                      _licence(raw), raw.get("gated") not in (None, False), counted[0] if counted else None, nbytes)
 
 
 def _file(sibling: object) -> RemoteFile | str | None:
-    """A file at the top level; the name of one that lies elsewhere or has no size; None for nothing."""
+    """A file at the top level, or a GGUF file in a folder; the name of one that lies elsewhere or has no size; None for nothing."""
     if not isinstance(sibling, dict) or not isinstance(name := sibling.get("rfilename"), str):
         return None
     lfs, size, etag = sibling.get("lfs"), sibling.get("size"), sibling.get("blobId")
     if isinstance(lfs, dict):
         size, etag = lfs.get("size", size), lfs.get("sha256")
     good = SHA256 if isinstance(lfs, dict) else SHA1
-    if not PLAIN.fullmatch(name) or not _is_count(size) or not isinstance(etag, str) or not good.fullmatch(etag):
+    if not (PLAIN.fullmatch(name) or _is_nested(name)) or not _is_count(size) or not isinstance(etag, str) or not good.fullmatch(etag):
         return name
     return RemoteFile(name, size, etag, isinstance(lfs, dict))
+
+
+def _is_nested(name: str) -> bool:
+    return GGUF_PATH.fullmatch(name) is not None and name.count("/") <= DEEPEST and len(name) <= LONGEST
 
 
 def _is_count(value: object) -> bool:
@@ -110,33 +116,37 @@ def weights(repository: Repository, exclude: str = "") -> list[RemoteFile]:
     raise _no_weights(repository, lone)
 
 
-def named_files(repository: Repository, name: str) -> list[RemoteFile]:
-    """The file after a colon, with all other parts where it is one of several. Raises ModelNotFound with the nearest names."""
-    if name in repository.files:
-        parts = part_names(name) or (name,)
-        for part in parts:
-            if part not in repository.files:
-                raise ModelNotFound(f"{repository.repo} has {show(name)}, which is a part of a model, and not {show(part)}",
-                                    f"choose another file: the files are at the page of {repository.repo}")
-        return [repository.files[part] for part in parts]
-    known = [each for each in repository.files if each.lower().endswith(".gguf")]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    raise ModelNotFound(f"{repository.repo} has no file {show(name)}",
-                        f"did you mean {' or '.join(near)}?" if near else "it has no .gguf files at its top level" if not known
-                        else f"it has {', '.join(known[:4])}")
+def named_files(repository: Repository, asked: str) -> list[RemoteFile]:
+    """The file that a name or a tag after a colon means, with all other parts where it is one of several. Raises ModelNotFound with the
+    nearest names where that is none, or more than one."""
+    files, listed = names.meant(asked, repository.files), names.models(repository.files)
+    if len(files) > 1:
+        raise ModelNotFound(f"{repository.repo} has {len(files)} files of {asked}",
+                            "name one: " + " or ".join(f"{repository.asked}:{file}" for file in files[:MOST_NAMED]))
+    if not files:
+        near = difflib.get_close_matches(asked, listed, n=3, cutoff=0.4) if asked.lower().endswith(names.SUFFIX) else []
+        more = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
+        raise ModelNotFound(f"{repository.repo} has no file {show(asked)}",
+                            f"did you mean {' or '.join(near)}?" if near else "it has no .gguf files" if not listed
+                            else f"it has {', '.join(listed[:MOST_NAMED])}{more}")
+    parts = names.all_parts(files[0])
+    for part in parts:
+        if part not in repository.files:
+            raise ModelNotFound(f"{repository.repo} has {show(files[0])}, which is a part of a model, and not {show(part)}",
+                                f"choose another file: the files are at the page of {repository.repo}")
+    return [repository.files[part] for part in parts]
 
 
 def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
-    names = [*repository.files, *repository.unusable]
-    if "adapter_model.safetensors" in names:
+    every = [*repository.files, *repository.unusable]
+    if "adapter_model.safetensors" in every:
         return ModelNotFound(f"{repository.repo} is a LoRA adapter, not a model", "pull the model that it was made for")
     if lone:
         return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
                              "choose another repository of this model")
-    ggufs = [name for name in repository.files if name.lower().endswith(".gguf")]
-    if ggufs:
+    if ggufs := names.models(repository.files):
         return ModelNotFound(f"{repository.repo} holds GGUF files alone", f"name one: effllm pull {repository.asked}:{_preferred(ggufs)}")
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in every):
         return ModelNotFound(f"{repository.repo} holds pickle weights alone: opening one runs whatever code is inside, so effllm refuses",
                              "choose a repository of this model with .safetensors")
     return ModelNotFound(f"{repository.repo} holds no weights", "choose another repository")

@@ -2,7 +2,8 @@
 
 First come the small files and the head of every shard, so that the whole result is planned from headers as for a local folder. A shard lies
 at its full length from the start, as a hole that fills; its tensors go through `convert` when it is whole and its checksum is right. A
-tensor never spans shards, and the writer takes tensors in any order, so shard by shard gives the bytes that `quantize` would.
+weight that lies in parts (codes, scales) waits until the shards of all of them are here. The writer takes tensors in any order, so shard by
+shard gives the bytes that `quantize` would.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..convert_plan import ConversionPlan, plan_conversion
 from ..convert_tensors import Converter
 from ..events import Notice, Progress
 from .client import Client, DownloadFailed, RemoteFile
-from .disk import Rate, locked, source_folder, speaking, taken
+from .disk import Rate, lock_of, locked, source_folder, speaking, taken
 from .download import PHASE, CacheFolder, complete, download
 from .plan import PullPlan
 
@@ -43,17 +44,22 @@ def quantized(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterato
     begun = taken(out)
     with speaking(storage.models_folder(env), "XDG_DATA_HOME", lambda: max(0, plan.disk_bytes + begun - taken(out))), ExitStack() as held:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = yield from locked(out.with_name(f".{out.name}.lock"), f"another effllm is making {out}: waiting for it")
+        lock = yield from locked(lock_of(out), f"another effllm is making {out}: waiting for it")
         held.callback(os.close, lock)
-        if not (out / storage.MARKER).is_file():
+        if wish.keep:
+            yield from _after_download(plan, client, env)
+        elif not (out / storage.MARKER).is_file():
             check_target(out, False)
-            if wish.keep:
-                yield from _after_download(plan, client, env)
-            else:
-                yield from _as_it_comes(plan, client, env)
-        if wish.revision != plan.repository.commit:
-            storage.note_branch(env, wish.repo, wish.revision, plan.repository.commit)
+            yield from _as_it_comes(plan, client, env)
+        shutil.rmtree(source_folder(out), ignore_errors=True)  # also what a run that was killed after its last step has left
+        note_branch(plan, env)
     yield out
+
+
+def note_branch(plan: PullPlan, env: Mapping[str, str]) -> None:
+    """Remember which commit the branch was that somebody pulled."""
+    if plan.wish.revision != plan.repository.commit:
+        storage.note_branch(env, plan.wish.repo, plan.wish.revision, plan.repository.commit)
 
 
 def options_of(plan: PullPlan) -> ConvertOptions:
@@ -70,6 +76,9 @@ def _after_download(plan: PullPlan, client: Client, env: Mapping[str, str]) -> I
             folder = item
         else:
             yield item
+    if (plan.folder / storage.MARKER).is_file():
+        return
+    check_target(plan.folder, False)
     for item in convert(folder, plan.folder, options_of(plan)):
         if not isinstance(item, Converted):
             yield item
@@ -80,7 +89,7 @@ class SourceFolder:
 
     def __init__(self, plan: PullPlan, cache: CacheFolder) -> None:
         self.path = source_folder(plan.folder)
-        self._cache = cache
+        self._files, self._cache = plan.files, cache
 
     def blob(self, file: RemoteFile) -> Path:
         return self.path / file.name
@@ -93,10 +102,11 @@ class SourceFolder:
         return PartFile(self.path / file.name, self.path / f".{file.name}.journal", file.size, file.digest)
 
     def is_here(self, file: RemoteFile) -> bool:
-        """Whether a file is whole; one that another tool has downloaded is linked."""
-        place = self.path / file.name
-        if self._cache.is_here(file):
+        """Whether a file is whole; one that another tool has downloaded is linked, as long as it is there."""
+        place, cached = self.path / file.name, self._cache.is_here(file)
+        if cached or place.is_symlink():
             place.unlink(missing_ok=True)
+        if cached:
             place.symlink_to(self._cache.blob(file).resolve())
         return place.exists() and place.stat().st_size == file.size
 
@@ -104,8 +114,8 @@ class SourceFolder:
         """Nothing to do but for two names of the same content."""
         place = self.path / file.name
         if not place.exists():
-            twin = next(path for path in self.path.iterdir() if path.is_file() and path.stat().st_size == file.size)
-            shutil.copyfile(twin, place)
+            same = [self.path / other.name for other in self._files if other.etag == file.etag]
+            shutil.copyfile(next(path for path in same if path.exists()), place)
 
 
 @dataclass
@@ -123,7 +133,8 @@ def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iter
     weights = [file for file in plan.files if file.name.endswith(".safetensors")]
     small = [file for file in plan.files if file not in weights]
     yield from complete(source, plan.repository, small, client, 0, plan.total_bytes)
-    lost = [name for name in hub.missing_files(source.path) if name not in {file.name for file in weights}]
+    indexed = any(file.name == hub.INDEX for file in small)  # a lone file may have any name
+    lost = [name for name in hub.missing_files(source.path) if indexed and name not in {file.name for file in weights}]
     if lost:
         raise DownloadFailed(f"{plan.repository.repo} is not whole: its index names {lost[0]}", "choose another repository of this model")
     shards: list[Shard] = []
@@ -138,7 +149,6 @@ def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iter
         for shard in shards:
             if shard.part is not None:
                 shard.part.close()
-    shutil.rmtree(source.path, ignore_errors=True)
 
 
 def _head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
@@ -178,14 +188,22 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                 if writer.resumed:
                     yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(planned.jobs)} tensors are made")
                 converter = Converter(planned, options.method, writer, pool, ())
+                takes = {job.name: {path.name for path in planned.store.files_of(job.info)} for job in converter.todo}
+                waiting, held = list(converter.todo), {}
                 for shard in shards:
-                    jobs = [job for job in converter.todo if job.info.file.name == shard.file.name]
-                    if jobs and shard.part is not None:
+                    needed = set().union(*(takes[job.name] for job in waiting))
+                    if shard.part is not None and shard.file.name in needed:
                         yield from _fetch(shard, plan, client, before)
-                    yield from converter.convert(jobs)
+                    held[shard.file.name] = shard
+                    yield from converter.convert([job for job in waiting if takes[job.name] <= held.keys()])
+                    waiting = [job for job in waiting if not takes[job.name] <= held.keys()]
                     before += shard.file.size
-                    if shard.part is not None:
-                        shard.part.restart(keep=len(shard.head))
+                    # What holds a part of a weight whose other parts are still to come stays whole.
+                    needed = set().union(*(takes[job.name] for job in waiting))
+                    for done in [name for name in held if name not in needed]:
+                        if (part := held[done].part) is not None:
+                            part.restart(keep=len(held[done].head))
+                        del held[done]
                 texts = {storage.MARKER: container(planned, writer.finished, options, ()).to_json()}
                 if len(planned.files) > 1:
                     texts[RESULT_INDEX] = index_json(planned.files)

@@ -1,0 +1,148 @@
+"""What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
+
+GPTQ, AWQ, FP8, and of compressed-tensors integers in words (pack-quantized), integers in bytes (int-quantized) and floats of eight bits
+(float-quantized); naive-quantized is one of the last two. The section is input from elsewhere: nothing of it is taken for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..quant.imports import groups
+from ..quant.spec import QuantSpec
+from .config_reader import ConfigError, show
+from .families import TensorRule, kind_of
+
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # roles of what these methods quantize
+ORIGINAL = "take the original 16-bit checkpoint"
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+# Layout -> the ending of the tensor that holds a weight's codes, and those of the others ("?" behind: may be absent).
+ENDINGS = {
+    "gptq": ("qweight", ("qzeros", "scales", "g_idx?")),
+    "awq": ("qweight", ("qzeros", "scales")),
+    "packed": ("weight_packed", ("weight_scale", "weight_shape", "weight_zero_point?", "weight_g_idx?")),
+    "integers": ("weight", ("weight_scale", "weight_zero_point?", "weight_g_idx?")),
+    "fp8": ("weight", ("weight_scale_inv?", "weight_scale?")),
+}
+CODES = {"integers": "I8", "fp8": "F8_E4M3"}  # the type of codes that bear a weight's name; what has another type is a plain weight
+
+
+def check_method(section: Mapping[str, object]) -> None:
+    """Raises ConfigError for a `quantization_config` that is not read, by name."""
+    method = section.get("quant_method")
+
+    def refused(what: str, known: str) -> ConfigError:
+        return ConfigError(f"config.json: quantization_config with {what} is not supported", f"{known}; or {ORIGINAL}")
+
+    if method not in METHODS:
+        raise refused(f"quant_method {show(method)}", f"known: {', '.join(METHODS)}")
+    bits = section.get("bits")
+    if method == "gptq" and bits not in (2, 3, 4, 8):
+        raise refused(f"bits {show(bits)}", "GPTQ of 2, 3, 4 and 8 bits")
+    if method == "awq" and (bits not in (4, None) or str(section.get("version", "gemm")).lower() != "gemm"):
+        raise refused(f"bits {show(bits)} and version {show(section.get('version'))}", "AWQ of 4 bits in the gemm layout")
+    if method != "compressed-tensors":
+        return
+    if layout_of(section) is None:
+        raise refused(f"format {show(section.get('format'))} and weights of {_kinds_shown(section)}",
+                      "pack-quantized integers of 4 or 8 bits, int-quantized ones of 2 to 8, float-quantized weights of 8")
+    sparsity = section.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
+        raise refused(f"sparsity_config of format {show(sparsity['format'])}", "dense weights")
+    if place := _turned(section.get("transform_config")):
+        raise refused(f"a transform at {place}", "transforms that are in the weights already")
+
+
+def _turned(transforms: object) -> str | None:
+    """Where a `transform_config` asks for a rotation in every forward pass; None where all of it is in the weights."""
+    schemes = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    for scheme in schemes.values() if isinstance(schemes, dict) else ():
+        places = scheme.get("apply") if isinstance(scheme, dict) else None
+        for each in places if isinstance(places, list) else ():
+            location = each.get("location") if isinstance(each, dict) else None
+            if not str(location).startswith("weight_"):
+                return show(location)
+    return None
+
+
+def _weights(section: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """What the groups of a compressed-tensors config say of their weights."""
+    found = section.get("config_groups")
+    said = [group.get("weights") for group in found.values() if isinstance(group, dict)] if isinstance(found, dict) else []
+    return [weights for weights in said if isinstance(weights, dict)]
+
+
+def _kinds(section: Mapping[str, object]) -> list[tuple[object, object]]:
+    """Type and bits of every group's weights."""
+    return [(weights.get("type", "int"), weights.get("num_bits", 8)) for weights in _weights(section)]
+
+
+def _kinds_shown(section: Mapping[str, object]) -> str:
+    return ", ".join(dict.fromkeys(f"{show(kind)} {show(bits)}" for kind, bits in _kinds(section))) or "no kind that it names"
+
+
+def layout_of(section: Mapping[str, object]) -> str | None:
+    """The key of ENDINGS that says how weights lie; None for a compressed-tensors format that is not read."""
+    if section.get("quant_method") != "compressed-tensors":
+        return str(section.get("quant_method"))
+    kinds, written = _kinds(section), section.get("format")
+    if not kinds or any(type(bits) is not int for _, bits in kinds):
+        return None
+    if written == "pack-quantized":
+        return "packed" if kinds[0] in (("int", 4), ("int", 8)) and kinds.count(kinds[0]) == len(kinds) else None
+    if written in ("int-quantized", "naive-quantized") and all(kind == "int" and 2 <= bits <= 8 for kind, bits in kinds):
+        return "integers"
+    return "fp8" if written in ("float-quantized", "naive-quantized") and all(kind == ("float", 8) for kind in kinds) else None
+
+
+def bits_of(section: Mapping[str, object]) -> int:
+    """Bits of a section's integers as they lie; of those in bytes, that kernels take: 4 where no weight needs more, else 8."""
+    if section.get("quant_method") != "compressed-tensors":
+        return int(section["bits"]) if section.get("quant_method") == "gptq" else 4
+    return 4 if max(bits for _, bits in _kinds(section)) <= 4 else 8
+
+
+def block_of(section: Mapping[str, object]) -> tuple[int, int]:
+    """Rows and inputs that share a scale of a compressed-tensors weight, 0 for what is not said or not the same in all groups."""
+    def stated(weights: Mapping[str, object]) -> tuple[int, int]:
+        block, group = weights.get("block_structure"), weights.get("group_size")
+        if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+            return block[0], block[1]
+        return 0, group if type(group) is int and group > 0 else 0
+
+    found = {stated(weights) for weights in _weights(section)}
+    return found.pop() if len(found) == 1 else (0, 0)
+
+
+def may_run_from_codes(section: Mapping[str, object]) -> bool:
+    """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
+    layout = layout_of(section)
+    return layout in ("awq", "packed", "integers") or (layout == "gptq" and section.get("bits") in groups.BITS)
+
+
+def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
+    """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
+    method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")
+    first = _weights(section)[0] if method == "compressed-tensors" else section
+    group = first.get("group_size", first.get("q_group_size"))
+    ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
+    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
+    named = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+
+    def formats(role: str, rule: TensorRule) -> QuantSpec | None:
+        own = kind_of(role)
+        head = own == "head" and section.get("lm_head") is True
+        if not head and (own not in LINEARS or len(rule.shape) != 2) or any(_names(each, rule.name) for each in named):
+            return None
+        depth = rule.shape[1]
+        count = depth // group if type(group) is int and 0 < group < depth else 1
+        if rule.part_of or not may_run_from_codes(section) or (ordered and count > 1):
+            return widened
+        return groups.spec_of(bits_of(section), "F16", depth, count) or widened
+
+    return formats
+
+
+def _names(ignored: str, tensor: str) -> bool:
+    """Whether a module that was left out, or a part of its name, is a tensor's. Patterns are not tried: they are a stranger's."""
+    return not ignored.startswith("re:") and f".{ignored.strip('.')}." in f".{tensor}"

@@ -1,0 +1,171 @@
+"""The models on this machine, by the names that lead to them, and aliases for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import EffllmError, ModelNotFound, UsageError
+from ..offload.header import is_gguf
+from . import hub, storage
+from .aliases import CatalogEntry, catalog, entry_folder
+from .catalog import find_entry, resolve
+from .config_reader import show
+from .gguf import names
+from .reference import parse_reference
+
+if TYPE_CHECKING:
+    from ..offload.header import TensorInfo
+    from .container import StoredTensor
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder" or "hub cache"; `bits` are stored per weight."""
+
+    name: str
+    family: str
+    folder: Path
+    size_bytes: int
+    params: int
+    source: str
+    licence: str | None
+    bits: float = 0.0
+    context: int = 0
+    revision: str | None = None
+    has_template: bool = False
+
+
+def local_models(env: Mapping[str, str]) -> list[LocalModel]:
+    """Models that can run now: the packaged one, what effllm made, the hub cache; nothing damaged, partial or of another family."""
+    entries = catalog(env)
+    found = []
+    for entry in entries:
+        if entry.path:
+            found.append(_local(entry.alias, entry_folder(entry), "folder" if entry.own else "effllm", entry.licence))
+    for kept in storage.kept_models(env):
+        found.append(_local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
+    for folder in storage.registered(env):
+        found.append(_local(str(folder), folder, "folder", None))
+    for snapshot in hub.snapshots(env):
+        entry = find_entry(entries, snapshot.repo)
+        licence = entry.licence if entry else hub.stated_licence(snapshot.folder)
+        for name, path in _cached(snapshot, entries):
+            found.append(_local(name, path, "hub cache", licence, snapshot.commit))
+    return [model for model in found if model is not None]
+
+
+def model_names(env: Mapping[str, str]) -> list[str]:
+    """What can be typed for a model that is here, without a look into any: for the shell, which waits."""
+    entries = catalog(env)
+    known = [entry.alias for entry in entries if entry.path]
+    known += [_kept_name(kept, entries, env) for kept in storage.kept_models(env)]
+    known += [str(folder) for folder in storage.registered(env)]
+    return known + [name for snapshot in hub.snapshots(env) for name, _ in _cached(snapshot, entries)]
+
+
+def _cached(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> Iterator[tuple[str, Path]]:
+    """What a snapshot holds, by name: its folder, unless GGUF files are all there is, and each of those, of a split one the first part."""
+    own, files = _cached_name(snapshot, entries), names.models(hub.gguf_files(snapshot.folder))
+    if not files or (snapshot.folder / "config.json").exists():
+        yield own, snapshot.folder
+    yield from ((f"{own}:{file}", snapshot.folder / file) for file in files)
+
+
+def _cached_name(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> str:
+    if snapshot.revision != "main":
+        return f"{snapshot.repo}@{snapshot.commit[:12]}"
+    entry = find_entry(entries, snapshot.repo)
+    return entry.alias if entry and entry.revision == "main" else snapshot.repo
+
+
+def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
+    """The shortest name that leads to it; its folder where none does, such as for what was made of a model that has changed since."""
+    entry = find_entry(entries, kept.repo)
+    for name in (entry.alias if entry else kept.repo, f"{kept.repo}@{kept.revision[:12]}"):
+        try:
+            if resolve(f"{name}:{kept.spec}", env).folder == kept.folder:
+                return f"{name}:{kept.spec}"
+        except EffllmError:
+            continue
+    return str(kept.folder)
+
+
+def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel | None:
+    """None for what cannot run here."""
+    if is_gguf(folder):
+        return _local_file(name, folder, source, licence, revision)
+    from ..offload.checkpoint import TensorStore
+    from .config import read_config
+    from .container import read_container
+
+    try:
+        config, made = read_config(folder), read_container(folder)
+        with TensorStore.open(folder) as store:
+            elements = sum(_weights(*each) for each in (store if made is None else made).tensors.items())
+            said = made.source if made else {}
+            return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
+                              made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
+                              revision or _text(said.get("revision")), has_template(folder))
+    except EffllmError:
+        return None
+
+
+def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None) -> LocalModel | None:
+    from .gguf.settings import stated_licence
+    from .gguf.store import open_gguf_store, read_gguf_config, read_header
+
+    try:
+        config, header = read_gguf_config(path), read_header(path)
+        open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
+    except EffllmError:
+        return None
+    nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
+    return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
+                      config.context_length, revision, "tokenizer.chat_template" in header.metadata)
+
+
+def _weights(name: str, tensor: TensorInfo | StoredTensor) -> int:
+    """How many a tensor holds; of MXFP4, two in a byte, and none in what belongs to them."""
+    if getattr(tensor, "dtype", "") == "U8" and name.endswith(("_proj_blocks", "_proj_scales")):
+        return 2 * prod(tensor.shape) if name.endswith("_blocks") else 0
+    return prod(tensor.shape)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
+    """An alias of the person's for MODEL. Raises ModelNotFound for one that is neither here nor in the catalog: its facts are not known."""
+    reference = parse_reference(text, env)
+    known = find_entry(catalog(env), reference.name) if reference.path is None else None
+    if known is not None and known.repo is not None and reference.variant is reference.file is None:
+        return replace(known, alias=alias, revision=reference.revision or known.revision, own=True)
+    ref = resolve(text, env)
+    if ref.variant is not None:
+        raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
+                         f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
+    model = _local(text, ref.folder, "", ref.licence, ref.revision)
+    if model is None:
+        raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {text} says why")
+    params = f"{model.params / 1e9:.2f}B" if model.params >= 1e9 else f"{model.params / 1e6:.2f}M"
+    # A file of a repository is a path too: its link, because a blob's own name ends in no .gguf.
+    cached = ref.repo is not None and reference.file is None and hub.cache_folder(env) in ref.folder.parents
+    place = {"repo": ref.repo, "path": None} if cached else {"repo": None, "path": os.path.abspath(ref.folder)}
+    return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence or "not stated", gated=False,
+                        params=params, size_bytes=model.size_bytes, default_bits=16, exclude="", note="", own=True)
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a chat template lies there, in a file of its own or in the tokenizer's config."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        return b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
+    except OSError:
+        return False

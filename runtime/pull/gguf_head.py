@@ -1,0 +1,125 @@
+"""What a GGUF file of a repository will be, from its first quarter of a megabyte.
+
+Writers put the keys of the architecture before the vocabulary, and types and shapes of tensors behind it, megabytes further on. So the
+config is the file's own, while the types follow from its length: every matrix gets the type below the average, and as many as there are
+bytes for the next one, those first that writers favour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from ...offload.gguf import BLOCKS, GgufHeader, GgufTensor, Value, read_gguf_keys
+from ...offload.header import CheckpointError
+from ...quant.imports.gguf import KEPT
+from ...quant.spec import QuantSpec
+from ..config import ModelConfig
+from ..convert_plan import MATRICES
+from ..expected import ExpectedStore
+from ..families import TensorRule, kind_of
+from ..gguf.architectures import architecture
+from ..gguf.config import REQUIRED, SCALING, config_json, parsed
+from .client import Client, DownloadFailed, RemoteFile
+from .repository import Repository
+
+HEAD_NBYTES = 256 << 10
+TOKENS = "tokenizer.ggml.tokens"
+TOKEN_NBYTES = 40  # of the header for a token: its text, score and type, and a merge
+TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16", "F32")
+FAVOURED = ("head", "embed", "down", "v")
+RUN_FROM_CODES = frozenset({0, 1, 2, 7, 8, 14, 15, 16, 17, 18, 32})  # general.file_type: what is mostly of types that are not widened
+SLACK = 1.02
+TIED = 0.1  # share of the embedding from which on models use it as head too
+
+
+@dataclass(frozen=True)
+class GgufHead:
+    """`config` and `store` are None where `unknown` says why the file does not tell. `nbytes_read` came for it."""
+
+    config: ModelConfig | None = None
+    store: ExpectedStore | None = None
+    unknown: str = ""
+    nbytes_read: int = 0
+
+
+def read_head(repository: Repository, files: Sequence[RemoteFile], client: Client) -> GgufHead:
+    """Of a file, or of the first of its parts. Raises CheckpointError for an architecture that is not supported, or a feature of it."""
+    first = files[0]
+    try:
+        head = client.read_range(repository.asked, repository.commit, first, 0, min(first.size, HEAD_NBYTES))
+    except DownloadFailed as error:
+        return GgufHead(unknown=f"the beginning of {first.name} cannot be read by itself ({error.message})")
+    path = Path(first.name)
+    try:
+        keys, lengths = read_gguf_keys(path, head, first.size)
+    except CheckpointError as error:
+        return GgufHead(unknown=error.message, nbytes_read=len(head))
+    name, vocabulary = keys.get("general.architecture"), lengths.get(TOKENS)
+    if name is not None:
+        architecture(path, name)
+    if name is None or vocabulary is None or any(f"{name}.{key}" not in keys for key in REQUIRED):
+        return GgufHead(unknown=f"{first.name} does not state its shape before its vocabulary", nbytes_read=len(head))
+    nbytes = sum(file.size for file in files) - TOKEN_NBYTES * vocabulary
+    config = _config(path, keys, vocabulary, repository.parameters)
+    kept = keys.get("general.file_type", 0) in RUN_FROM_CODES
+    return GgufHead(config, _store(config, nbytes, kept), "", len(head))
+
+
+def _config(path: Path, keys: dict[str, Value], vocabulary: int, parameters: int | None) -> ModelConfig:
+    """The file's config; whether the embedding is the head as well follows from how many weights there are."""
+    name = keys["general.architecture"]
+    if keys.get(f"{name}.{SCALING}type") == "longrope":  # its factors are tensors, which lie behind
+        keys = {key: value for key, value in keys.items() if not key.startswith(f"{name}.{SCALING}")}
+    embedding = GgufTensor("token_embd.weight", "F16", (vocabulary, 1), 0, 0, path)
+    tensors = {tensor.name: tensor for tensor in (embedding, replace(embedding, name="output.weight"))}
+    header = GgufHeader(path, keys, tensors)
+    apart = replace(parsed(header, config_json(header, {})), dtype="float16")
+    table = vocabulary * apart.hidden_size
+    weights = sum(prod(info.shape) for info in ExpectedStore(apart).tensors.values()) - table
+    tied = table > TIED * weights if parameters is None else abs(parameters - weights) < abs(parameters - weights - table)
+    return replace(apart, tie_word_embeddings=tied)
+
+
+def _store(config: ModelConfig, nbytes: int, kept: bool) -> ExpectedStore:
+    """The tensors of a file of so many bytes; without `kept`, or with fewer bits than codes that kernels multiply, they are widened."""
+    matrices: list[tuple[str, TensorRule]] = []
+
+    def collect(role: str, rule: TensorRule) -> None:
+        if kind_of(role) in MATRICES and len(rule.shape) == 2:
+            matrices.append((role, rule))
+
+    ExpectedStore(config, formats=collect)
+    types = chosen([(kind_of(role), rule.shape) for role, rule in matrices], nbytes) if kept else None
+    widened = QuantSpec.raw("f16")
+    specs = {rule.name: widened if types is None else KEPT.get(types[i]) for i, (_, rule) in enumerate(matrices)}
+    return ExpectedStore(config, formats=lambda role, rule: specs.get(rule.name))
+
+
+def chosen(matrices: Sequence[tuple[str, tuple[int, ...]]], nbytes: int) -> list[str] | None:
+    """The type of each matrix, of which kind and shape are given, so that all of them take `nbytes` or little less; None where that is
+    less than the smallest types take."""
+
+    def size(shape: tuple[int, ...], kind: str) -> int:
+        return prod(shape) * BLOCKS[fitting(shape, kind)][1] // BLOCKS[fitting(shape, kind)][0]
+
+    totals = {kind: sum(size(shape, kind) for _, shape in matrices) for kind in TYPES}
+    if totals[TYPES[0]] > SLACK * nbytes:
+        return None
+    level = max((i for i, kind in enumerate(TYPES) if totals[kind] <= nbytes), default=0)
+    found, left = [fitting(shape, TYPES[level]) for _, shape in matrices], nbytes - totals[TYPES[level]]
+    if level + 1 < len(TYPES):
+        turns = {kind: turn for turn, kind in enumerate(FAVOURED)}
+        for i in sorted(range(len(matrices)), key=lambda i: turns.get(matrices[i][0], len(turns))):
+            shape = matrices[i][1]
+            more = size(shape, TYPES[level + 1]) - size(shape, TYPES[level])
+            if more <= left:
+                found[i], left = fitting(shape, TYPES[level + 1]), left - more
+    return found
+
+
+def fitting(shape: tuple[int, ...], kind: str) -> str:
+    """The type, or the one that writers take instead for rows that are no multiple of its blocks."""
+    return kind if shape[-1] % BLOCKS[kind][0] == 0 else "Q8_0" if shape[-1] % BLOCKS["Q8_0"][0] == 0 else "F16"

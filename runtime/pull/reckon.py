@@ -1,0 +1,93 @@
+"""What a run of a model would take on this machine and how fast it would be, before a byte of its weights is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import DoesNotFit
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..expected import ExpectedStore
+    from ..forecast import Forecast
+    from ..prepare import EngineOptions, Prepared
+    from ..roofs import Roofs
+
+NOT_MEASURED = "doctor was not run: effllm doctor measures this machine"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not. Bytes: `weights_bytes` and `kv_bytes` of the
+    total, `streamed_bytes` of weights that every token reads from the disk. `layers`: gpu, memory or disk, of each."""
+
+    fits: bool
+    total_bytes: int = 0
+    budget_bytes: int = 0
+    context: int = 0
+    reason: str = ""
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    streamed_bytes: int = 0
+    layers: tuple[str, ...] = ()
+
+    def to_json(self) -> Mapping[str, object]:
+        return {"fits": self.fits, "total_bytes": self.total_bytes, "budget_bytes": self.budget_bytes, "context": self.context,
+                "reason": self.reason or None, "weights_bytes": self.weights_bytes, "kv_bytes": self.kv_bytes,
+                "streamed_bytes": self.streamed_bytes, "layers": list(self.layers)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the finished model as it is planned now. `memory` and `prepared` are None where nothing can be told; `unknown` says why
+    there is no speed."""
+
+    memory: Memory | None = None
+    prepared: Prepared | None = None
+    forecast: Forecast | None = None
+    known: Roofs | None = None
+    unknown: str = ""
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.unknown or self.forecast is None else self.forecast.start.tokens_per_s
+
+    @property
+    def error(self) -> float | None:
+        """Of the speed, as a share."""
+        return None if self.tokens_per_s is None else self.forecast.start.error
+
+
+def reckon(config: ModelConfig, store: ExpectedStore, options: EngineOptions, folder: Path, beside: int) -> Run:
+    """The plan of a run of what `store` expects in `folder`; `beside`: bytes that the process will hold besides. Raises UsageError for
+    options that this model cannot have."""
+    from .. import roofs
+    from ..forecast import wanted
+    from ..prepare import prepare_with
+
+    options = replace(options, draft=None, predict_neurons=False)  # of files that are not here
+    try:
+        prepared = prepare_with(None, config, store, options, store.container, beside=beside)
+    except DoesNotFit as error:
+        return Run(Memory(False, reason=error.message), unknown="it does not fit")
+    placement = prepared.placement
+    memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx, "", placement.weights_bytes, placement.kv_bytes,
+                    placement.streamed_bytes, placement.tiers)
+    return with_roofs(Run(memory, prepared), roofs.known(replace(wanted(prepared), file=nearest(folder))))
+
+
+def with_roofs(run: Run, known: Roofs) -> Run:
+    """The same with the speed that follows from what is known of the machine."""
+    from ..forecast import NO_ROOFS, forecast
+
+    found = forecast(run.prepared, known)
+    unknown = "" if found.start is not None else NOT_MEASURED if found.reason == NO_ROOFS else found.reason
+    return replace(run, forecast=found, known=known, unknown=unknown)
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there: what will be in it lies on the same disk."""
+    return next(place for place in (folder, *folder.parents) if place.is_dir())

@@ -1,0 +1,234 @@
+"""GGUF files of the hub are models like any other: named by file, path or tag, run, listed, verified and removed one by one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import add_fable_tokenizer, write_model
+from hub_server import Hub, running
+from pulls import FABLE, Person, Terminal
+
+from effllm import EffllmError
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.runtime.catalog import Absent, resolve
+from effllm.runtime.gguf.names import meant
+from effllm.runtime.listing import local_models, model_names
+
+REPO = "org/name"
+
+
+def licensed(writer: object) -> None:
+    add_fable_tokenizer(writer)
+    writer.add_license("cc0-1.0")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """fable as a repository of GGUF files: one at the top level, one in a folder and in parts, and one that is no model."""
+    folder = tmp_path_factory.mktemp("made")
+    write_model(FABLE, folder / "fable-Q8_0.gguf", "Q8_0", change=licensed)
+    write_model(FABLE, folder / "fable-Q4_0.gguf", "Q4_0", change=add_fable_tokenizer, per_file=20)
+    made = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(made) == 4
+    return {name if "Q8" in name else f"Q4_0/{name}": raw for name, raw in made.items()} | {"mmproj-Q8_0.gguf": b"pictures"}
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes]) -> Iterator[Hub]:
+    with running() as hub:
+        hub.add(REPO, files=files)
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)
+
+
+WHOLE, SPLIT = f"{REPO}:fable-Q8_0.gguf", f"{REPO}:Q4_0/fable-Q4_0-00001-of-00003.gguf"
+
+
+def listed(person: Person) -> dict[str, dict]:
+    return {model["name"]: model for model in person.types("list", "--json").json["models"]}
+
+
+def test_a_file_is_pulled_run_listed_verified_and_removed(hub: Hub, person: Person) -> None:
+    commit = hub.repos[REPO].commit
+    for name in (WHOLE, SPLIT):
+        assert person.types("pull", name).code == 0
+    ran = person.types("run", SPLIT, "Once", "--raw", "-n", "2")
+    assert ran.code == 0 and ran.out.strip(), ran.err
+    shown = person.types("show", WHOLE, "--json").json
+    assert (shown["repo"], shown["revision"], shown["licence"]) == (REPO, commit, "cc0-1.0")
+
+    here = listed(person)
+    assert list(here) == ["fable", SPLIT, WHOLE] == model_names(person.env) == [model.name for model in local_models(person.env)]
+    whole = here[WHOLE]
+    assert (whole["family"], whole["source"], whole["revision"], whole["licence"]) == ("llama", "hub cache", commit, "cc0-1.0")
+    assert whole["chat_template"] is True and whole["context"] == 2048 and 8.4 < whole["bits_per_weight"] < 8.8
+    assert here[SPLIT]["parameters"] == whole["parameters"] and 4.4 < here[SPLIT]["bits_per_weight"] < 5
+
+    assert person.types("verify", SPLIT, "--json").json == {
+        "files": 3, "bytes": sum(len(raw) for name, raw in hub.repos[REPO].files.items() if "Q4_0" in name), "damaged": []}
+    blob = (person.snapshot(REPO, commit) / "Q4_0" / "fable-Q4_0-00002-of-00003.gguf").resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\xff")
+    assert "00002-of-00003" in person.types("verify", SPLIT).refused(1)
+
+    folder = person.snapshot(REPO, commit)
+    (folder / "Q4_0" / "fable-Q4_0-00001-of-00003.gguf.kv_profile.json").write_text("{}")
+    assert "other programs share" in person.types("rm", SPLIT).refused(2)
+    planned = person.types("rm", SPLIT, "--dry-run", "--json").json
+    assert planned["bytes"] > sum(len(raw) for name, raw in hub.repos[REPO].files.items() if "Q4_0" in name)
+    assert person.types("rm", SPLIT, "-y").code == 0
+    assert [path.name for path in folder.iterdir()] == ["fable-Q8_0.gguf"] and len(person.blobs(REPO)) == 1
+    assert list(listed(person)) == ["fable", WHOLE] and person.types("verify", WHOLE).code == 0
+    assert person.types("rm", WHOLE, "-y").code == 0
+    assert not folder.parents[1].exists(), "what is left of a repository is no repository"
+
+
+def test_a_list_of_versions_fits_a_terminal(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commit = hub.repos[REPO].commit
+    for name in (WHOLE, SPLIT):
+        assert person.types("pull", name).code == 0
+    assert person.types("run", "fable", "Once", "--raw", "-n", "1", "--bits", "2", "--keep").code == 0
+    screen = Environment(Terminal(), Terminal(), Terminal(), person.env)
+    assert main(["list", "-l"], screen) == 0
+    lines = screen.stdout.getvalue().splitlines()
+    assert 75 <= max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines]
+    assert rows[0] == ["model", "revision", "template", "licence", "from"]
+    assert ["fable", "yes", "Apache-2.0", "effllm"] in rows and [WHOLE, commit[:12], "yes", "cc0-1.0", "hub", "cache"] in rows
+    (kept,) = (row for row in rows if row[0] == "fable:2bit")
+    assert kept[1].startswith("local-") and len(kept[1]) == 14
+    piped = [line.split() for line in person.types("list", "--long").out.splitlines()]
+    assert [SPLIT, commit[:12], "yes", "hub", "cache"] in piped, "a name that a terminal breaks is whole in a pipe"
+
+
+def test_a_blob_that_something_else_shows_stays(hub: Hub, person: Person) -> None:
+    whole = hub.repos[REPO].files["fable-Q8_0.gguf"]
+    hub.add(REPO, files={"fable-Q8_0.gguf": whole, "copy-Q8_0.gguf": whole})
+    for name in (WHOLE, f"{REPO}:copy-Q8_0.gguf"):
+        assert person.types("pull", name).code == 0
+    assert person.types("rm", WHOLE, "-y", "--json").json["bytes"] == 0
+    assert person.types("verify", f"{REPO}:copy-Q8_0.gguf").code == 0 and list(listed(person)) == ["fable", f"{REPO}:copy-Q8_0.gguf"]
+    hub.add(REPO, files={"copy-Q8_0.gguf": whole, "README.md": b"# Another commit"})
+    assert person.types("pull", f"{REPO}:copy-Q8_0.gguf").code == 0
+    old, new = sorted((person.home / "hf" / "hub" / "models--org--name" / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime)
+    assert person.types("rm", f"{REPO}@{new.name}:copy-Q8_0.gguf", "-y", "--json").json["bytes"] == 0
+    assert not new.exists() and old.exists() and len(person.blobs(REPO)) == 1
+
+
+def test_a_name_that_is_not_here_removes_nothing(hub: Hub, person: Person) -> None:
+    assert person.types("pull", WHOLE).code == 0
+    for name in (f"{REPO}:typo.gguf", f"{REPO}:Q2_K", SPLIT):
+        assert "is here, but" in person.types("rm", name, "-y").refused(3)
+    assert "GGUF files alone are here" in person.types("run", REPO, "Hi").refused(3)
+    assert WHOLE in person.types("run", REPO, "Hi").refused(3)
+    assert listed(person)[WHOLE] and person.types("rm", REPO, "-y").code == 0 and not person.blobs(REPO)
+
+
+def test_a_split_file_whose_parts_are_not_all_here(hub: Hub, person: Person) -> None:
+    assert person.types("pull", SPLIT).code == 0
+    lost = person.snapshot(REPO, hub.repos[REPO].commit) / "Q4_0" / "fable-Q4_0-00002-of-00003.gguf"
+    lost.resolve().unlink()
+    assert "partly downloaded" in person.types("run", SPLIT, "Hi").refused(3) and list(listed(person)) == ["fable"]
+    assert "is missing" in person.types("verify", lost.with_name("fable-Q4_0-00001-of-00003.gguf")).refused(3)
+    ran = person.types("run", SPLIT, "Once", "--raw", "-n", "1", "-y")
+    assert ran.code == 0 and list(listed(person)) == ["fable", SPLIT], ran.err
+    lost.resolve().unlink()
+    assert person.types("rm", SPLIT, "-y").code == 0 and not person.blobs(REPO)
+
+
+def test_a_tag_means_the_one_file_that_states_it(hub: Hub, person: Person) -> None:
+    said = person.types("pull", f"{REPO}:Q5_K_M").refused(3)
+    assert "fable-Q8_0.gguf" in said and "Q4_0/fable-Q4_0-00001-of-00003.gguf" in said and "00002" not in said
+    assert person.types("pull", f"{REPO}:q8_0").code == 0 and not hub.asked("mmproj") and not hub.asked("Q4_0/")
+    ran = person.types("run", f"{REPO}:Q4_0", "Once", "--raw", "-n", "1", "-y")
+    assert ran.code == 0 and len(hub.asked("Q4_0/")) >= 3, ran.err
+    hub.forget()
+    for name, path in ((f"{REPO}:Q8_0", "fable-Q8_0.gguf"), (f"{REPO}:q4_0", "Q4_0/fable-Q4_0-00001-of-00003.gguf")):
+        assert resolve(name, person.env).folder == person.snapshot(REPO, hub.repos[REPO].commit) / path
+    assert person.types("verify", f"{REPO}:Q8_0").code == 0 and not hub.requests
+    more = hub.repos[REPO].files
+    hub.add(REPO, files=more | {"other-Q8_0.gguf": more["fable-Q8_0.gguf"]})
+    said = person.types("pull", f"{REPO}:Q8_0").refused(3)
+    assert "2 files of Q8_0" in said and f"{REPO}:other-Q8_0.gguf" in said
+    assert person.types("pull", f"{REPO}:other-Q8_0.gguf").code == 0 and person.types("pull", WHOLE).code == 0
+    said = person.types("run", f"{REPO}:Q8_0", "Hi").refused(3)
+    assert "2 files of Q8_0" in said and WHOLE in said
+
+
+def test_a_tag_in_a_folder_of_ones_own(person: Person, hub: Hub) -> None:
+    folder = person.home / "mine"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "tale-Q8_0.gguf").write_bytes(hub.repos[REPO].files["fable-Q8_0.gguf"])
+    for text in (f"{folder}:Q8_0", f"{folder}:deep/tale-Q8_0.gguf"):
+        assert resolve(text, person.env).folder == folder / "deep" / "tale-Q8_0.gguf"
+    assert f"{folder}:deep/tale-Q8_0.gguf" in person.types("run", f"{folder}:Q4_0", "Hi").refused(3)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(("asked", "found"), [
+    ("Q4_K_M", ["m-Q4_K_M.gguf"]), ("q4_k_m", ["m-Q4_K_M.gguf"]), ("Q4_K", []), ("Q4_XS", []), ("IQ4_XS", ["m.IQ4_XS.gguf"]),
+    ("F16", ["F16/m-00001-of-00002.gguf"]), ("BF16", ["m-bf16.gguf"]), ("UD-Q2_K_XL", ["m-UD-Q2_K_XL.gguf"]), ("m.IQ4_XS.gguf",
+    ["m.IQ4_XS.gguf"]), ("M.IQ4_XS.gguf", []), ("F16/m-00002-of-00002.gguf", ["F16/m-00002-of-00002.gguf"])])
+def test_what_a_tag_means(asked: str, found: list[str]) -> None:
+    assert meant(asked, ("m-Q4_K_M.gguf", "m.IQ4_XS.gguf", "F16/m-00001-of-00002.gguf", "F16/m-00002-of-00002.gguf", "m-bf16.gguf",
+                         "m-UD-Q2_K_XL.gguf", "mmproj-F16.gguf", "Q4_K.safetensors")) == found
+
+
+def test_a_path_never_leads_out_of_the_cache(hub: Hub, person: Person) -> None:
+    for text in (f"{REPO}:../../x.gguf", f"{REPO}:/etc/x.gguf", f"{REPO}:.hidden/x.gguf", f"{REPO}:a//b.gguf", f"{REPO}:a/../b.gguf"):
+        with pytest.raises(EffllmError) as failed:
+            resolve(text, person.env)
+        assert not isinstance(failed.value, Absent), text
+    files = hub.repos[REPO].files
+    evil = ("../evil-Q6_K.gguf", "a/../../evil-Q6_K.gguf", ".git/evil-Q6_K.gguf", "/e/evil-Q6_K.gguf", "a/b/c/d/e/deep-Q6_K.gguf")
+    hub.add(REPO, files=files | dict.fromkeys(evil, b"x"))
+    assert "Q6_K" in person.types("pull", f"{REPO}:Q6_K").refused(3) and not hub.asked("evil") and not hub.asked("deep")
+
+
+def test_two_files_of_a_repository_are_kept_apart_when_quantized(hub: Hub, person: Person) -> None:
+    words = ("Once", "--raw", "-n", "1", "--bits", "2", "--keep")
+    for name in (WHOLE, SPLIT):
+        assert person.types("pull", name).code == 0
+        ran = person.types("run", name, *words)
+        assert ran.code == 0 and "quantized on load" in ran.err, ran.err
+    assert "weights of 2bit from" in person.types("run", WHOLE, *words).err
+
+
+def test_an_alias_of_a_file_leads_to_that_file(hub: Hub, person: Person) -> None:
+    for name in (WHOLE, SPLIT):
+        assert person.types("pull", name).code == 0
+    assert person.types("alias", "tale", SPLIT).code == 0
+    assert resolve("tale", person.env).folder == resolve(SPLIT, person.env).folder
+    assert resolve("tale", person.env).folder.suffix == ".gguf", "a blob has no name to tell what it is"
+    ran = person.types("run", "tale", "Once", "--raw", "-n", "2")
+    assert ran.code == 0 and ran.out.strip(), ran.err
+    assert listed(person)["tale"]["licence"] == "not stated" and person.types("verify", "tale").code == 0
+    assert person.types("alias", "llama3", WHOLE).code == 0, "a name of the catalog, for another model"
+    assert resolve("llama3", person.env).folder.name == "fable-Q8_0.gguf"
+
+
+def test_an_alias_of_a_file_of_a_known_repository(hub: Hub, person: Person) -> None:
+    hub.add("Qwen/Qwen3-4B", files={"fable-Q8_0.gguf": hub.repos[REPO].files["fable-Q8_0.gguf"]})
+    assert person.types("pull", "qwen3-4b:fable-Q8_0.gguf").code == 0
+    assert "qwen3-4b:fable-Q8_0.gguf" in listed(person)
+    assert person.types("alias", "mine", "qwen3-4b:fable-Q8_0.gguf").code == 0
+    assert resolve("mine", person.env).folder.name == "fable-Q8_0.gguf"
+    assert "effllm pull" in person.types("alias", "other", "qwen3-4b:Q2_K").refused(3)
+
+
+def test_the_shell_is_told_files_and_loads_little(hub: Hub, person: Person) -> None:
+    assert person.types("pull", WHOLE).code == 0
+    code = ("import os, sys\nimport effllm.cli.app\nfrom effllm.cli.options import complete_model\nprint(*complete_model('org'))\n"
+            "assert not {'numpy', 'tokenizers', 'ssl', 'http.client'} & set(sys.modules)")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | person.env)
+    assert ran.stdout == f"{WHOLE}\n"

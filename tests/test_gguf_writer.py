@@ -1,0 +1,104 @@
+"""A new GGUF file on its way: two that write one, kills, and disks that fill at any step, the last included."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm import EffllmError, UsageError
+from effllm.offload.gguf_writer import NewFile
+from effllm.runtime.gguf.export import export_gguf
+
+FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
+MINUTE = 60
+
+
+def written(path: Path, content: bytes = b"content") -> bytes:
+    with NewFile(path) as file:
+        file.write(content)
+        file.commit()
+    return path.read_bytes()
+
+
+def test_two_exports_to_one_place(tmp_path: Path) -> None:
+    """The second is refused, and the first is what it is alone."""
+    out = tmp_path / "m.gguf"
+    running = export_gguf(FABLE, out, "Q8_0", "one")
+    for _ in range(6):
+        next(running)
+    with pytest.raises(UsageError, match=r"another effllm is writing .*m\.gguf") as caught:
+        list(export_gguf(FABLE, out, "Q4_0", "two"))
+    assert "-o" in caught.value.hint and not out.exists()
+    list(running)
+    list(export_gguf(FABLE, tmp_path / "alone.gguf", "Q8_0", "one"))
+    assert out.read_bytes() == (tmp_path / "alone.gguf").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.gguf", "m.gguf"]
+
+
+def test_one_that_ends_while_another_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening and locking the hidden file it gets its final name: nothing may be written into it any more."""
+    out, flock = tmp_path / "m.gguf", fcntl.flock
+    with NewFile(out) as first:
+        first.write(b"first")
+
+        def ends(fd: int, how: int) -> None:
+            first.commit()
+            flock(fd, how)
+
+        monkeypatch.setattr(fcntl, "flock", ends)
+        with pytest.raises(UsageError, match="another effllm"):
+            NewFile(out)
+    monkeypatch.undo()
+    assert out.read_bytes() == b"first" and list(tmp_path.iterdir()) == [out]
+    assert written(out, b"second") == b"second"
+
+
+def test_what_a_kill_leaves_is_taken_up(tmp_path: Path) -> None:
+    out = tmp_path / "m.gguf"
+    code = ("import os, signal, sys\nfrom pathlib import Path\nfrom effllm.offload.gguf_writer import NewFile\n"
+            "with NewFile(Path(sys.argv[1])) as file:\n    file.write(b'x' * 100_000)\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert subprocess.run([sys.executable, "-P", "-c", code, str(out)], timeout=MINUTE, check=False).returncode < 0
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [100_000]
+    assert written(out) == b"content" and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("step", ("write", "fsync", "replace"))
+@pytest.mark.parametrize("code", (errno.ENOSPC, errno.EIO))
+def test_a_disk_that_refuses_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str,
+                                                                    code: int) -> None:
+    out = tmp_path / "m.gguf"
+    written(out, b"before")
+
+    def refuses(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, step, refuses)
+    with pytest.raises(EffllmError, match=f"{out} cannot be written: {os.strerror(code)}") as caught:
+        written(out)
+    monkeypatch.undo()
+    assert caught.value.hint == "make room on the disk, or give another place with -o"
+    assert list(tmp_path.iterdir()) == [out] and out.read_bytes() == b"before"
+
+
+def test_writes_that_take_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, content = os.write, os.urandom(1000)
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:77]))
+    assert written(tmp_path / "m.gguf", content) == content
+
+
+def test_a_place_that_nobody_may_write(tmp_path: Path) -> None:
+    with pytest.raises(EffllmError, match="cannot be written: No such file") as caught:
+        NewFile(tmp_path / "absent" / "m.gguf")
+    assert caught.value.hint == "give another place with -o"
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    assert written(tmp_path / "m.gguf") == b"content"

@@ -1,0 +1,181 @@
+"""Ctrl-C pressed twice: the program ends, and what a conversation held is whole. In a session, and in a real terminal with a slow model."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+
+import effllm
+from effllm.cli.interrupt import Ended, interruptible
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import TextDelta
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session import Session
+from effllm.runtime.text import Tokenizer
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+STORY, MORE = "Tell me a story about the fox and the king.", "And then?"
+CTRL_C, WAITS, HAS_LINE = "\x03", "\x1b[?2004h", "\x1b[?2004l"
+MINUTE = 60
+# A program whose passes stand still while a file is there, as those of a model that is far too large do.
+SLOW = """
+import sys, time
+from pathlib import Path
+from effllm.cli.app import main
+from effllm.runtime.model import Model
+usual, gate = Model.forward, Path(sys.argv[1])
+def forward(self, *given, **more):
+    if gate.exists():
+        gate.with_suffix(".reached").touch()
+        time.sleep(60)
+    return usual(self, *given, **more)
+Model.forward = forward
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=512)))[-1]
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def session(engine) -> Session:
+    engine.reset()
+    return Session(engine, Tokenizer.load(FABLE, engine.config), SamplerSettings(temperature=0.0, repetition_penalty=1.2), max_tokens=12)
+
+
+class Stopped:
+    """A `Model.forward` that Ctrl-C ends at the given pass."""
+
+    def __init__(self, usual, at: int) -> None:
+        self.usual, self.left = usual, at
+
+    def __call__(self, *given, **more):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.usual(*given, **more)
+
+
+@pytest.mark.parametrize("turn", ["ask", "regenerate", "continue_", "compact"])
+def test_an_interrupt_in_the_prompt_leaves_the_conversation_as_it_was(session, monkeypatch, turn) -> None:
+    list(session.ask(STORY))
+    before = list(session.messages)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine.model, "forward", Stopped(session.engine.model.forward, 1))
+        with pytest.raises(KeyboardInterrupt):
+            list(session.ask(MORE) if turn == "ask" else getattr(session, turn)())
+    assert session.messages == before
+    assert session.engine.tokens == [] and session.engine.cache.n == 0, "nobody knows what a pass that was left has written"
+    kept = [event.text for event in session.ask(MORE) if isinstance(event, TextDelta)]
+    session.undo()
+    session.engine.reset()
+    assert kept == [event.text for event in session.ask(MORE) if isinstance(event, TextDelta)]
+
+
+def test_an_interrupt_in_the_answer_keeps_what_was_written(session, monkeypatch) -> None:
+    whole = "".join(event.text for event in session.ask(STORY) if isinstance(event, TextDelta))
+    session.undo()
+    session.engine.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine.model, "forward", Stopped(session.engine.model.forward, 6))
+        with pytest.raises(KeyboardInterrupt):
+            list(session.ask(STORY))
+    said = session.messages[-1]
+    assert said["role"] == "assistant" and said["content"] and whole.startswith(said["content"]) and said["content"] != whole
+    assert session.engine.tokens == []
+
+
+def test_stopped_in_the_prompt_a_second_answer_does_not_cost_the_first(session, monkeypatch) -> None:
+    list(session.ask(STORY))
+    before, usual = list(session.messages), session.engine.prefill
+
+    def cancelled(ids):
+        session.cancel()
+        return usual(ids)
+
+    monkeypatch.setattr(session.engine, "prefill", cancelled)
+    assert list(session.regenerate())[-1].stats.finish_reason == "cancelled"
+    assert session.messages == before
+
+
+def test_the_second_press_ends_and_the_handler_of_before_comes_back() -> None:
+    asked, before = [], signal.getsignal(signal.SIGINT)
+    with pytest.raises(Ended), interruptible(lambda: asked.append(1)):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked == [1]
+        os.kill(os.getpid(), signal.SIGINT)
+    assert asked == [1] and signal.getsignal(signal.SIGINT) is before
+
+
+# ---- in a terminal
+
+
+class Chat:
+    def __init__(self, home: Path, *argv: str) -> None:
+        self.gate = home / "gate"
+        self.terminal = pexpect.spawn(sys.executable, ["-P", "-c", SLOW, str(self.gate), *argv], encoding="utf-8", timeout=MINUTE,
+                                      dimensions=(40, 160), env={**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1",
+                                                                 "XDG_STATE_HOME": str(home)})
+        self.terminal.expect_exact(WAITS)
+
+    def type(self, line: str) -> None:
+        self.terminal.send(line + "\r")
+        self.terminal.expect_exact(HAS_LINE)
+
+    def say(self, line: str) -> None:
+        self.type(line)
+        self.terminal.expect_exact(WAITS)
+
+    def ends_at_the_second_press(self) -> str:
+        """What is shown from now on, while the model stands still."""
+        self.gate.touch()
+        deadline = time.monotonic() + MINUTE
+        while not self.gate.with_suffix(".reached").exists():
+            assert time.monotonic() < deadline, "no pass was run"
+            time.sleep(0.01)
+        self.terminal.send(CTRL_C)
+        time.sleep(0.5)  # two presses at once would be one signal
+        assert self.terminal.isalive(), "the first press alone ended it"
+        self.terminal.send(CTRL_C)
+        self.terminal.expect(pexpect.EOF)
+        self.terminal.close()
+        assert self.terminal.exitstatus == 130
+        assert "Traceback" not in self.terminal.before
+        return self.terminal.before
+
+
+def messages(home: Path) -> list[dict[str, str]]:
+    return json.loads((home / "effllm" / "sessions" / "tale.json").read_text())["conversation"]["messages"]
+
+
+@pytest.mark.parametrize("line", ["/regen", MORE])
+def test_two_presses_in_a_prompt_end_a_chat_and_keep_its_history(tmp_path: Path, line: str) -> None:
+    chat = Chat(tmp_path, "chat", "fable", "--session", "tale", "--temp", "0", "-n", "24", "-c", "512")
+    chat.say(STORY)
+    before = messages(tmp_path)
+    assert [each["role"] for each in before] == ["user", "assistant"]
+    chat.gate.touch()
+    chat.type(line)
+    chat.ends_at_the_second_press()
+    assert messages(tmp_path) == before
+
+
+def test_two_presses_in_an_answer_end_a_chat_with_what_was_written(tmp_path: Path) -> None:
+    chat = Chat(tmp_path, "chat", "fable", "--session", "tale", "--temp", "100", "--seed", "5", "-n", "400")
+    chat.type(STORY)
+    chat.terminal.expect(r"\w+ \w+")
+    rest = chat.ends_at_the_second_press()
+    said = messages(tmp_path)
+    assert [each["role"] for each in said] == ["user", "assistant"] and len(said[1]["content"]) > 3
+    assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", rest).endswith("\n"), "the shell's prompt begins at the left edge"

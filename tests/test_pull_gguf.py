@@ -1,0 +1,126 @@
+"""What a pull of a GGUF file says beforehand, from the beginning of the file: memory, speed, and whether it will run at all."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import add_fable_tokenizer, write_model
+from hub_server import Hub, running
+from pulls import FABLE, Person
+
+from effllm.offload.gguf import read_gguf_keys
+from effllm.offload.header import CheckpointError
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.pull.gguf_head import HEAD_NBYTES, chosen
+
+REPO, FILE = "org/name", "fable.gguf"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path / "home", hub.endpoint)
+
+
+def stated(kind: int | None) -> object:
+    """A change of fable's file: its tokenizer, and before that the type that it says it mostly has."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        if kind is not None:
+            writer.add_file_type(kind)
+        add_fable_tokenizer(writer)
+
+    return change
+
+
+@pytest.mark.parametrize(("kind", "number", "per_file"), [("Q8_0", 7, 0), ("Q4_K", None, 0), ("Q6_K", 18, 0), ("F16", 1, 0), ("Q4_1", 3, 0),
+                                                          ("Q8_0", None, 20)])
+def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tmp_path: Path, kind: str, number: int | None,
+                                                    per_file: int) -> None:
+    """Blocks that kernels multiply, 16 bits, blocks that are widened (Q4_1), and a file in parts."""
+    (tmp_path / "made").mkdir()
+    write_model(FABLE, tmp_path / "made" / FILE, kind, change=stated(number), per_file=per_file)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    hub.add(REPO, files=files)
+    first = min(files)
+    plan = person.types("pull", f"{REPO}:{first}", "--dry-run", "--json").json
+    assert plan["bytes_total"] == sum(map(len, files.values())) and sum(hub.served.values()) <= 300_000
+    assert plan["bytes_read_for_plan"] <= 300_000
+    prepared = prepare(tmp_path / "made" / first, EngineOptions())
+    memory, placement = plan["memory"], prepared.placement
+    assert memory["weights_bytes"] == pytest.approx(placement.weights_bytes, rel=0.1)
+    assert memory["kv_bytes"] == placement.kv_bytes and memory["context"] == placement.ctx
+    assert memory["layers"] == list(placement.tiers)
+    prepared.store.close()
+    said = person.types("pull", f"{REPO}:{first}", "--dry-run").err
+    assert "memory    █" in said and "speed" in said
+
+
+def test_an_architecture_that_is_not_supported_is_refused_before_the_download(hub: Hub, person: Person, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / FILE, "mamba9")
+    writer.add_block_count(2)
+    writer.add_token_list(["x" * 20] * 20_000)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    hub.add(REPO, files={FILE: (tmp_path / FILE).read_bytes()})
+    said = person.types("pull", f"{REPO}:{FILE}").refused(1)
+    assert "mamba9" in said and "known: " in said and hub.served[FILE] <= HEAD_NBYTES and not person.blobs(REPO)
+
+
+def test_a_head_that_does_not_tell_is_said_in_words(hub: Hub, person: Person, tmp_path: Path) -> None:
+    """The vocabulary comes first here; another file is none of this format at all."""
+    writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
+    writer.add_token_list([f"token {i}" for i in range(30_000)])
+    writer.add_block_count(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    hub.add(REPO, files={FILE: (tmp_path / FILE).read_bytes(), "junk.gguf": b"g" * 1000})
+    for name, why in ((FILE, "does not state its shape before its vocabulary"), ("junk.gguf", "is no GGUF file")):
+        ran = person.types("pull", f"{REPO}:{name}")
+        assert ran.code == 0 and "memory and speed are not known: " in ran.err and why in ran.err, ran.err
+    plan = person.types("pull", f"{REPO}:{FILE}", "--dry-run", "--json").json
+    assert plan["memory"] is None and plan["tokens_per_s_estimate"] is None and "its files are here" in plan["speed_unknown"]
+
+
+def test_keys_as_far_as_they_are_here(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
+    writer.add_block_count(7)
+    writer.add_token_list(["a", "bc", "def"])
+    writer.add_string("general.name", "after")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    raw = (tmp_path / FILE).read_bytes()
+    keys, lengths = read_gguf_keys(Path(FILE), raw, len(raw))
+    assert keys["llama.block_count"] == 7 and keys["tokenizer.ggml.tokens"] == ["a", "bc", "def"] and keys["general.name"] == "after"
+    seen = []
+    for end in range(24, len(raw)):  # wherever the beginning ends, what it holds is told and nothing else
+        found, counted = read_gguf_keys(Path(FILE), raw[:end], len(raw))
+        assert found.items() <= keys.items() and counted.items() <= lengths.items()
+        seen.append(len(found) + len(counted))
+    assert seen == sorted(seen) and lengths == {"tokenizer.ggml.tokens": 3} and seen[0] == 0
+    with pytest.raises(CheckpointError, match="cut short"):
+        read_gguf_keys(Path(FILE), raw[:60], 61)
+    with pytest.raises(CheckpointError, match="big-endian"):
+        read_gguf_keys(Path(FILE), b"GGUF" + (3).to_bytes(4, "big") + raw[8:], len(raw))
+
+
+def test_types_follow_from_the_length() -> None:
+    matrices = [("embed", (1000, 256)), *[(kind, (256, 256)) for kind in ("q", "v", "gate", "down")]]
+    weights = 1000 * 256 + 4 * 256 * 256
+    assert set(chosen(matrices, weights * 2)) == {"F16"} and set(chosen(matrices, weights * 18 // 32)) == {"Q4_K"}
+    assert chosen(matrices, weights // 2) is None
+    mixed = chosen(matrices, weights * 18 // 32 + 1000 * 256 // 8 + 256 * 256 // 8)
+    assert mixed == ["Q5_K", "Q4_K", "Q4_K", "Q4_K", "Q5_K"], "the table first, then what writers favour"
+    assert chosen([("q", (256, 96))], 256 * 102) == ["Q8_0"] and chosen([("q", (256, 24))], 256 * 48) == ["F16"]

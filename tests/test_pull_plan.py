@@ -1,0 +1,138 @@
+"""What a pull says before it loads: what fits where, what else there is, and the run that is to follow it."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub, running
+from pulls import FABLE, Person, on_disk, sharded, tiny
+
+REPO = "org/name"
+CATALOGUED = "Qwen/Qwen3-0.6B"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)
+
+
+def kept(person: Person, repo: str, spec: str = "4bit") -> Path:
+    (found,) = (person.home / "data" / "effllm" / "models" / repo.replace("/", "--")).glob(f"*/{spec}")
+    return found
+
+
+def test_what_fits_where_is_drawn(hub: Hub, person: Person) -> None:
+    hub.add(REPO, FABLE)
+    said = person.types("pull", REPO, "--dry-run").err
+    for line in ("context   2048 of 2048 tokens", "layers    0-5 in memory", "memory    █", "█ weights 11.01 MiB  ▓ cache"):
+        assert line in said, said
+    memory = person.types("pull", REPO, "--dry-run", "--json").json["memory"]
+    assert memory["layers"] == ["memory"] * 6 and memory["streamed_bytes"] == 0
+    assert memory["weights_bytes"] == 11_540_992 and memory["total_bytes"] > memory["weights_bytes"] + memory["kv_bytes"]
+
+
+def test_what_is_read_from_the_disk_is_drawn(hub: Hub, person: Person) -> None:
+    wide = json.loads(tiny()["config.json"]) | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "vocab_size": 4096,
+                                                "num_attention_heads": 16}
+    hub.add(REPO, files=tiny() | {"config.json": json.dumps(wide).encode()})
+    ran = person.types("run", REPO, "Once", "--ram", "900M", "-c", "256", answers="n\n")
+    assert ran.code == 3 and "of weights, read for every token through" in ran.err and "from the disk" in ran.err, ran.err
+
+
+def test_the_offer_is_of_the_run_that_was_asked_for(hub: Hub, person: Person) -> None:
+    hub.add(REPO, FABLE)
+    words = ("run", REPO, "Once", "--raw", "-n", "2")
+    usual = person.types(*words, answers="n\n").err
+    assert "2048 of 2048 tokens, cache at 16bit" in usual
+    assert "64 of 2048 tokens, cache at 4bit" in person.types(*words, "-c", "64", "--kv", "4bit", answers="n\n").err
+    assert "does not fit now" in person.types(*words, "--ram", "60M", answers="n\n").err
+    assert "more than the 2048 positions" in person.types(*words, "-c", "4096", "-y").refused(2)
+    assert "64 of 2048" in person.types("chat", REPO, "-c", "64", answers="n\n").err
+    assert not hub.asked("model.safetensors")
+
+
+def test_yes_to_a_run_does_not_load_what_could_not_run(hub: Hub, person: Person) -> None:
+    """The hint is a command that does."""
+    hub.add(REPO, FABLE)
+    said = person.types("run", REPO, "Once", "--ram", "60M", "-y").refused(4)
+    assert f"effllm pull {REPO} -y loads it anyway" in said and not hub.asked("model.safetensors")
+    said = person.types("run", REPO, "Once", "--ram", "60M", "--bits", "4", "-y").refused(4)
+    assert f"hint: effllm pull {REPO} --bits 4 -y loads it anyway" in said
+    assert person.types("pull", REPO, "--bits", "4", "-y").code == 0
+
+
+def test_fewer_bits_and_what_has_no_gate_are_named(hub: Hub, person: Person) -> None:
+    hub.add(CATALOGUED, FABLE)
+    said = person.types("pull", "qwen3-0.6b", "--dry-run").err
+    plan = person.types("pull", "qwen3-0.6b", "--dry-run", "--json").json
+    assert "smaller   --bits 8 keeps " in said and plan["smaller"]["bits"] == 8
+    assert person.types("pull", "qwen3-0.6b", "--bits", "8").code == 0
+    size = sum(path.stat().st_size for path in kept(person, CATALOGUED, "8bit").iterdir())
+    assert plan["smaller"]["bytes_kept"] == pytest.approx(size, rel=0.03)
+    assert "smaller" not in person.types("pull", "qwen3-0.6b", "--bits", "8", "--dry-run").err
+    hub.add("google/gemma-3-1b-it", files=tiny(), gate="good")
+    said = person.types("pull", "gemma3-1b", "--dry-run", HF_TOKEN="good").err
+    assert "gated: your token must have access; about the same size without a gate: olmo2-1b" in said
+
+
+def test_offline_only_what_was_asked_for_is_here(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, FABLE)
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    assert "downloads are off" in person.types("pull", REPO, "--offline").refused(6)  # only its weights of 4 bits are here
+    assert "downloads are off" in person.types("pull", REPO, "--bits", "4", "--keep", "--offline").refused(6)
+    assert "everything is here" in person.types("pull", REPO, "--bits", "4", "--offline").err
+    assert person.types("pull", REPO).code == 0
+    assert "everything is here" in person.types("pull", REPO, "--bits", "4", "--keep", "--offline").err
+    hub.forget()
+    made = person.types("pull", REPO, "--bits", "3", "--offline", "--json").json  # of the cache
+    assert Path(made["folder"]) == kept(person, REPO, "3bit") and not hub.requests
+    assert person.types("show", f"{REPO}:3bit", "--json").json["quantized"]["source"]["revision"] == repo.commit
+
+
+def test_a_lone_file_may_have_any_name(hub: Hub, person: Person) -> None:
+    files = on_disk(FABLE)
+    files["fable-fp16.safetensors"] = files.pop("model.safetensors")
+    hub.add(REPO, files=files)
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    hub.add("org/usual", FABLE)
+    assert person.types("pull", "org/usual", "--bits", "4").code == 0
+    one, other = (kept(person, repo) / "model.safetensors" for repo in (REPO, "org/usual"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_keep_after_a_pull_without_it_fetches_the_published_weights(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=sharded(FABLE))
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    before = (kept(person, REPO) / "effllm.json").stat()
+    assert person.types("pull", REPO, "--bits", "4", "--keep").code == 0
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert (kept(person, REPO) / "effllm.json").stat() == before, "the same folder was made again"
+    hub.forget()
+    assert "everything is here" in person.types("pull", REPO, "--bits", "4", "--keep").err
+    assert not hub.asked("model-0")
+
+
+def test_a_branch_that_stands_for_a_commit_that_is_here_is_noted(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, FABLE, branches=("main", "v1.0"))
+    assert person.types("pull", f"{REPO}@{repo.commit}", "--bits", "4").code == 0
+    assert person.types("show", f"{REPO}@v1.0:4bit").code == 3
+    assert "everything is here" in person.types("pull", f"{REPO}@v1.0", "--bits", "4").err
+    assert person.types("show", f"{REPO}@v1.0:4bit").code == 0
+
+
+def test_two_names_of_one_content_among_files_of_the_same_length(hub: Hub, person: Person) -> None:
+    text = {"LICENSE": b"one licence", "NOTICE": b"same length", "LICENSE.md": b"same length", "USE_POLICY.md": b"one licence"}
+    assert len(set(map(len, text.values()))) == 1
+    hub.add(REPO, files=on_disk(FABLE) | text)
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    assert {name: (kept(person, REPO) / name).read_bytes() for name in text} == text

@@ -1,0 +1,111 @@
+"""Transfers without a hub: what threads do to one file at the same time, made to happen in one order."""
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from effllm import EffllmError
+from effllm.offload.part_file import Digest, PartFile
+from effllm.offload.transfer import PIECE_NBYTES, Complete, StartOver, Trouble, Wanted, transfer
+
+SECONDS = 60.0  # after which another thread hangs
+CONTENT = os.urandom(3 * PIECE_NBYTES)
+
+
+class Quiet:
+    """No network."""
+
+    def cut(self) -> None:
+        """Nothing is open."""
+
+
+class Bytes:
+    """A body that sends CONTENT from `begin` on, and calls `then` instead of a second piece."""
+
+    def __init__(self, begin: int, then=None) -> None:
+        self.at, self.then = begin, then
+
+    def readinto(self, view: memoryview) -> int:
+        if self.then is not None and self.at:
+            self.then()
+        count = min(len(view), len(CONTENT) - self.at)
+        view[:count] = CONTENT[self.at : self.at + count]
+        self.at += count
+        return count
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Watched(PartFile):
+    """A part file whose first read, once `pause` is given, begins and ends when `pause` says so."""
+
+    pause = None
+
+    def readinto(self, offset: int, view: memoryview) -> int:
+        pause, self.pause = self.pause, None
+        if pause is None:
+            return super().readinto(offset, view)
+        with pause:
+            return super().readinto(offset, view)
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Watched:
+    digest = Digest("sha256", hashlib.sha256(CONTENT).hexdigest())
+    return Watched(tmp_path / "data", tmp_path / "journal", len(CONTENT), digest)
+
+
+def test_a_fresh_start_while_the_bytes_before_it_are_hashed(part: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is empty for a moment, and whoever hashes it reads in that moment."""
+    hashing, emptied, hashed = threading.Event(), threading.Event(), threading.Event()
+
+    class Pause:
+        def __enter__(self) -> None:
+            hashing.set()
+            assert emptied.wait(SECONDS)
+
+        def __exit__(self, *_: object) -> None:
+            hashed.set()
+
+    ftruncate, bodies = os.ftruncate, []
+
+    def truncating(fd: int, nbytes: int) -> None:
+        ftruncate(fd, nbytes)
+        if fd == part._fd and not nbytes:
+            emptied.set()
+            assert hashed.wait(SECONDS)
+
+    def changed() -> None:
+        assert hashing.wait(SECONDS)
+        monkeypatch.setattr(os, "ftruncate", truncating)
+        raise StartOver("it changed on the server")
+
+    def opened(name: str, begin: int, end: int) -> Bytes:
+        bodies.append((name, begin, end))
+        return Bytes(begin, changed if len(bodies) == 1 else None)
+
+    part.pause = Pause()
+    events = list(transfer([Wanted("weights", part)], opened, Quiet()))
+    assert [event.text for event in events if isinstance(event, Trouble)] == ["weights: it changed on the server; fetching it from the "
+                                                                            "beginning"]
+    assert sum(isinstance(event, Complete) for event in events) == 1
+    assert part.path.read_bytes() == CONTENT and hashed.is_set() and len(bodies) == 2
+    part.close()
+
+
+def test_a_file_that_somebody_cuts_is_said(part: Watched) -> None:
+    class Cut:
+        def __enter__(self) -> None:
+            os.truncate(part.path, 0)
+
+        def __exit__(self, *_: object) -> None:
+            """The file stays as it is."""
+
+    part.pause = Cut()
+    with pytest.raises(EffllmError, match="data became shorter while it was being written"):
+        list(transfer([Wanted("weights", part)], lambda name, begin, end: Bytes(begin), Quiet(), connections=1))
+    part.close()
