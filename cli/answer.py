@@ -59,8 +59,9 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     screen.note(" · ".join((f"prompt {stats.prompt_tokens} tokens{cached}{rate(stats.prefill_tps)}",
                             f"answer {len(stats.token_ids)} tokens{rate(stats.decode_tps)}",
                             f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
-    screen.note(" · ".join((f"memory {format_size(stats.peak_rss_bytes)} at most", f"weights {format_size(stats.weights_bytes)}",
-                            f"read {format_size(stats.disk_bytes_read)}", f"layers {placed(stats.placement)}")))
+    screen.note(" · ".join((f"memory {format_size(stats.peak_rss_bytes)} at most, {format_size(stats.planned_bytes)} planned",
+                            f"weights {format_size(stats.weights_bytes)}", f"read {format_size(stats.disk_bytes_read)}",
+                            f"layers {placed(stats.placement)}")))
     screen.note(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
                             f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",
                             f"{stats.kv_bits_per_value:.1f} bits a value over all")))

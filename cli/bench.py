@@ -90,10 +90,10 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     from ..runtime.prepare import folder_kinds, kernel_kinds, prepare
 
     if synthetic is None:
-        with at_bits(find_any(model, screen), weights, screen, options.threads) as ref:
+        with at_bits(find_any(model, screen), weights, screen, options, text=False) as ref:
             yield lambda: prepare(ref.folder, options), folder_kinds(ref.folder, options)
         return
-    if weights.keep:
+    if weights.keep and "keep" not in weights.settled:
         raise UsageError("random weights are never kept", "drop --keep")
     low_bit = weights.bits is not None
     yield lambda: prepare_synthetic(synthetic, options, f"{weights.bits}bit" if low_bit else None), kernel_kinds(low_bit, options)

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from .. import UsageError
 from .flags import add_command
-from .loading import at_bits, find_or_pull, open_session, with_draft
+from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import AnswerFlags, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
 from .screen import Screen
@@ -32,23 +31,28 @@ def register(app: typer.Typer) -> None:
 def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
          saving: SessionFlags, show: ShowFlags, yes: Yes = False) -> int:
     """Chat in the terminal; piped text is answered once, as by `run`."""
-    screen = Screen(context.obj, show.markdown)
-    engine = with_draft(engine, screen)
-    with at_bits(find_or_pull(model, weights.bits, engine, screen, yes), weights, screen, engine.threads) as ref:
-        if not screen.environment.is_terminal(screen.environment.stdin):
-            from .run import answer_once
+    from .run import answer_once
 
-            return answer_once(screen, ref, read_prompt(None, "-", screen), answer, sampling, engine, saving, show=show)
+    screen = Screen(context.obj, show.markdown)
+    found = find_or_absent(model, screen, yes)
+    judge(answer, sampling, engine, saving)
+    text = None if screen.environment.is_terminal(screen.environment.stdin) else read_prompt(None, "-", screen)
+    if text is not None:
+        screen.environment.demand_stdout()
+    else:
+        where_typing_shows(screen, model)
+    engine = with_draft(engine, screen)
+    options = engine.options(overflow=answer.overflow)
+    with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
+        if text is not None:
+            return answer_once(screen, ref, text, answer, sampling, engine, saving, show=show)
         return converse(screen, ref, answer, sampling, engine, saving, show)
 
 
 def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags,
              show: ShowFlags) -> int:
-    """Chat with the person at the terminal, who must be able to see what is typed: on stdout, else on stderr."""
-    environment = screen.environment
-    visible = next((stream for stream in (environment.stdout, environment.stderr) if environment.is_terminal(stream)), None)
-    if visible is None:
-        raise UsageError("a chat needs a terminal to show what you type", f'effllm run {ref.text} "your prompt"')
+    """Chat with the person at the terminal."""
+    visible = where_typing_shows(screen, ref.text)
     from .conversation import Conversation
     from .saving import Keeper
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_origin
 
 import typer
 
-from .flags import add_command, flag, variable
+from .flags import add_command, flag, flags_of, token_count, variable
 from .help import PlainGroup
 from .options import OUTPUT, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags
 from .screen import Screen
@@ -89,7 +89,7 @@ def as_typed(text: str, kind: type) -> object:
     if kind is bool:
         return text.lower() in ("1", "true", "t", "yes", "y", "on")
     try:
-        return kind(text) if kind in (int, float) else text
+        return kind(text) if kind in (int, float, token_count) else [text] if get_origin(kind) is list else text
     except ValueError:
         return text
 
@@ -115,8 +115,8 @@ def built_in_values() -> dict[str, object]:
     from ..runtime.session_store import DISK
 
     values = {field.name: getattr(defaults, field.name) for group, defaults in
-              ((RunFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in fields(group)}
-    values |= {field.name: None for field in fields(AnswerFlags)}
+              ((RunFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in flags_of(group)}
+    values |= {field.name: None for field in flags_of(AnswerFlags)}
     return values | {"predict": -1, "think": "auto", "overflow": EngineOptions().overflow, "keep": False, "stats": False, "markdown": False,
                      "session_disk": DISK}
 

@@ -6,6 +6,7 @@ The trial runs in a child process: an instruction that the processor lacks ends 
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
     from ..runtime.roofs import Roofs
 
 TRIAL = ("run", "fable", "--raw", "Once upon a time", "-n", "8", "--temp", "0", "--device", "cpu", "--json")
+# A run whose settings are those that are built in: no file of this folder or of this person is read.
+PLAIN_RUN = """
+import sys
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+environment = Environment.of_process()
+environment.settings = {}
+sys.exit(main(sys.argv[1:], environment))
+"""
 TRIAL_TIMEOUT_S = 300
 
 Probe = Annotated[bool, flag(OUTPUT, "--probe", "", "measure memory, kernels and disk again, whatever is known of them")]
@@ -67,18 +77,28 @@ def measured(screen: Screen, again: bool, never: bool) -> Roofs:
 
 
 def trial() -> tuple[bool, str]:
-    """Let the packaged model write a few words. (whether it did, what happened)."""
+    """Let the packaged model write a few words, whatever the person's settings say. (whether it did, what happened)."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("EFFLLM_")}
     try:
-        ran = subprocess.run([sys.executable, "-P", "-m", "effllm", *TRIAL], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                             timeout=TRIAL_TIMEOUT_S, check=False)
+        ran = subprocess.run([sys.executable, "-P", "-c", PLAIN_RUN, *TRIAL], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                             timeout=TRIAL_TIMEOUT_S, check=False, env=own)
     except subprocess.TimeoutExpired:
         return False, f"fable did not answer in {TRIAL_TIMEOUT_S} s"
     if ran.returncode < 0:
-        return False, f"fable's process ended by {signal.Signals(-ran.returncode).name}: a kernel uses what this processor lacks"
+        return False, ended_by(-ran.returncode)
     if ran.returncode:
-        return False, f"fable did not answer: {(ran.stderr.strip().splitlines() or ['no message'])[0]}"
+        said = [line for line in ran.stderr.splitlines() if line.startswith("effllm: ")] or ran.stderr.strip().splitlines()[-1:]
+        return False, f"fable did not answer: {said[-1].removeprefix('effllm: ') if said else 'no message'}"
     figures = jsonlib.loads(ran.stdout)
     return True, f"fable wrote {len(figures['token_ids'])} tokens, the first after {figures['timings']['ttft_s']:.2f} s"
+
+
+def ended_by(number: int) -> str:
+    """What the signal that ended the trial means."""
+    name = signal.Signals(number).name if number in {each.value for each in signal.Signals} else f"signal {number}"
+    causes = {"SIGILL": "a kernel uses an instruction that this processor lacks",
+              "SIGKILL": "the system ended it, mostly for want of memory (or another program did)"}
+    return f"fable's process ended by {name}: {causes.get(name, 'a defect of effllm or of a library; effllm run fable --debug says more')}"
 
 
 def show_report(screen: Screen, report: Diagnosis) -> None:

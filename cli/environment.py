@@ -41,6 +41,7 @@ class Environment:
     clock: Callable[[], float] = time.monotonic
     debug: bool = False  # set by --debug, read by the error boundary
     has_stdout: bool = True  # the caller did not close it
+    no_color: bool = False  # set by --no-color
 
     @classmethod
     def of_process(cls) -> Environment:
@@ -73,11 +74,16 @@ class Environment:
         return not stream.closed and stream.isatty()
 
     def is_styled(self, stream: TextIO) -> bool:
-        """Whether colour and cursor movement may be written: a terminal that is not `dumb`, and no wish for plain text."""
-        return self.is_terminal(stream) and not self.variables.get("NO_COLOR") and self.variables.get("TERM") != "dumb"
+        """Whether colour may be written: to a terminal that is not `dumb`, or anywhere by FORCE_COLOR; never against a wish for plain
+        text. Cursor movement is another matter: `can_redraw`."""
+        if self.no_color or self.variables.get("NO_COLOR"):
+            return False
+        forced = self.variables.get("FORCE_COLOR", "0") not in ("", "0")
+        return forced or (self.is_terminal(stream) and self.variables.get("TERM") != "dumb")
 
     def can_redraw(self, stream: TextIO) -> bool:
-        """Whether a line may be rewritten in place. NO_COLOR asks for no colour, not for no progress."""
+        """Whether a line may be rewritten in place. NO_COLOR asks for no colour, not for no progress, and FORCE_COLOR for
+        colour, not for codes that only a screen understands."""
         return self.is_terminal(stream) and self.variables.get("TERM") != "dumb"
 
     @property

@@ -67,7 +67,8 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     screen = Screen(context.obj)
     content = read_text(text, screen)
     found = find_any(model, screen)
-    with at_bits(found, weights, screen, engine.threads) as ref, loaded(ref, windowed(ref, engine), screen) as at_hand:
+    options = windowed(found, engine)
+    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         result = last(follow(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
                              PerplexityResult))
     if json:
@@ -89,7 +90,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     found = find_any(model, screen)
     reference_ref = find(against, screen) if against else found  # a model at --bits is held against itself as it is stored
     options = windowed(found, engine)
-    with at_bits(found, weights, screen, engine.threads) as ref, loaded(ref, options, screen) as at_hand:
+    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         reference = open_with_progress(reference_ref.folder, replace(options, kv="32bit", kv_ram=None, kv_read="exact"), screen)
         try:
             result = last(follow(compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
@@ -151,7 +152,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags
     content = read_text(text, screen)
     found = find_any(model, screen)
     options = windowed(found, engine)
-    with at_bits(found, weights, screen, engine.threads) as ref, loaded(ref, options, screen) as at_hand:
+    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         reference = open_with_progress(ref.folder, replace(options, kv="32bit", kv_ram=None, kv_read="exact"), screen)
         try:
             asking = ask(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, samples, named(text))

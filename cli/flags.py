@@ -19,6 +19,7 @@ import typer
 from .help import PlainCommand
 
 Command = Callable[..., int | None]
+TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
 def flag(panel: str, names: str, value: str, help: str, **more: Any) -> Any:
@@ -32,17 +33,46 @@ def variable(name: str) -> str:
     return "EFFLLM_" + name.removeprefix("--").upper().replace("-", "_")
 
 
+def token_count(text: str | int) -> int:
+    """`16k` or `16K` is 16384, `1m` 1048576: contexts come in powers of two. As metadata of a flag it takes the place of `int`. Raises
+    ValueError."""
+    number, unit = (text[:-1], text[-1:].lower()) if isinstance(text, str) and text[-1:].lower() in TOKEN_UNITS else (text, "")
+    return int(number) * TOKEN_UNITS.get(unit, 1)
+
+
+def set_no_color(context: typer.Context, value: bool) -> bool:
+    if value:
+        context.find_root().obj.no_color = True
+    return value
+
+
 def set_debug(context: typer.Context, value: bool) -> bool:
     if value:
         context.find_root().obj.debug = True
     return value
 
 
+NoColor = Annotated[bool, flag("general", "--no-color", "", "no colour, also where FORCE_COLOR asks for it", callback=set_no_color,
+                               is_eager=True)]
 Debug = Annotated[bool, flag("general", "--debug", "", "show the traceback of a failure", callback=set_debug, is_eager=True)]
 
 
+SETTLED = "settled"  # the field of a group that is no flag
+
+
+def flags_of(group: type) -> list[Any]:
+    """The fields of a group that are flags."""
+    return [field for field in fields(group) if field.name != SETTLED]
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether a parameter's value was given on the line, not by a variable, a file or a default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def add_command(app: typer.Typer, name: str, panel: str, function: Command, examples: str = "") -> None:
-    """Register a function as a command: groups of flags are spread out, `--debug` is added, the docstring is the help."""
+    """Register a function as a command: groups of flags are spread out, `--debug` and `--no-color` are added, the docstring is the help."""
     call, grouped = spread(function)
     kinds = {parameter: value_type(annotation) for parameter, annotation in call.__annotations__.items() if parameter != "context"}
     named = type(f"{name.capitalize()}Command", (FlagCommand,), {"kinds": kinds, "grouped": grouped})
@@ -59,10 +89,18 @@ class FlagCommand(PlainCommand):
         super().__init__(*args, **more)
         for parameter in self.params:
             kind, kept = self.kinds.get(parameter.name, bool), parameter.name in self.grouped
+            if get_origin(kind) is list and parameter.param_type_name == "option":
+                parameter.value_from_envvar = partial(whole, parameter)
             if kind is not bool:
                 parameter.process_value = partial(converted, parameter, parameter.process_value, kind, kept)
             elif kept:
                 parameter.process_value = partial(switched, parameter, parameter.process_value)
+
+
+def whole(parameter: Any, context: typer.Context) -> tuple[str, ...] | None:
+    """The variable of a flag that may be repeated is one value, blanks included: the library would cut it at them."""
+    text = parameter.resolve_envvar_value(context)
+    return None if text is None else (text,)
 
 
 def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.Context, value: Any) -> Any:
@@ -96,13 +134,15 @@ def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, kep
     try:
         return kind(value)
     except ValueError as error:
-        what = "whole number" if kind is int else "number"
+        what = {int: "whole number", token_count: "number of tokens, as 4096 or 16k"}.get(kind, "number")
         raise typer.BadParameter(f"{value!r} is not a {what}", context, parameter) from error
 
 
 def value_type(annotation: Any) -> Any:
-    """`Annotated[int | None, ...]` -> int."""
-    declared = get_args(annotation)[0]
+    """`Annotated[int | None, ...]` -> int; what stands behind the flag, as `token_count`, takes its place."""
+    declared, _, *instead = get_args(annotation)
+    if instead:
+        return instead[0]
     if get_origin(declared) in (Union, UnionType):
         return next(kind for kind in get_args(declared) if kind is not NoneType)
     return declared
@@ -118,21 +158,24 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
         if is_dataclass(kind):
             groups[parameter.name] = kind
             kinds = get_type_hints(kind, include_extras=True)
-            parameters += [keyword(field.name, kinds[field.name], field.default) for field in fields(kind)]
+            parameters += [keyword(field.name, kinds[field.name], field.default) for field in flags_of(kind)]
         else:
             parameters.append(keyword(parameter.name, kind, parameter.default))
-    parameters.append(keyword("debug", Debug, False))
+    parameters += [keyword("debug", Debug, False), keyword("no_color", NoColor, False)]
 
     def call(**given: Any) -> int | None:
-        del given["debug"]
+        del given["debug"], given["no_color"]
         for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            values = {field.name: given.pop(field.name) for field in flags_of(kind)}
+            settled = frozenset(flag for flag, value in values.items()
+                                if value is not None and value is not False and not is_typed(given["context"], flag))
+            given[name] = kind(**values, settled=settled)
         return function(**given)
 
     call.__name__, call.__doc__, call.__module__ = function.__name__, function.__doc__, function.__module__
     call.__signature__ = inspect.Signature(parameters)
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return call, frozenset(field.name for kind in groups.values() for field in fields(kind))
+    return call, frozenset(field.name for kind in groups.values() for field in flags_of(kind))
 
 
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -142,7 +185,9 @@ def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 def names_and_types(group: type) -> dict[str, tuple[str, type]]:
     """Flag name without dashes -> (field, type) of a group: `{"top-k": ("top_k", int), ...}`."""
     found = {}
-    for field, annotation in get_type_hints(group, include_extras=True).items():
+    kinds = get_type_hints(group, include_extras=True)
+    for field in (field.name for field in flags_of(group)):
+        annotation = kinds[field]
         option = get_args(annotation)[1]
         long = next(name for name in (option.default, *(option.param_decls or ())) if name.startswith("--"))
         found[long.removeprefix("--")] = field, value_type(annotation)

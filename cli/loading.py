@@ -9,17 +9,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from .. import ModelNotFound, UsageError
+from .options import most_tokens
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from ..runtime.catalog import ModelRef
+    from ..runtime.catalog import Absent, ModelRef
     from ..runtime.engine import Engine, EngineOptions
     from ..runtime.session import Session
     from ..runtime.text import Tokenizer
-    from .options import AnswerFlags, RunFlags, SamplingFlags, WeightFlags
+    from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
 
 Result = TypeVar("Result")
 
@@ -52,33 +53,94 @@ def find_any(model: str, screen: Screen) -> ModelRef:
     return ref
 
 
-def find_or_pull(model: str, bits: int | None, engine: RunFlags, screen: Screen, yes: bool) -> ModelRef:
-    """`find_any` for a command that offers to load what is absent; `bits` as --bits gave them, `engine`: how it is to run."""
+def find_or_absent(model: str, screen: Screen, yes: bool) -> ModelRef | Absent:
+    """`find_any` for a command that offers to load what is absent, once everything else is known to be right: `at_hand`."""
     from ..runtime.catalog import Absent
 
     try:
         return find_any(model, screen)
     except Absent as absent:
-        from .pull import offer
+        if not yes and not screen.environment.can_ask:
+            raise
+        return absent
 
-        return offer(absent, None if bits is None else f"{bits}bit", screen, yes, engine.options())
+
+def at_hand(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptions, screen: Screen, yes: bool) -> ModelRef:
+    """The model, loaded now where it is absent and a person agrees; `options`: how it is to run."""
+    from ..runtime.catalog import Absent
+    from .pull import offer
+
+    if not isinstance(found, Absent):
+        return found
+    bits = wanted_bits(found.reference.text, found.reference.variant, weights)
+    return offer(found, bits, screen, yes, replace(options, draft=None))  # whose vocabulary is compared when the model is here
+
+
+def wanted_bits(text: str, variant: str | None, weights: WeightFlags) -> str | None:
+    """The format to quantize to, None for the weights as they are stored: of the model's name (`variant`), else of --bits. Raises
+    UsageError where both were typed and differ, for a format that there is not, and for a --keep of nothing."""
+    bits = None if weights.bits is None or (variant and "bits" in weights.settled) else f"{weights.bits}bit"
+    if variant and bits and variant != bits:
+        raise UsageError(f"{text} and --bits {weights.bits} disagree", "give one of them")
+    if (wanted := bits or variant) is not None:
+        from ..runtime.on_load import demand_format
+
+        demand_format(wanted)
+    elif weights.keep and "keep" not in weights.settled:
+        raise UsageError("--keep keeps what --bits makes", f"effllm run {text} --bits 4 --keep")
+    return wanted
+
+
+def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags) -> None:
+    """Raise what is wrong with the flags in themselves, before a model is loaded or quantized for them."""
+    from ..offload.size import parse_size
+    from ..runtime.sampler import SamplerSettings
+    from ..runtime.session_store import DISK, check_name
+    from ..runtime.stream_filters import StopStrings
+
+    SamplerSettings.from_generation_config({}, **sampling.said())
+    StopStrings(answer.stop or ())
+    most_tokens(answer.predict)
+    options = engine.options(overflow=answer.overflow)
+    for size in (options.ram, options.vram, options.kv_ram, options.disk, saving.session_disk or DISK):
+        if size is not None:
+            parse_size(size)
+    if saving.session is not None:
+        check_name(saving.session)
+
+
+def where_typing_shows(screen: Screen, model: str) -> TextIO:
+    """The stream on which a person sees what is typed: stdout, else stderr. Raises UsageError where neither is a terminal."""
+    environment = screen.environment
+    visible = next((stream for stream in (environment.stdout, environment.stderr) if environment.is_terminal(stream)), None)
+    if visible is None:
+        raise UsageError("a chat needs a terminal to show what you type", f'effllm run {model} "your prompt"')
+    return visible
 
 
 @contextmanager
-def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, threads: int | None = None) -> Iterator[ModelRef]:
-    """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run."""
-    bits = f"{weights.bits}bit" if weights.bits is not None else ref.variant
+def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions, text: bool = True) -> Iterator[ModelRef]:
+    """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run. What
+    the model cannot do for `options` is said before, and whether it has a tokenizer where its `text` is wanted."""
+    bits = wanted_bits(ref.text, ref.variant, weights)
     if bits is None:
-        if weights.keep:
-            raise UsageError("--keep keeps what --bits makes", f"effllm run {ref.text} --bits 4 --keep")
         yield ref
         return
     from ..runtime import on_load
+    from ..runtime.container import read_container
     from ..runtime.convert import Converted
+    from ..runtime.prepare import demand_context
 
-    if ref.variant not in (None, bits):
-        raise UsageError(f"{ref.text} and --bits {weights.bits} disagree", "give one of them")
-    request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, threads)
+    if "bits" in weights.settled and (made := read_container(ref.folder)) is not None:
+        from .settings import origin
+
+        screen.note(f"{ref.text} is quantized already ({made.spec_text}): bits of {origin(screen.environment, 'bits')} is left out")
+        yield ref
+        return
+    demand_context(ref.folder, options)
+    if text:
+        read_tokenizer(ref.folder, options)
+    request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
     if kept := on_load.find_kept(request):
         screen.note(f"weights of {bits} from {kept}")
         yield replace(ref, folder=kept)
@@ -99,10 +161,7 @@ def shortened(text: str) -> str:
 @contextmanager
 def loaded(ref: ModelRef, options: EngineOptions, screen: Screen) -> Iterator[Loaded]:
     """An engine with its weights in place, closed at the end."""
-    from ..runtime.config import read_config
-    from ..runtime.text import Tokenizer
-
-    tokenizer = Tokenizer.load(ref.folder, read_config(ref.folder, options.strict))
+    tokenizer = read_tokenizer(ref.folder, options)
     engine = open_with_progress(ref.folder, options, screen)
     try:
         yield Loaded(engine, tokenizer)
@@ -110,16 +169,21 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen) -> Iterator[Lo
         engine.close()
 
 
+def read_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
+    from ..runtime.config import read_config
+    from ..runtime.text import Tokenizer
+
+    return Tokenizer.load(folder, read_config(folder, options.strict))
+
+
 def text_side(folder: Path, options: EngineOptions) -> Tokenizer | None:
     """What a run has in memory when it plans, for a plan that is to say what the run will: the session's modules and the tokenizer, which
     for 128,000 tokens takes as much as a small model. None for a model without one, which a run refuses in words of its own."""
     from .. import EffllmError
     from ..runtime import session  # noqa: F401
-    from ..runtime.config import read_config
-    from ..runtime.text import Tokenizer
 
     try:
-        return Tokenizer.load(folder, read_config(folder, options.strict))
+        return read_tokenizer(folder, options)
     except EffllmError:
         return None
 

@@ -8,14 +8,14 @@ words with those dataclasses. Names are llama.cpp's where it has one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from .. import UsageError
-from .flags import flag
+from .flags import flag, flags_of, token_count
 
 if TYPE_CHECKING:
     from ..runtime.engine import EngineOptions
@@ -56,7 +56,20 @@ Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
 
 
 @dataclass(frozen=True)
-class EngineFlags:
+class Group:
+    """Flags that commands share. `settled`: the fields whose value stands in a variable or a file of settings. They were not said of this
+    model and this command, so where they do not apply they give way instead of being an error."""
+
+    settled: frozenset[str] = field(default=frozenset(), kw_only=True)
+
+
+# Pairs of (field, value) of the flags of an engine that exclude each other; None is any value.
+CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", None)), (("exact", True), ("kernel", "lut")),
+                  (("draft", None), ("spec", "off")), (("device", "cpu"), ("gpu_layers", None)), (("device", "cpu"), ("vram", None)))
+
+
+@dataclass(frozen=True)
+class EngineFlags(Group):
     """Where and how a model runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, flag(COMPUTE, "--device", "auto|cpu|cuda", "where layers live (auto)")] = None
@@ -66,7 +79,8 @@ class EngineFlags:
     exact: Annotated[bool, flag(COMPUTE, "--exact", "", "low-bit weights times float32 activations: slower, nothing rounded")] = False
     gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "the last N layers on the GPU (as many as fit)")] = None
     strict: Annotated[bool, flag(COMPUTE, "--strict", "", "an unknown key in the model's config is an error")] = False
-    ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N", "context in tokens (the model's, or what fits of it)")] = None
+    ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
+                                    "tokens of context, 16k is 16384 (the model's, or what fits of it)"), token_count] = None
     ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "memory to use at most, as 6G or 512MiB (what is free)")] = None
     vram: Annotated[str | None, flag(MEMORY, "--vram", "SIZE", "GPU memory to use at most (what is free)")] = None
     load: Annotated[Literal["ram", "mmap"] | None, flag(MEMORY, "--load", "ram|mmap", "read the weights, or map the files (ram)")] = None
@@ -84,7 +98,13 @@ class EngineFlags:
         """EngineOptions with what was given; `more` adds what only some commands ask."""
         from ..runtime.engine import EngineOptions
 
-        return EngineOptions(**given(self), **{name: value for name, value in more.items() if value is not None})
+        values, settled = given(self), self.settled
+        for pair in CONTRADICTIONS:
+            holding = [name for name, value in pair if name in values and value in (None, values[name])]
+            weaker = [name for name in holding if name in settled]
+            if len(holding) == 2 and len(weaker) == 1:  # what was typed holds; two of the same rank are an error
+                del values[weaker[0]]
+        return EngineOptions(**values, preset=settled, **{name: value for name, value in more.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -98,7 +118,7 @@ class RunFlags(EngineFlags):
 
 
 @dataclass(frozen=True)
-class WeightFlags:
+class WeightFlags(Group):
     """Weights made small while they are loaded."""
 
     bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights on load (as they are stored)")] = None
@@ -106,7 +126,7 @@ class WeightFlags:
 
 
 @dataclass(frozen=True)
-class SessionFlags:
+class SessionFlags(Group):
     """A conversation that outlives the process."""
 
     session: Annotated[str | None, flag(ANSWER, "--session", "NAME", "go on with this conversation, or begin it; saved with its cache",
@@ -118,7 +138,7 @@ RANDOM = -1  # as a seed, in llama.cpp and its kin
 
 
 @dataclass(frozen=True)
-class SamplingFlags:
+class SamplingFlags(Group):
     """How the next token is drawn. What is not given comes from the model's generation_config.json, then from SamplerSettings."""
 
     temperature: Annotated[float | None, flag(SAMPLING, "--temp", "T", "temperature; 0 takes the likeliest token (0.8)")] = None
@@ -139,14 +159,18 @@ class SamplingFlags:
         content, remarks = read_generation_config(folder)
         for each in remarks:
             remark(each)
+        return SamplerSettings.from_generation_config(content, **self.said())
+
+    def said(self) -> dict[str, object]:
+        """Field of SamplerSettings -> what was given for it."""
         said = given(self)
         if said.get("seed") == RANDOM:
             del said["seed"]
-        return SamplerSettings.from_generation_config(content, **said)
+        return said
 
 
 @dataclass(frozen=True)
-class ShowFlags:
+class ShowFlags(Group):
     """What a person sees of an answer."""
 
     stats: Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, say on stderr what it cost")] = False
@@ -154,7 +178,7 @@ class ShowFlags:
 
 
 @dataclass(frozen=True)
-class AnswerFlags:
+class AnswerFlags(Group):
     """What a conversation is told and when an answer ends."""
 
     system: Annotated[str | None, flag(ANSWER, "-s --system", "TEXT", "the system prompt")] = None
@@ -167,12 +191,17 @@ class AnswerFlags:
 
     @property
     def max_tokens(self) -> int | None:
-        if self.predict is not None and self.predict < -1:
-            raise UsageError(f"-n {self.predict} is no number of tokens", "0 or more, or -1 for no limit")
-        return None if self.predict in (None, -1) else self.predict
+        return most_tokens(self.predict)
+
+
+def most_tokens(predict: int | None) -> int | None:
+    """-n as a session takes it: None is no limit. Raises UsageError."""
+    if predict is not None and predict < -1:
+        raise UsageError(f"-n {predict} is no number of tokens", "0 or more, or -1 for no limit")
+    return None if predict in (None, -1) else predict
 
 
 def given(flags: EngineFlags | SamplingFlags) -> dict[str, object]:
-    """What was said on the command line or in the environment; 0 is something said."""
-    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    """What was said on the command line, in the environment or in a file; 0 is something said."""
+    values = {field.name: getattr(flags, field.name) for field in flags_of(type(flags))}
     return {name: value for name, value in values.items() if value is not None and value is not False}

@@ -6,21 +6,26 @@ The speed comes from measurements of this machine, which the first plan makes (s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import UsageError
-from .flags import add_command, flag
+from .. import DoesNotFit, DownloadFailed, ModelNotFound, UsageError
+from .flags import add_command, flag, is_typed
 from .loading import find_any, follow, last, text_side, with_draft
 from .options import MEMORY, OUTPUT, Json, Model, RunFlags
 from .screen import Screen
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..offload.plan import Placement
     from ..offload.predict import Prediction, Work
+    from ..runtime.catalog import Absent
     from ..runtime.forecast import Forecast, Suggestion
     from ..runtime.prepare import Prepared
+    from ..runtime.pull.plan import PullPlan
     from ..runtime.roofs import Roofs
 
 EXAMPLES = """examples
@@ -28,6 +33,7 @@ EXAMPLES = """examples
   effllm plan fable
   effllm plan tinyllama --ram 2G -c 4096
   effllm plan tinyllama --bits 4 -p 1000 --json
+  effllm plan llama3 --ram 6G           # not here yet: from what the hub says of it
 """
 BAR, MOST_RUNS = 40, 4
 WEIGHTS, CACHE, OTHER, FREE = "█", "▓", "▒", "·"
@@ -45,27 +51,36 @@ def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: Prompt
          engine: RunFlags, json: Json = False) -> None:
     """What goes where, whether it fits, and how fast it will be."""
     from ..runtime import forecast
+    from ..runtime.catalog import Absent
 
     screen = Screen(context.obj)
     if prompt is not None and prompt < 1:
         raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
-    prepared = prepared_for(model, bits, with_draft(engine, screen), screen)
-    known = machine_roofs(prepared, screen, no_probe)
+    flags, typed = with_draft(engine, screen), is_typed(context, "bits")
+    try:
+        coming, prepared = None, prepared_for(model, bits, flags, screen, typed)
+    except Absent as absent:
+        coming = before_pull(absent, bits if typed or absent.reference.variant is None else None, flags, screen)
+        prepared = coming.run.prepared
+    known = machine_roofs(prepared, screen, no_probe, coming and coming.folder)
     found, better = forecast.forecast(prepared, known, prompt or forecast.PROMPT), forecast.suggest(prepared, known)
     for notice in prepared.notices:
         screen.note(notice)
     if json:
-        screen.json(report(model, prepared, known, found, better))
+        screen.json(report(model, prepared, known, found, better) | {"pull": coming and coming.to_json()})
     else:
-        screen.pairs(lines(model, prepared, known, found, better))
+        screen.pairs(lines(model, prepared, known, found, better, coming))
 
 
-def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen) -> Prepared:
-    """The plan of the model as it is stored, or as `--bits` or a format in its name would make it."""
+def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen, typed: bool = True) -> Prepared:
+    """The plan of the model as it is stored, or as `--bits` or a format in its name would make it. Bits that were not `typed` give way to
+    the name, and to weights that are quantized already."""
+    from ..runtime.container import read_container
     from ..runtime.forecast import prepare_at
     from ..runtime.prepare import prepare
 
     ref = find_any(model, screen)
+    bits = bits if typed or not (ref.variant or read_container(ref.folder)) else None
     spec = f"{bits}bit" if bits is not None else ref.variant
     if ref.variant not in (None, spec):
         raise UsageError(f"{ref.text} and --bits {bits} disagree", "give one of them")
@@ -77,12 +92,42 @@ def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen)
         del text  # held until here: it is part of what a run takes
 
 
-def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool) -> Roofs:
-    """What is known of this machine; what the prediction lacks is measured first."""
+def before_pull(absent: Absent, bits: int | None, engine: RunFlags, screen: Screen) -> PullPlan:
+    """The plan of a model that is not here, from what the hub says of it: some kilobytes. Raises the error itself where there is no
+    network, ModelNotFound where the hub does not tell what a run would take, DoesNotFit."""
+    from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
+    from ..runtime.pull.client import Client
+    from ..runtime.pull.plan import plan_pull, wish_of
+
+    variables, reference = screen.environment.variables, absent.reference
+    spec = f"{bits}bit" if bits is not None else None
+    if reference.variant not in (None, spec or reference.variant):
+        raise UsageError(f"{reference.text} and --bits {bits} disagree", "give one of them")
+    client = Client(variables)
+    if client.offline:
+        raise absent
+    try:
+        plan = plan_pull(wish_of(reference, variables, spec), client, variables, engine.options())
+    except DownloadFailed as error:
+        screen.note(error.message)
+        raise absent from error
+    run = plan.run
+    if run.prepared is None and run.memory is not None:
+        raise DoesNotFit(run.memory.reason, run.memory.hint)
+    if run.prepared is None:
+        raise ModelNotFound(f"{absent.message}; what it takes cannot be told before: {run.unknown}", absent.hint)
+    if engine.draft is not None or engine.predict_neurons:
+        screen.note(f"{reference.text} is not here: drafts and predictors are left out of this plan")
+    return plan
+
+
+def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Path | None = None) -> Roofs:
+    """What is known of this machine; what the prediction lacks is measured first. `coming`: where a model will be that is not here."""
     from ..runtime import forecast, roofs
+    from ..runtime.pull.reckon import nearest
 
     wanted = forecast.wanted(prepared)
-    known = roofs.known(wanted)
+    known = roofs.known(wanted if coming is None else replace(wanted, file=nearest(coming)))
     lacking = None if no_probe or "cuda" in prepared.placement.devices else roofs.missing(wanted, known)
     return known if lacking is None else last(follow(roofs.probe(lacking, known), screen, roofs.Roofs))
 
@@ -130,12 +175,20 @@ def devices(placement: Placement) -> dict[str, int]:
     return {device: placement.devices.count(device) for device in dict.fromkeys(placement.devices)}
 
 
-def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None) -> list[tuple[str, str]]:
+def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None,
+          coming: PullPlan | None = None) -> list[tuple[str, str]]:
     """The same for a person."""
     from ..offload.size import format_size
 
     placement, work = prepared.placement, found.work
-    said = [("model", f"{model} ({prepared.config.family})"), *tiers(prepared, work, known)]
+    said = [("model", f"{model} ({prepared.config.family})")]
+    if coming is not None:
+        from .pull import suffix
+
+        said.append(("not here", f"effllm pull {coming.wish.reference.text}{suffix(coming)} loads {format_size(coming.to_load)}, keeps "
+                                 f"{format_size(coming.kept_bytes)}; licence {coming.licence or 'not stated'}"
+                                 + (", gated" if coming.repository.gated else "")))
+    said += tiers(prepared, work, known)
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
               + (f", {format_size(work.streamed)} of them from the disk" if work.streamed else "")
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache"), *speeds(found)]

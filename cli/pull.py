@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .. import DoesNotFit, ModelNotFound, UsageError
-from .flags import add_command, flag
+from .flags import add_command, flag, is_typed
 from .loading import follow, last
 from .options import MEMORY, OUTPUT, Json, Model, Yes
 from .screen import Screen
@@ -55,6 +56,8 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
     reference = parse_reference(model, variables)
     if reference.path is not None:
         raise UsageError(f"{model} is a path, and pull fetches from the hub", "give an alias or org/repo: effllm list --all")
+    bits = bits if reference.variant is None or is_typed(context, "bits") else None  # a variable gives way to the name
+    keep = keep and (is_typed(context, "keep") or bits is not None or reference.variant is not None)
     wish = wish_of(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep)
     client = Client(variables, offline)
     if client.offline and (here := present(wish, screen)) is not None:
@@ -62,7 +65,7 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
         return
     plan = plan_pull(wish, client, variables)
     if not json:
-        show_plan(plan, client, screen)
+        show_plan(plan if dry_run else measured(plan, screen), client, screen)
     if dry_run:
         if json:
             screen.json(plan.to_json())
@@ -119,6 +122,19 @@ def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
     except KeyboardInterrupt:
         screen.note(f"stopped; what came is kept. effllm pull {plan.wish.reference.text}{suffix(plan)} goes on from here")
         raise
+
+
+def measured(plan: PullPlan, screen: Screen) -> PullPlan:
+    """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once."""
+    from ..runtime import roofs
+    from ..runtime.pull.reckon import lacking, with_roofs
+
+    asked = lacking(plan.run) if screen.environment.can_ask else None
+    if asked is None:
+        return plan
+    screen.note("measuring this machine once, to say how fast the model will be")
+    known = last(follow(roofs.probe(asked, plan.run.known), screen, roofs.Roofs))
+    return replace(plan, run=with_roofs(plan.run, known))
 
 
 def suffix(plan: PullPlan) -> str:
@@ -200,7 +216,7 @@ def offer(absent: Absent, bits: str | None, screen: Screen, yes: bool, options: 
     if not yes and not screen.environment.can_ask:
         raise absent
     plan = plan_pull(wish_of(absent.reference, variables, bits), client, variables, options)
-    show_plan(plan, client, screen)
+    show_plan(measured(plan, screen), client, screen)
     if plan.run.memory is not None and not plan.run.memory.fits:
         confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{suffix(plan)} -y loads it anyway")
     elif not yes and not screen.ask("Load it?"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from .. import UsageError
 from .errors import INTERRUPTED
 from .flags import add_command, flag
-from .loading import at_bits, find_or_pull, open_session, with_draft
+from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
 from .screen import Screen
@@ -42,16 +43,20 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     """Write one answer to stdout; without a prompt, chat."""
     screen = Screen(context.obj, show.markdown)
     model = model or offer_default(screen, yes)
-    if raw and answer.system is not None:
-        raise UsageError("--system has no place in --raw text", "drop one of them, or write the system prompt into the text")
-    if raw and saving.session is not None:
-        raise UsageError("--session keeps a conversation, and --raw text is none", "drop one of them")
-    found = find_or_pull(model, weights.bits, engine, screen, yes)
+    if raw:
+        answer, saving = beside_raw(answer, saving, screen)
+    found = find_or_absent(model, screen, yes)
+    judge(answer, sampling, engine, saving)
     text = read_prompt(prompt, file, screen)
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {model} "your prompt"')
+    if text is not None:
+        screen.environment.demand_stdout()
+    else:
+        where_typing_shows(screen, model)
     engine = with_draft(engine, screen)
-    with at_bits(found, weights, screen, engine.threads) as ref:
+    options = engine.options(overflow=answer.overflow)
+    with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, show=show,
                                json=json)
@@ -60,11 +65,28 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         return converse(screen, ref, answer, sampling, engine, saving, show)
 
 
+def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tuple[AnswerFlags, SessionFlags]:
+    """The flags that go with --raw: a system prompt or a session of a person's settings is left out. Raises UsageError for typed ones."""
+    from .settings import origin
+
+    left = []
+    if answer.system is not None:
+        if "system" not in answer.settled:
+            raise UsageError("--system has no place in --raw text", "drop one of them, or write the system prompt into the text")
+        left.append("system")
+    if saving.session is not None:
+        if "session" not in saving.settled:
+            raise UsageError("--session keeps a conversation, and --raw text is none", "drop one of them")
+        left.append("session")
+    for key in left:
+        screen.note(f"--raw: {key} of {origin(screen.environment, key)} is left out")
+    return replace(answer, system=None), replace(saving, session=None)
+
+
 def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
                 saving: SessionFlags, *, show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False) -> int:
     from .answer import say_cost, say_ending, show_answer
 
-    screen.environment.demand_stdout()
     keeper = None
     if saving.session is not None:
         from .saving import Keeper

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Keeper:
-    """`name` is None where nothing is kept unless a person says so."""
+    """`name` is None where nothing is kept unless a person says so: no --session was given, or another conversation was loaded since."""
 
     def __init__(self, screen: Screen, ref: ModelRef, flags: SessionFlags, strict: bool = False) -> None:
         """Raises what a session of that name gives reason to, as far as it can be known now."""
@@ -27,7 +27,8 @@ class Keeper:
         self.screen, self.name = screen, flags.session
         self.store = SessionStore(screen.environment.sessions_folder)
         self.sessions = SavedSessions(self.store, ref.text, parse_size(flags.session_disk or DISK))
-        self._saved: list[object] = []
+        self._keeps = self.name is not None
+        self._saved: tuple[object, ...] = ()
         if self.name is not None:
             check_name(self.name)
             self.sessions.check(self.name, ref.folder, strict)
@@ -42,26 +43,47 @@ class Keeper:
             session.system = session.system if given is None else given
         else:
             self.screen.note(f"session {self.name} is new")
+        self._saved = state(session)
         self.sessions.lend_to(session.engine)
 
     def load(self, session: Session, name: str, settings: bool = True) -> None:
         for _ in follow(self.sessions.load(session, name, settings), self.screen, type(None)):
             continue
-        self._saved = list(session.messages)
+        self._saved = state(session)
 
     def save(self, session: Session, name: str) -> SavedSession:
         from ..runtime.saved_format import SavedSession
 
         saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
+        if self.name is None:
+            self.go_on_as(name)
         if name == self.name:
-            self._saved = list(session.messages)
+            self._saved = state(session)
         return saved
 
     def keep(self, session: Session) -> None:
-        """Save under the name that was given, where something was said since."""
-        if self.name is not None and session.messages and session.messages != self._saved:
+        """Save under the name that was given, where something was said or set since. A conversation that was emptied does not empty what is
+        kept."""
+        if self.name is None or state(session) == self._saved:
+            return
+        if session.messages or (session.system and not self.store.has(self.name)):
             self.save(session, self.name)
+
+    def leave(self) -> str | None:
+        """The conversation is another one now: nothing is saved by itself any more. Returns the name that was kept, if one was."""
+        name, self.name = self.name, None
+        return name
+
+    def go_on_as(self, name: str) -> None:
+        """Save under this name from now on, also after `leave`, in a run that saves by itself."""
+        if self._keeps:
+            self.name = name
 
     @property
     def folder(self) -> Path:
         return self.store.folder
+
+
+def state(session: Session) -> tuple[object, ...]:
+    """What is kept of a conversation, for comparing."""
+    return list(session.messages), session.system, session.settings

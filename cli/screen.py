@@ -51,7 +51,7 @@ class Screen:
     def markdown(self, wanted: bool) -> None:
         from .markdown import MarkdownStream
 
-        drawn = wanted and self.environment.is_styled(self.environment.stdout)
+        drawn = wanted and self._safe and self.environment.is_styled(self.environment.stdout)
         self._markdown = MarkdownStream(self.environment.width) if drawn else None
 
     def answer(self, text: str) -> None:

@@ -14,11 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .. import UsageError
-from .flags import names_and_types
+from .flags import names_and_types, token_count, variable
 from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags
+
+if TYPE_CHECKING:
+    from .environment import Environment
 
 GROUPS = (RunFlags, WeightFlags, SamplingFlags, AnswerFlags, SessionFlags, ShowFlags)
 PROJECT_FILE = "effllm.toml"
@@ -38,6 +41,12 @@ class Setting:
 def known() -> Mapping[str, tuple[type, str, Any]]:
     """Key -> (group, field, type), in the order of the help."""
     return {name: (group, *named) for group in GROUPS for name, named in names_and_types(group).items()}
+
+
+def origin(environment: Environment, key: str) -> str:
+    """Where the value of a setting comes from that was not typed: its variable, or `FILE:LINE`."""
+    setting = environment.settings.get(key)
+    return variable(key) if environment.variables.get(variable(key)) or setting is None else setting.origin
 
 
 def files(user_folder: Path) -> Iterator[Path]:
@@ -97,6 +106,12 @@ def checked(key: str, value: object, where: str) -> object:
     elif get_origin(kind) is list:
         value = [value] if isinstance(value, str) else value
         fits, wanted = isinstance(value, list) and all(isinstance(each, str) for each in value), "text or a list of texts"
+    elif kind is token_count:
+        fits, wanted = type(value) in (int, str), 'a number of tokens, as 4096 or "16k"'
+        try:
+            value = token_count(value) if fits else value
+        except ValueError:
+            fits = False
     elif kind is float:
         fits, wanted = isinstance(value, int | float) and not isinstance(value, bool), WORDS[kind]
     else:

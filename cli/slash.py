@@ -178,11 +178,12 @@ def load(chat: Conversation, rest: str) -> None:
             raise EffllmError(f"{path}: no such chat", f"saved: {', '.join(saved(chat)) or 'none yet'}")
         chat.session.load(path)
         chat.screen.note(f"loaded {len(chat.session.messages)} messages from {path}")
+        if (left := chat.keeper.leave()) is not None:
+            chat.screen.note(f"session {left} stays as it is; what follows is kept after /save NAME")
         return
     name = session_name(chat, rest, "/load")
     chat.keeper.load(chat.session, name)
-    if chat.keeper.name is not None:
-        chat.keeper.name = name  # what follows belongs to this conversation
+    chat.keeper.go_on_as(name)  # what follows belongs to this conversation
 
 
 def is_path(rest: str) -> bool:

@@ -6,8 +6,10 @@ prompts: a prompt that begins with what is held prefills only the rest.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +30,7 @@ from .model import Model, attention_specs, dims
 from .passes import joined
 from .prepare import EngineOptions, Prepared, folder_kinds, prepare, worker_count
 from .pressure import Watch
-from .sampler import Sampler
+from .sampler import Sampler, refuse_broken
 from .speculate import speculation
 
 if TYPE_CHECKING:
@@ -115,7 +117,7 @@ class Engine:
         self.cache, self.watch = self.new_cache(), Watch(mapped=options.load == "mmap")
         self.tokens: list[int] = []
         self.truncated = False
-        self.reused = 0  # tokens of the last prompt that the cache already held
+        self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and that were run
         self.load_s = 0.0
         self.prefill_s = self.decode_s = self.sampling_s = 0.0  # sampling is part of decode
         self._logits: np.ndarray | None = None
@@ -184,11 +186,12 @@ class Engine:
             ids = self._shortened(ids)
         held = _common_prefix(self.tokens, ids)
         held = self.recall(ids, self.cache.truncate(min(held, len(ids) - 1)))
-        self.tokens, self.reused = ids[:held], held
+        self.tokens, self.reused, self.read = ids[:held], held, 0
         started = time.perf_counter()
         try:
             for piece in self._passes(len(ids) - held):
                 x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece])
+                self.read = len(self.tokens) - held
                 if len(self.tokens) < len(ids):
                     yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens")
             self._logits = self.model.logits(x[-1:])[0]
@@ -228,10 +231,11 @@ class Engine:
             finish = "stop" if token in stop_ids and not ignore_eos else "length" if made == max_tokens else None
             if finish is None and len(self.tokens) + 1 >= self.n_ctx:
                 if self.options.overflow == "shift":
-                    prefill_s = self.prefill_s
+                    before = self.prefill_s, self.reused, self.read
                     for _ in self._prefill(self._shortened(self.tokens)):
                         continue
-                    self.prefill_s = prefill_s  # it counts as decode: the person waits in the middle of an answer
+                    # it counts as decode: the person waits in the middle of an answer, and the prompt is what it was
+                    self.prefill_s, self.reused, self.read = before
                 else:
                     finish = "context"
             self.decode_s += time.perf_counter() - started
@@ -264,10 +268,22 @@ class Engine:
         self.tokens.append(token)
 
     def _sample(self, sampler: Sampler) -> int:
-        try:
+        with self._explained(self._logits):
             return sampler.sample(self._logits, self.tokens)
+
+    def demand_finite(self, logits: np.ndarray) -> None:
+        """Raises EffllmError for logits float32 [n, V] that hold NaN or infinity, as sampling from them would."""
+        if not np.isfinite(logits).all():
+            with self._explained(logits):
+                refuse_broken(math.nan if np.isnan(logits).any() else math.inf)
+
+    @contextmanager
+    def _explained(self, logits: np.ndarray) -> Iterator[None]:
+        """An error about `logits` that are no numbers names the tensor that makes them so."""
+        try:
+            yield
         except EffllmError as error:
-            if np.isnan(self._logits).any() and (name := self.model.find_nan()):
+            if np.isnan(logits).any() and (name := self.model.find_nan()):
                 raise replace_error(error, f"tensor {name} holds NaN or infinity: the checkpoint is damaged") from error
             raise
 

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .. import UsageError
+from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
 from .engine import Engine
 from .events import Progress
 from .text import Tokenizer
 
+LARGEST_LOSS = 700.0  # nats: its exponential is the last that a float holds, nearly
 FLOOR_TOKENS = 256  # both tables of log-probabilities are held at once: half a GB for a vocabulary of 128k
 
 
@@ -81,6 +82,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
 
 
+def exponential(loss: np.ndarray) -> float:
+    """Perplexity of losses in nats. Raises EffllmError where it is larger than any number."""
+    mean = float(loss.mean())
+    if mean > LARGEST_LOSS:
+        raise EffllmError(f"the text is all but impossible for this model: a loss of {mean:.0f} nats a token is beyond any perplexity",
+                          "are the tokenizer and the weights those of one model? effllm verify MODEL checks its files")
+    return math.exp(mean)
+
+
 def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
                source: str = "the text") -> Iterator[Progress | PerplexityResult]:
     """Score a text; yields Progress per piece and the result last."""
@@ -89,12 +99,13 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
     done, total = 0, sum(map(len, cut))
     for window in cut:
         for start, logits in engine.score(window):
+            engine.demand_finite(logits)
             targets = np.array(window[start + 1 : start + 1 + len(logits)], np.int64)
             losses.append(-log_softmax(logits[: len(targets)])[np.arange(len(targets)), targets])
             done += len(logits)
             yield Progress("scoring", done, total, "tokens")
     loss = np.concatenate(losses)
-    ppl = math.exp(loss.mean())
+    ppl = exponential(loss)
     yield PerplexityResult(len(loss), ppl, ppl * float(loss.std(ddof=1)) / math.sqrt(len(loss)) if len(loss) > 1 else 0.0)
 
 
@@ -119,6 +130,8 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
     bits = 0.0
     for window in cut:
         for (start, logits), (_, wanted) in zip(engine.score(window, pages), reference.score(window, pages), strict=True):
+            engine.demand_finite(logits)
+            reference.demand_finite(wanted)
             targets = np.array(window[start + 1 : start + 1 + len(logits)], np.int64)
             done += len(logits)
             yield Progress("scoring", done, total, "tokens")
@@ -137,7 +150,7 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
     floor = _floor(reference, cut[0][:FLOOR_TOKENS])
     each = np.concatenate(divergence)
     yield KldResult(
-        tokens=len(each), ppl=math.exp(np.concatenate(loss).mean()), ppl_ref=math.exp(np.concatenate(loss_ref).mean()),
+        tokens=len(each), ppl=exponential(np.concatenate(loss)), ppl_ref=exponential(np.concatenate(loss_ref)),
         kld_mean=float(each.mean()), kld_median=float(np.median(each)), kld_p99=float(np.quantile(each, 0.99)),
         kld_p999=float(np.quantile(each, 0.999)), same_top=float(np.concatenate(same).mean()), kv_bits_per_value=bits,
         packed_bits=engine.cache.packed_bits, weight_bits_per_value=engine.model.bits_per_value, floor_kld_mean=floor)

@@ -40,6 +40,9 @@ class TextDelta:
 class Stats:
     """What an answer cost. Times in seconds, rates in tokens a second, sizes in bytes.
 
+    Of a prompt's tokens some were held already (`cached_tokens`) and `read_tokens` were run; where its middle was dropped, or reading was
+    stopped, that is not all of them. `planned_bytes`: what the plan allowed the process, with a full context; `peak_rss_bytes`: its most.
+
     `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a person sees: sampling and text
     included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was opened. `speculation`: passes,
     tokens drafted and accepted, None without.
@@ -51,11 +54,13 @@ class Stats:
     seed: int
     prompt_tokens: int
     cached_tokens: int
+    read_tokens: int
     load_s: float
     ttft_s: float
     prefill_s: float
     decode_s: float
     peak_rss_bytes: int
+    planned_bytes: int
     weights_bytes: int
     kv_bytes: int
     kv_bits_per_value: float
@@ -72,7 +77,7 @@ class Stats:
 
     @property
     def prefill_tps(self) -> float:
-        return (self.prompt_tokens - self.cached_tokens) / self.prefill_s if self.prefill_s else 0.0
+        return self.read_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tps(self) -> float:
@@ -85,8 +90,8 @@ class Stats:
             "text": self.text, "token_ids": list(self.token_ids), "finish_reason": self.finish_reason, "seed": self.seed,
             "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids), "cached_tokens": self.cached_tokens},
             "timings": {"load_s": self.load_s, "ttft_s": self.ttft_s, "prefill_tps": self.prefill_tps, "decode_tps": self.decode_tps},
-            "memory": {"peak_rss_bytes": self.peak_rss_bytes, "weights_bytes": self.weights_bytes, "kv_bytes": self.kv_bytes,
-                       "kv_bits_per_value": self.kv_bits_per_value, "packed_bits": self.packed_bits},
+            "memory": {"peak_rss_bytes": self.peak_rss_bytes, "planned_bytes": self.planned_bytes, "weights_bytes": self.weights_bytes,
+                       "kv_bytes": self.kv_bytes, "kv_bits_per_value": self.kv_bits_per_value, "packed_bits": self.packed_bits},
             "io": {"disk_bytes_read": self.disk_bytes_read, "disk_wait_s": self.disk_wait_s},
             "placement": dict(self.placement), "truncated": self.truncated,
             "speculation": None if self.speculation is None else dict(self.speculation),

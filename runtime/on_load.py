@@ -48,6 +48,11 @@ class Request:
         return self.kept / name.replace("/", "--") / (ref.revision or f"local-{stamp(ref.folder)}") / self.bits
 
 
+def demand_format(bits: str) -> None:
+    """Raises UsageError for a format that there is not."""
+    QuantSpec.parse(bits)
+
+
 def find_kept(request: Request) -> Path | None:
     """The folder of an earlier --keep, whole and of the same source."""
     return request.folder if (request.folder / "effllm.json").is_file() and read_container(request.folder) else None

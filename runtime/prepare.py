@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +50,8 @@ class EngineOptions:
     tokens are drafted and verified several at a time (`speculate.py`); `draft`: the folder of a model that drafts. `kv_ram`: memory for
     the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
     (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
-    that they are used."""
+    that they are used. `preset`: options that were not asked of this model but stand in a person's settings; where it cannot have them they
+    are left, with a notice."""
 
     device: str = "auto"
     threads: int | None = None
@@ -77,6 +78,7 @@ class EngineOptions:
     spill_dir: str | None = None
     kv_read: str = "exact"
     predict_neurons: bool = False
+    preset: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
@@ -128,7 +130,7 @@ class Prepared:
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
     """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists."""
     config = read_config(folder, strict=options.strict)
-    if options.load == "mmap":
+    if options.load == "mmap" and "load" not in options.preset:
         check_mapping(folder)
     store, container = open_weights(folder)
     return prepare_with(folder, config, store, options, container)
@@ -139,6 +141,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet."""
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices]
+    options = fitted(options, folder, config, store, notices)
     card = devices.gpu(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)
     if cache.kv.policy and card is not None:
@@ -174,12 +177,39 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     return made
 
 
+def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str]) -> EngineOptions:
+    """The options without those of `preset` that this model cannot have, each with a notice."""
+    from .draft_model import refuse_other_vocabulary
+
+    # option -> (what it is without, the check that it does not pass)
+    checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
+        "ctx": (None, lambda asked: _check_context(asked, config)),
+        "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
+        "predict_neurons": (False, lambda asked: _predictors(asked, folder, config)),
+        "draft": (None, lambda asked: asked.draft and folder and refuse_other_vocabulary(folder, Path(asked.draft))),
+        "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
+    for name, (without, check) in checks.items():
+        if name in options.preset:
+            try:
+                check(options)
+            except UsageError as error:
+                options = replace(options, **{name: without})
+                notices.append(f"{error.message}: left out, as it was set for all models")
+    return options
+
+
 def _check_context(options: EngineOptions, config: ModelConfig) -> None:
     """Raises UsageError for a context that the model was not made for, unless that is forced and can be."""
     learned = config.position_offset is not None
     if options.ctx is not None and options.ctx > config.context_length and (learned or not options.force):
         raise UsageError(f"-c {options.ctx} is more than the {config.context_length} positions that the model was made for",
                          "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
+
+
+def demand_context(folder: Path, options: EngineOptions) -> None:
+    """Before a model is quantized for a run: raises UsageError for a context that it was not made for."""
+    if "ctx" not in options.preset:
+        _check_context(options, read_config(folder, strict=options.strict))
 
 
 def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig) -> Predictors | None:

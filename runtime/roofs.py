@@ -111,8 +111,8 @@ def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[P
     from ..kernels import warm
     from . import probe as child
 
-    if warm.is_cold(needed := _kernels(lacking)):
-        for done, count in warm.warm(needed):
+    if is_cold(lacking):
+        for done, count in warm.warm(_kernels(lacking)):
             yield Progress("compiling kernels (first run only)", done, count, "kernels")
     base = everything or roofs.machine is None
     total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
@@ -133,6 +133,13 @@ def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[P
             roofs = replace(roofs, disk=_disk(kept))
         yield Progress(phase, total, total, "figures")
     yield roofs
+
+
+def is_cold(lacking: Wanted) -> bool:
+    """Whether measuring it begins with compiling."""
+    from ..kernels import warm
+
+    return warm.is_cold(_kernels(lacking))
 
 
 def _kernels(lacking: Wanted) -> list[str]:

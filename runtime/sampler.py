@@ -20,6 +20,7 @@ from ..kernels.cpu import sampling
 
 SMALLEST_TEMPERATURE = 1e-6
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+HINT = "effllm run --help says what each setting takes and which value is off"
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class SamplerSettings:
         for name in ("top_k", "penalty_last_n", "seed"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) and not (name == "seed" and value is None):
-                raise UsageError(f"{name} must be a whole number, not {value!r}")
+                raise UsageError(f"{name} must be a whole number, not {value!r}", HINT)
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):
-                raise UsageError(f"{field.name} must be a number, not {value!r}")
+                raise UsageError(f"{field.name} must be a number, not {value!r}", HINT)
         self._demand(self.temperature == 0 or self.temperature >= SMALLEST_TEMPERATURE, "temperature", "0 (greedy) or positive")
         self._demand(self.top_k >= 0, "top_k", "0 (off) or more")
         self._demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
@@ -60,7 +61,7 @@ class SamplerSettings:
 
     def _demand(self, holds: bool, name: str, range_: str) -> None:
         if not holds:
-            raise UsageError(f"{name} must be {range_}, not {getattr(self, name)}")
+            raise UsageError(f"{name} must be {range_}, not {getattr(self, name)}", HINT)
 
     @property
     def penalises(self) -> bool:
@@ -129,7 +130,7 @@ class Sampler:
         values = self._penalised(logits, history)
         if self.settings.temperature == 0:
             token = int(values.argmax())  # a NaN wins every comparison, ties go to the lowest id
-            self._refuse_broken(values[token])
+            refuse_broken(values[token])
             return token
         count = self._survivors(values)
         uniform = (int(self._random.random_raw()) >> 11) * 2.0**-53
@@ -140,7 +141,7 @@ class Sampler:
         values = self._penalised(logits, history)
         if self.settings.temperature == 0:
             token = int(values.argmax())
-            self._refuse_broken(values[token])
+            refuse_broken(values[token])
             return np.array([token], np.int32), np.ones(1)
         count = self._survivors(values)
         weights = self._weights[:count].astype(np.float64)
@@ -163,13 +164,13 @@ class Sampler:
         count = sampling.survivors(values, s.top_k, s.temperature, s.top_p, s.min_p, s.typical_p,
                                    self._ids, self._weights, self._keys, self._mass)
         if count < 0:
-            self._refuse_broken({sampling.FOUND_NAN: math.nan, sampling.FOUND_INFINITY: math.inf}.get(count, -math.inf))
+            refuse_broken({sampling.FOUND_NAN: math.nan, sampling.FOUND_INFINITY: math.inf}.get(count, -math.inf))
         return count
 
-    @staticmethod
-    def _refuse_broken(largest: float) -> None:
-        """`largest` is the best logit: NaN if any is."""
-        if not math.isfinite(largest):
-            what = "NaN" if math.isnan(largest) else "infinite logits"
-            raise EffllmError(f"the model produced {what} instead of a next token",
-                              "the weights may be damaged, or overflow in 16 bits: run again with `--kv 32bit`, else fetch the model again")
+
+def refuse_broken(largest: float) -> None:
+    """Raises EffllmError for logits whose `largest` is no number: NaN if any is."""
+    if not math.isfinite(largest):
+        what = "NaN" if math.isnan(largest) else "infinite logits"
+        raise EffllmError(f"the model produced {what} instead of a next token",
+                          "the weights may be damaged, or overflow in 16 bits: run again with `--kv 32bit`, else fetch the model again")

@@ -318,7 +318,7 @@ class Session:
         origin = _process_start() if self.from_process_start else started
         self.from_process_start = False
         took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.sampling_s), before)]
-        self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids), engine.reused,
+        self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids),
                                 (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted))
         if finish == "context":
             yield Notice(f"the context of {engine.n_ctx} tokens is full: "
@@ -326,15 +326,17 @@ class Session:
         yield Done(self.stats)
         return "".join(shown), not stops.hit, stood
 
-    def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, cached: int, ttft: float,
+    def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, ttft: float,
               prefill: float, decode: float, sampling: float, drafted: Counts | None) -> Stats:
         from .outcome import outcome, placed  # not on the way to the first token
 
         engine, cache = self.engine, self.engine.cache
-        found = outcome(engine, prompt_tokens, cached, len(tokens), prefill, decode, sampling, drafted)
+        cached, read = engine.reused, engine.read
+        found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, sampling, drafted)
         return Stats(
             text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens,
-            cached_tokens=cached, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
+            cached_tokens=cached, read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode,
+            peak_rss_bytes=hardware.peak_rss(), planned_bytes=engine.placement.total_bytes,
             weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes, kv_bits_per_value=cache.bits_per_value,
             packed_bits=cache.packed_bits, exact_tokens=cache.exact_tokens, packed_tokens=len(engine.tokens) - cache.exact_tokens,
             disk_bytes_read=engine.disk_nbytes, disk_wait_s=engine.disk_wait_s,

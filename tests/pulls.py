@@ -12,13 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.runtime.pull import reckon
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 MINUTE = 60
+
+
+def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a terminal a pull measures a machine that nobody has measured: some seconds for each test, and figures in the person's cache."""
+    monkeypatch.setattr(reckon, "lacking", lambda run: None)
 
 
 class Terminal(io.StringIO):
@@ -48,9 +55,13 @@ class Person:
 
     def starts(self, *words: str | Path, **variables: str) -> subprocess.Popen:
         """A process of its own."""
+        return self.runs("-m", "effllm", *words, **variables)
+
+    def runs(self, *words: str | Path, **variables: str) -> subprocess.Popen:
+        """An interpreter of its own."""
         env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ} | self.env | variables
         env.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # compiled kernels
-        command = [sys.executable, "-P", "-m", "effllm", *map(str, words)]
+        command = [sys.executable, "-P", *map(str, words)]
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in a background job
 

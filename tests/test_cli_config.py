@@ -9,7 +9,7 @@ import pytest
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.cli.flags import variable
+from effllm.cli.flags import token_count, variable
 from effllm.cli.settings import known
 
 
@@ -56,6 +56,19 @@ def test_each_place_wins_over_the_next(place: Path, monkeypatch: pytest.MonkeyPa
     assert planned("-c", "128") == 128
 
 
+def test_a_context_may_be_written_in_thousands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert planned("-c", "1k") == planned("--ctx-size", "1K") == 1024 == token_count("1024")
+    assert (token_count("16k"), token_count("16K"), token_count("1m"), token_count(4096)) == (16384, 16384, 1 << 20, 4096)
+    for wrong in ("k", "1.5k", "16kb", "", "1 k k"):
+        with pytest.raises(ValueError):
+            token_count(wrong)
+    project(place, 'ctx-size = "1k"\n')
+    assert planned() == 1024 and json.loads(Ran("config", "show", "--json").out)["ctx-size"]["value"] == 1024
+    monkeypatch.setenv("EFFLLM_CTX_SIZE", "1K")
+    project(place, "")
+    assert planned() == 1024 and json.loads(Ran("config", "show", "--json").out)["ctx-size"]["value"] == 1024
+
+
 def test_show_says_what_holds_and_why(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user(place, "# mine\ntop-k = 7\nkv = '32bit'\n")
     project(place, 'kv = "16bit"\n\nstop = ["END"]\nstrict = true\n')
@@ -89,6 +102,7 @@ def test_switches_and_numbers_arrive(place: Path) -> None:
     ("temp = 'hot'\n", "effllm.toml:1: temp is a number, not 'hot'"), ("temp = true\n", "effllm.toml:1: temp is a number, not True"),
     ("top-k = 1.5\n", "effllm.toml:1: top-k is a whole number, not 1.5"), ("strict = 1\n", "effllm.toml:1: strict is true or false, not 1"),
     ("device = 'tpu'\n", "effllm.toml:1: device is auto or cpu or cuda, not 'tpu'"),
+    ("ctx-size = 1.5\n", "effllm.toml:1: ctx-size is a number of tokens"), ("ctx-size = '1g'\n", "effllm.toml:1: ctx-size is a number of"),
     ("stop = [1]\n", "effllm.toml:1: stop is text or a list of texts"), ("a = 1\ntemp = = 2\n", "effllm.toml:2: "),
     ("\udc80", "effllm.toml: ")])
 def test_a_file_that_is_wrong_is_one_line_with_its_place(place: Path, text: str, said: str) -> None:

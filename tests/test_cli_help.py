@@ -9,13 +9,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import typer
 
 from effllm.cli.app import build
+from effllm.cli.flags import flags_of
 from effllm.cli.options import AnswerFlags, EngineFlags, SamplingFlags
 
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
@@ -91,14 +91,14 @@ def test_flags_of_later_versions_are_absent() -> None:
     assert {"--temp", "--top-k", "--repeat-penalty", "-c", "-n", "-t", "-ngl", "-f", "-s", "--kv"} <= flags
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(EngineFlags)])
+@pytest.mark.parametrize("name", [field.name for field in flags_of(EngineFlags)])
 def test_engine_defaults_are_those_of_the_engine(name: str) -> None:
     from effllm.runtime.engine import EngineOptions
 
     assert_default(EngineFlags, name, EngineOptions())
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(SamplingFlags)])
+@pytest.mark.parametrize("name", [field.name for field in flags_of(SamplingFlags)])
 def test_sampling_defaults_are_those_of_the_sampler(name: str) -> None:
     from effllm.runtime.sampler import SamplerSettings
 

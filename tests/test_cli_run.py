@@ -109,6 +109,7 @@ def test_json_is_one_object_with_the_promised_keys() -> None:
             assert isinstance(figures[key], kind), key
     assert figures["seed"] == 7 and figures["finish_reason"] == "length" and figures["usage"]["completion_tokens"] == 20
     assert len(figures["token_ids"]) == 20 and figures["text"].strip()
+    assert figures["memory"]["planned_bytes"] > 100 << 20
     assert figures["memory"]["peak_rss_bytes"] > figures["memory"]["weights_bytes"] > 10 << 20
 
 

@@ -310,3 +310,37 @@ def test_a_session_of_another_version_costs_no_other_its_cache(home: Path) -> No
     kept = {entry["name"]: entry["tokens"] for entry in json.loads(Ran("session", "list", "--json").out)["sessions"]}
     assert kept["new"] > 24, "its cache stays"
     assert "pages stay: session old cannot be read here" in Ran("session", "rm", "new", "-y").err
+
+
+def test_a_conversation_from_a_file_does_not_replace_the_session(home: Path, tmp_path: Path) -> None:
+    talk = tmp_path / "talk.json"
+    chat = Chat("--session", "tale")
+    chat.say(STORY)
+    assert "saved 2 messages" in chat.say(f"/save {talk}")
+    chat.say(MORE)
+    kept = (home / "tale.json").read_bytes()
+    assert "session tale stays as it is; what follows is kept after /save NAME" in chat.say(f"/load {talk}")
+    chat.say(THIRD)
+    assert (home / "tale.json").read_bytes() == kept
+    assert "needs a name" in chat.say("/save")
+    chat.say("/save other")
+    chat.say(MORE)
+    chat.leave()
+    saved = {name: json.loads((home / f"{name}.json").read_text())["conversation"]["messages"] for name in ("tale", "other")}
+    assert [each["content"] for each in saved["tale"][::2]] == [STORY, MORE]
+    assert [each["content"] for each in saved["other"][::2]] == [STORY, THIRD, MORE], "from /save on it is kept by itself again"
+
+
+def test_a_system_prompt_and_settings_are_kept_though_nothing_is_said_after_them(home: Path) -> None:
+    chat = Chat("--session", "tale")
+    chat.say(STORY)
+    chat.say("/set temp 0.25")
+    chat.say("/system Speak of the sea.")
+    chat.leave()
+    kept = json.loads((home / "tale.json").read_text())["conversation"]
+    assert kept["system"] == "Speak of the sea." and kept["settings"]["temperature"] == 0.25 and len(kept["messages"]) == 2
+    before = (home / "tale.json").read_bytes()
+    again = Chat("--session", "tale")
+    assert "Speak of the sea." in again.say("/system")
+    again.leave()
+    assert (home / "tale.json").read_bytes() == before, "nothing is written where nothing was changed"

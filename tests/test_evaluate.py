@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import effllm
-from effllm import UsageError
+from effllm import EffllmError, UsageError
 from effllm.runtime.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
 from effllm.runtime.engine import open_engine, open_prepared
 from effllm.runtime.evaluate import kld, log_softmax, perplexity, windows
@@ -177,3 +177,58 @@ def test_recall_wants_a_text_and_room(engines, tokenizer):
         list(recall(engines[0], engines[1], tokenizer, "a short one", 768))
     with pytest.raises(UsageError, match="no room for a fact and a question"):
         list(recall(engines[0], engines[1], tokenizer, sample_text(), 24))
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """fable with one NaN in the weights of its last norm."""
+    import json
+
+    folder = tmp_path_factory.mktemp("damaged")
+    for path in FABLE.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    size = int.from_bytes(weights[:8], "little")
+    norm = json.loads(weights[8 : 8 + size])["model.norm.weight"]
+    assert norm["dtype"] == "BF16"
+    at = 8 + size + norm["data_offsets"][0] + 2 * 3
+    weights[at : at + 2] = b"\xc0\x7f"
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+@pytest.mark.parametrize("json", [(), ("--json",)])
+@pytest.mark.parametrize("words", [("ppl", "{damaged}"), ("kld", "{damaged}"), ("kld", str(FABLE), "--against", "{damaged}")])
+def test_a_model_that_makes_no_numbers_has_no_perplexity(damaged, tmp_path, words, json):
+    import io
+    import os
+
+    from effllm.cli.app import main
+    from effllm.cli.environment import Environment
+
+    (tmp_path / "text.txt").write_text(TEXT)
+    world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+    words = [word.format(damaged=damaged) for word in words]
+    code = main(["eval", *words, "--text", str(tmp_path / "text.txt"), "-c", "200", *json], world)
+    lines = world.stderr.getvalue().splitlines()
+    assert code == 1 and world.stdout.getvalue() == "", lines
+    assert lines[-2] == "effllm: tensor model.norm.weight holds NaN or infinity: the checkpoint is damaged"
+    assert lines[-1].startswith("hint: ")
+
+
+def test_logits_that_overflowed_and_a_loss_beyond_numbers_are_told(engines, tokenizer, monkeypatch):
+    usual = engines[0].model.logits
+
+    def infinite(x):
+        out = usual(x)
+        out[0, 5] = np.inf
+        return out
+
+    monkeypatch.setattr(engines[0].model, "logits", infinite)
+    with pytest.raises(EffllmError, match="the model produced infinite logits"):
+        list(perplexity(engines[0], tokenizer, TEXT, 200))
+    monkeypatch.setattr(engines[0].model, "logits", lambda x: usual(x) * np.float32(1e4))
+    with pytest.raises(EffllmError, match=r"a loss of \d+ nats a token is beyond any perplexity"):
+        list(perplexity(engines[0], tokenizer, TEXT, 200))
+    with pytest.raises(EffllmError, match="beyond any perplexity"):
+        list(kld(engines[0], engines[1], tokenizer, TEXT, 200))

@@ -1,15 +1,24 @@
 """Tokenizers built from GGUF metadata: on published vocabularies the ids that their test set expects, and every broken list named."""
 
+import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
 from effllm.offload.gguf import GgufHeader
+from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER, backend, read_vocabulary
-from effllm.runtime.text import TokenizerError
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.session import Session
+from effllm.runtime.text import Tokenizer, TokenizerError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import FABLE, add_fable_tokenizer, write_model
 
 # Real vocabularies with texts and ids, where a checkout has them beside it.
 FOLDERS = [parent / "shared" / "vocabs" for parent in Path(__file__).resolve().parents]
@@ -94,3 +103,29 @@ def test_every_cutter_keeps_the_text(name: str) -> None:
     text = "Hello  World's 12345 naïve 中文かな\n\n\tdef f(x): return x/2 \r\n !?... ÄÖ"
     cut = pre_tokenizer(CUTTERS[name].patterns).pre_tokenize_str(text)
     assert "".join(text[begin:end] for _, (begin, end) in cut) == text and len(cut) > 10
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER, NORMAL])
+def test_lmstudio_1143_an_answer_ends_at_the_mark_of_its_template(tmp_path: Path, kind: int) -> None:
+    """A file whose eos_token_id is that of another token, with a template that ends turns by <|im_end|>, whatever type it says this
+    token has: the answer is what the model says before the mark, not thousands of tokens behind it."""
+    def change(writer: gguf.GGUFWriter) -> None:
+        add_fable_tokenizer(writer)
+        stated = writer.kv_data[0]
+        stated["tokenizer.ggml.tokens"].value[4], stated["tokenizer.ggml.token_type"].value[4] = "<|im_end|>", kind
+        stated["tokenizer.ggml.eos_token_id"].value = 3
+        template = stated["tokenizer.chat_template"]
+        assert "<|end|>" in template.value
+        template.value = template.value.replace("<|end|>", "<|im_end|>")
+
+    write_model(FABLE, tmp_path / "m.gguf", "F32", change=change)
+    said = []
+    for model in (FABLE, tmp_path / "m.gguf"):
+        *_, engine = open_engine(model, EngineOptions(device="cpu", ctx=512, threads=1, kv="32bit"))
+        settings = SamplerSettings(temperature=0.0, repetition_penalty=1.2)
+        session = Session(engine, Tokenizer.load(model, engine.config), settings, max_tokens=300)
+        said.append(list(session.ask("Repeat after me: the fox ran into the wood."))[-1].stats)
+        engine.close()
+    folder, file = said
+    assert folder.finish_reason == file.finish_reason == "stop" and len(file.token_ids) < 300
+    assert file.token_ids == folder.token_ids and file.text == folder.text and "im_end" not in file.text

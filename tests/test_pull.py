@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, Reply, Request, always, etag, running
-from pulls import FABLE, Person, on_disk, sharded, tiny
+from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
 
 REPO = "org/name"
 
@@ -21,7 +21,8 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
+def person(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Person:
+    measure_nothing(monkeypatch)
     return Person(tmp_path, hub.endpoint)
 
 

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, Repo, always, running
-from pulls import FABLE, Person, on_disk, tiny
+from pulls import FABLE, Person, measure_nothing, on_disk, tiny
 
 REPO = "org/name"
 
@@ -22,7 +22,8 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
+def person(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Person:
+    measure_nothing(monkeypatch)
     return Person(tmp_path, hub.endpoint)
 
 

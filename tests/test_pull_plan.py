@@ -9,9 +9,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
-from pulls import FABLE, Person, on_disk, sharded, tiny
+from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
+
+from effllm.offload.predict import KindRate
+from effllm.runtime import roofs
+from effllm.runtime.events import Progress
+from effllm.runtime.pull import reckon
 
 REPO = "org/name"
+LACKING = reckon.lacking
 CATALOGUED = "Qwen/Qwen3-0.6B"
 
 
@@ -22,7 +28,8 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
+def person(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Person:
+    measure_nothing(monkeypatch)
     return Person(tmp_path, hub.endpoint)
 
 
@@ -136,3 +143,31 @@ def test_two_names_of_one_content_among_files_of_the_same_length(hub: Hub, perso
     hub.add(REPO, files=on_disk(FABLE) | text)
     assert person.types("pull", REPO, "--bits", "4").code == 0
     assert {name: (kept(person, REPO) / name).read_bytes() for name in text} == text
+
+
+def test_a_machine_that_nobody_measured_is_measured_for_the_question(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a terminal, announced, and for what the speed follows from alone; not for a script, --json, or where kernels are cold."""
+    monkeypatch.setattr(reckon, "lacking", LACKING)
+    hub.add(REPO, FABLE)
+    asked = []
+    kinds = {"bf16": KindRate(10e9, 10e9)}
+    machine = roofs.MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 20e9, 1e-4, 1e-5, kinds, {})
+
+    def probe(lacking: roofs.Wanted, known: roofs.Roofs) -> Iterator[Progress | roofs.Roofs]:
+        asked.append(lacking)
+        yield Progress("measuring this machine", 0, 1, "figures")
+        yield roofs.Roofs(machine, None)
+
+    monkeypatch.setattr(roofs, "known", lambda wanted: roofs.Roofs(None, None))
+    monkeypatch.setattr(roofs, "probe", probe)
+    monkeypatch.setattr(roofs, "is_cold", lambda lacking: False)
+    said = person.types("run", REPO, "Once", answers="n\n").err
+    assert "measuring this machine once" in said and "speed     about " in said and "not known" not in said
+    assert [(each.kinds, each.kv, each.file) for each in asked] == [(("bf16",), (), None)]
+    for words, answers in ((("pull", REPO, "--dry-run"), "y\n"), (("pull", REPO, "--json"), "y\n"), (("pull", REPO), None)):
+        assert "measuring" not in person.types(*words, answers=answers).err
+    monkeypatch.setattr(roofs, "is_cold", lambda lacking: True)
+    assert "doctor was not run" in person.types("pull", REPO, answers="y\n").err
+    monkeypatch.setattr(roofs, "known", lambda wanted: roofs.Roofs(machine, None))  # what is known is not measured again
+    monkeypatch.setattr(roofs, "is_cold", lambda lacking: False)
+    assert "speed     about " in person.types("pull", REPO, answers="y\n").err and len(asked) == 1

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import shown
 from ..template import ChatTemplate
+from ..text import END_OF_TURN, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
-from ..text import TokenizerError
 from .splits import CUTTERS, pre_tokenizer
 from .store import read_header
 
@@ -27,6 +27,8 @@ SPACE = "▁"
 MODELS = ("gpt2", "llama")
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # ours -> tokenizer.ggml.<>_token_id
 ENDS = ("eos", "eot", "eom")
+# Control tokens also where a file has them for words, as some do: templates write them, and they end a turn.
+MARKS = frozenset(END_OF_TURN)
 OTHER_FILE = "give a file that holds the model's tokenizer, or the folder of the original checkpoint"
 MOST_PIECE = 256  # characters of a token that could be merged: a cut at every place is looked up
 
@@ -99,7 +101,8 @@ def backend(vocabulary: Vocabulary) -> Tokenizer:
     """The library's tokenizer. Raises TokenizerError where the lists do not make one."""
     try:
         made = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentence_piece(vocabulary)
-        tokens, kinds = vocabulary.tokens, vocabulary.kinds
+        tokens, kinds = vocabulary.tokens, np.array(vocabulary.kinds)
+        kinds[[i for i, token in enumerate(tokens) if token in MARKS and kinds[i] == NORMAL]] = CONTROL
         for special, kind in ((True, CONTROL), (False, USER)):
             found = [AddedToken(tokens[i], special=special, normalized=False) for i in np.flatnonzero(kinds == kind) if tokens[i]]
             (made.add_special_tokens if special else made.add_tokens)(found)

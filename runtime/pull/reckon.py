@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from ..expected import ExpectedStore
     from ..forecast import Forecast
     from ..prepare import EngineOptions, Prepared
-    from ..roofs import Roofs
+    from ..roofs import Roofs, Wanted
 
 NOT_MEASURED = "doctor was not run: effllm doctor measures this machine"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not. Bytes: `weights_bytes` and `kv_bytes` of the
-    total, `streamed_bytes` of weights that every token reads from the disk. `layers`: gpu, memory or disk, of each."""
+    """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not, `hint` what would help. Bytes: `weights_bytes` and
+    `kv_bytes` of the total, `streamed_bytes` of weights that every token reads from the disk. `layers`: gpu, memory or disk, of each."""
 
     fits: bool
     total_bytes: int = 0
@@ -33,6 +33,7 @@ class Memory:
     kv_bytes: int = 0
     streamed_bytes: int = 0
     layers: tuple[str, ...] = ()
+    hint: str = ""
 
     def to_json(self) -> Mapping[str, object]:
         return {"fits": self.fits, "total_bytes": self.total_bytes, "budget_bytes": self.budget_bytes, "context": self.context,
@@ -72,7 +73,7 @@ def reckon(config: ModelConfig, store: ExpectedStore, options: EngineOptions, fo
     try:
         prepared = prepare_with(None, config, store, options, store.container, beside=beside)
     except DoesNotFit as error:
-        return Run(Memory(False, reason=error.message), unknown="it does not fit")
+        return Run(Memory(False, reason=error.message, hint=error.hint), unknown="it does not fit")
     placement = prepared.placement
     memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx, "", placement.weights_bytes, placement.kv_bytes,
                     placement.streamed_bytes, placement.tiers)
@@ -86,6 +87,20 @@ def with_roofs(run: Run, known: Roofs) -> Run:
     found = forecast(run.prepared, known)
     unknown = "" if found.start is not None else NOT_MEASURED if found.reason == NO_ROOFS else found.reason
     return replace(run, forecast=found, known=known, unknown=unknown)
+
+
+def lacking(run: Run) -> Wanted | None:
+    """What to measure for a speed, that of the memory and of the kinds of weights which most bytes are of; None where it would not tell, or
+    where kernels have to be compiled first, which takes longer than anybody wants to wait for a question."""
+    from .. import roofs
+    from ..forecast import wanted
+
+    if run.prepared is None or run.unknown != NOT_MEASURED:
+        return None
+    parts = run.forecast.work.parts
+    kinds = {part.kind for part in parts if 2 * part.nbytes >= max(each.nbytes for each in parts)}
+    asked = replace(wanted(run.prepared), kinds=tuple(sorted(kinds)), kv=(), file=None)
+    return None if roofs.is_cold(asked) else asked
 
 
 def nearest(folder: Path) -> Path:

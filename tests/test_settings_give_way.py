@@ -1,0 +1,190 @@
+"""Settings of a file or a variable that do not apply: they give way to what was typed, to the command and to the model. And what is cheap
+to judge is judged before a model is downloaded or quantized."""
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub, running
+from pulls import FABLE, Person
+
+from effllm.cli import doctor
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.runtime import on_load
+
+STORY = "Tell me a story about a fox."
+FEW = ("-n", "2", "--temp", "0")
+
+
+class Ran:
+    """What a call of `main` wrote and returned."""
+
+    def __init__(self, *argv: str, stdin: str = "", **variables: str) -> None:
+        environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), {**os.environ, **variables})
+        self.code = main(argv, environment)
+        self.out, self.err = environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory for effllm.toml, and folders of a person who has nothing."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    return tmp_path
+
+
+def settings(place: Path, text: str) -> None:
+    (place / "effllm.toml").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "fable-4bit"
+    assert Ran("quantize", str(FABLE), "-o", str(folder), "--bits", "4").code == 0
+    return folder
+
+
+def test_raw_text_leaves_out_a_system_prompt_and_a_session_of_the_settings(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = Ran("run", "fable", STORY, "--raw", *FEW)
+    settings(place, 'system = "Be brief."\nsession = "tale"\n')
+    ran = Ran("run", "fable", STORY, "--raw", *FEW)
+    assert ran.code == 0 and ran.out == usual.out
+    assert "--raw: system of effllm.toml:1 is left out" in ran.err and "--raw: session of effllm.toml:2 is left out" in ran.err
+    assert not list(place.rglob("tale.json"))
+    monkeypatch.setenv("EFFLLM_SYSTEM", "Be long.")
+    assert "--raw: system of EFFLLM_SYSTEM is left out" in Ran("run", "fable", STORY, "--raw", *FEW).err
+    for typed in (("-s", "Be brief."), ("--session", "x")):
+        assert Ran("run", "fable", STORY, "--raw", *typed, *FEW).code == 2, "what is typed in one line still contradicts itself"
+
+
+def test_bits_give_way_to_a_name_and_to_weights_that_are_quantized(place: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(place, "bits = 4\n")
+    ran = Ran("run", str(quantized), STORY, *FEW)
+    assert ran.code == 0 and "is quantized already" in ran.err and "bits of effllm.toml:1 is left out" in ran.err
+    ran = Ran("run", "fable:8bit", STORY, *FEW)
+    assert ran.code == 0 and "quantized on load to 8." in ran.err
+    settings(place, "")
+    assert "is quantized already" in Ran("run", str(quantized), STORY, "--bits", "4", *FEW).err
+    assert Ran("run", str(quantized), STORY, "--bits", "4", *FEW).code == 2
+    monkeypatch.setenv("EFFLLM_BITS", "4")
+    for words in (("run", str(quantized), STORY, *FEW), ("plan", str(quantized), "--no-probe"), ("plan", "fable:8bit", "--no-probe")):
+        assert Ran(*words).code == 0, words
+
+
+def test_keep_alone_in_the_settings_keeps_nothing_and_breaks_nothing(place: Path) -> None:
+    settings(place, "keep = true\n")
+    assert Ran("run", "fable", STORY, *FEW).code == 0
+    assert Ran("bench", "--synthetic", "tinyllama-1.1b", "-p", "x").code == 2
+    settings(place, "")
+    ran = Ran("run", "fable", STORY, "--keep", *FEW)
+    assert ran.code == 2 and "--keep keeps what --bits makes" in ran.err
+
+
+@pytest.mark.parametrize(("text", "typed", "said"), [
+    ('kv = "4bit"\n', ("-ctk", "q8_0", "-ctv", "q8_0"), "8bit"), ('cache-type-k = "q8_0"\ncache-type-v = "q8_0"\n', ("--kv", "16bit"), ""),
+    ("exact = true\n", ("--kernel", "lut"), ""), ('kernel = "lut"\n', ("--exact",), ""), (f'draft = "{FABLE}"\n', ("--spec", "off"), ""),
+    ('vram = "1G"\ngpu-layers = 2\n', ("--device", "cpu"), "")])
+def test_what_is_typed_wins_over_a_setting_that_excludes_it(place: Path, text: str, typed: tuple[str, ...], said: str) -> None:
+    settings(place, text)
+    ran = Ran("plan", "fable", "--no-probe", "--json", *typed)
+    assert ran.code == 0, ran.err
+    assert said in json.loads(ran.out)["kv"]
+
+
+def test_settings_that_a_model_cannot_have_are_left_with_a_notice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(place, 'ctx-size = 4096\npredict-neurons = true\nload = "mmap"\n')
+    ran = Ran("plan", "fable", "--no-probe", "--json")
+    assert ran.code == 0 and json.loads(ran.out)["ctx"] == 2048, ran.err
+    assert "-c 4096 is more than the 2048 positions" in ran.err and "left out" in ran.err and "--predict-neurons" in ran.err
+    settings(place, "")
+    assert Ran("plan", "fable", "--no-probe", "-c", "4096").code == 2
+    assert Ran("plan", "fable", "--no-probe", "--predict-neurons").code == 2
+    monkeypatch.setenv("EFFLLM_CTX_SIZE", "4096")
+    assert Ran("plan", "fable", "--no-probe").code == 0
+
+
+def test_a_sound_machine_is_sound_whatever_the_settings_say(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(place, 'system = "Be brief."\nsession = "tale"\nram = "1M"\nbits = 2\nkeep = true\n')
+    (place / "fable").mkdir()
+    monkeypatch.setenv("EFFLLM_CTX_SIZE", "0")
+    monkeypatch.setenv("EFFLLM_KV", "7bit")
+    works, said = doctor.trial()
+    assert works and "fable wrote" in said, said
+    assert not list(place.rglob("tale.json"))
+
+
+# ---- what is cheap is judged first
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+WRONG = [(("--temp", "-1"), 2, "temperature"), (("--top-p", "2"), 2, "top_p"), (("--stop", ""), 2, "stop string"),
+         (("-n", "-2"), 2, "-n -2"), (("--kv", "7bit"), 2, "--kv 7bit"), (("--ram", "much"), 2, "'much' is not a size"),
+         (("--session", "a/b"), 2, "no name"), (("--session", "a", "--session-disk", "much"), 2, "much"),
+         (("--draft", "./nowhere"), 3, "nowhere"), (("-f", "typo.txt"), 2, "typo.txt"), (("--bits", "7"), 2, "7bit")]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_nothing_is_downloaded_for_flags_that_are_wrong(hub: Hub, tmp_path: Path, words: tuple[str, ...], code: int, said: str) -> None:
+    hub.add("org/name", FABLE)
+    assert said in Person(tmp_path, hub.endpoint).types("run", "org/name", STORY, "-y", *words).refused(code)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [*WRONG[:-1], (("-c", "9999"), 2, "2048 positions")],
+                         ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_nothing_is_quantized_for_flags_that_are_wrong(place: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], code: int,
+                                                       said: str) -> None:
+    def converted(*given: object) -> None:
+        raise AssertionError("the weights were quantized before the flags were judged")
+
+    monkeypatch.setattr(on_load, "quantize_on_load", converted)
+    commands = [("run", "fable", STORY)] + ([] if words[0] == "-f" else [("chat", "fable")])
+    for command in commands:
+        ran = Ran(*command, "--bits", "4", *words, stdin=STORY)
+        assert ran.code == code and said.lower() in ran.err.lower() and len(ran.err.splitlines()) <= 2, ran.err
+
+
+def test_nothing_is_quantized_without_a_tokenizer_a_prompt_or_a_terminal(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_load, "quantize_on_load", lambda *given: pytest.fail("quantized"))
+    bare = place / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).symlink_to(FABLE / name)
+    ran = Ran("run", str(bare), STORY, "--bits", "4")
+    assert ran.code == 3 and "tokenizer.json" in ran.err
+    for command in ("run", "chat"):
+        ran = Ran(command, "fable", "--bits", "4", stdin="  \n")
+        assert ran.code == 2 and "the prompt is empty" in ran.err
+
+
+# ---- variables of flags that may be repeated
+
+
+def test_the_variable_of_a_stop_text_is_one_text(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Ran("run", "fable", STORY, "--temp", "0", "-n", "40").out
+    stop = next(f"{one} {two}" for one, two in zip(whole.split()[4:], whole.split()[5:]) if f"{one} {two}" in whole)
+    monkeypatch.setenv("EFFLLM_STOP", stop)
+    assert Ran("run", "fable", STORY, "--temp", "0", "-n", "40").out.rstrip("\n") == whole.partition(stop)[0].rstrip("\n")
+    assert json.loads(Ran("config", "show", "--json").out)["stop"] == {"value": [stop], "origin": "EFFLLM_STOP"}
+    assert repr(stop) in Ran("config", "show").out
+    typed = Ran("run", "fable", STORY, "--temp", "0", "-n", "40", "--stop", "no such words", "--stop", "nor these")
+    assert typed.out == whole, "typed ones take its place"
+
+
+def test_the_variable_of_a_rule_for_tensors_is_one_rule(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EFFLLM_TENSOR_TYPE", "down_proj|no such=8bit")
+    ran = Ran("quantize", str(FABLE), "-o", str(place / "out"), "--bits", "4")
+    assert ran.code == 0 and "down_proj|no such=8bit" in ran.err, ran.err
