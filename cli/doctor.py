@@ -55,7 +55,7 @@ def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_
         raise UsageError("--probe and --no-probe contradict each other", "give one of them")
     if warm:
         list(follow(warm_up(), screen, type(None)))
-    report = diagnose(measured(screen, probe, no_probe))
+    report = diagnose(measured(screen, probe, no_probe), screen.environment.variables)
     works, verdict = trial()
     if json:
         screen.json({**report.to_json(), "trial": {"ok": works, "message": verdict}})
@@ -116,7 +116,8 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
     else:
         cache = f"{report.cache_folder} ({'empty: `effllm doctor --warm` fills it' if report.cold else 'filled'})"
     screen.pairs((
-        ("effllm", f"{report.version}, Python {report.python}, {libraries}"),
+        ("effllm", f"{report.version}, {libraries}"),
+        ("Python", f"{report.python} ({report.executable})"),
         ("system", machine.system),
         ("processor", f"{machine.cpu}: {machine.cores} cores, {machine.threads} threads used{quota}"),
         ("instructions", " ".join(machine.simd) or "none known"),
@@ -125,6 +126,10 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
         ("GPU", gpu),
         ("kernel cache", cache),
     ))
+    screen.line()
+    screen.table(("kept", "where", "size", "free there"),
+                 [(place.name, str(place.path), format_size(place.nbytes),
+                   "unknown" if place.free_nbytes is None else format_size(place.free_nbytes)) for place in report.places], right=(2, 3))
     screen.line()
     show_roofs(screen, report.roofs)
     screen.line()
@@ -188,6 +193,6 @@ def show_measured(screen: Screen, measured: tuple[Measurement, ...]) -> None:
 
 
 def reason(choice: KernelChoice) -> str:
-    """Why something slower runs, or for one token of a low-bit weight something else; nothing where the first choice does."""
+    """Why this kernel runs; where something slower does, or for one token of a low-bit weight, why those before it do not, too."""
     told = choice.fallback or (choice.op == "low-bit matrix" and choice.columns == 1)
-    return "; ".join(f"{name}: {why}" for name, why in choice.declined) if told else ""
+    return "; ".join((choice.because, *(f"{name}: {why}" for name, why in (choice.declined if told else ()))))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from .. import ModelNotFound, UsageError
-from .options import most_tokens
+from .options import WeightFlags, most_tokens
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..runtime.engine import Engine, EngineOptions
     from ..runtime.session import Session
     from ..runtime.text import Tokenizer
-    from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
+    from .options import AnswerFlags, BitsFlag, RunFlags, SamplingFlags, SessionFlags
 
 Result = TypeVar("Result")
 
@@ -73,10 +73,11 @@ def at_hand(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptio
     if not isinstance(found, Absent):
         return found
     bits = wanted_bits(found.reference.text, found.reference.variant, weights)
+    bits = None if found.reference.file else bits  # a file comes as it is, and is quantized when it is here
     return offer(found, bits, screen, yes, replace(options, draft=None))  # whose vocabulary is compared when the model is here
 
 
-def wanted_bits(text: str, variant: str | None, weights: WeightFlags) -> str | None:
+def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None:
     """The format to quantize to, None for the weights as they are stored: of the model's name (`variant`), else of --bits. Raises
     UsageError where both were typed and differ, for a format that there is not, and for a --keep of nothing."""
     bits = None if weights.bits is None or (variant and "bits" in weights.settled) else f"{weights.bits}bit"
@@ -86,9 +87,31 @@ def wanted_bits(text: str, variant: str | None, weights: WeightFlags) -> str | N
         from ..runtime.on_load import demand_format
 
         demand_format(wanted)
-    elif weights.keep and "keep" not in weights.settled:
+    elif isinstance(weights, WeightFlags) and weights.keep and "keep" not in weights.settled:
         raise UsageError("--keep keeps what --bits makes", f"effllm run {text} --bits 4 --keep")
     return wanted
+
+
+def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
+    """`wanted_bits` of a model that is here. What a variable or a file of settings asks of every model gives way, in words, where this one
+    is quantized already; a format that was typed is an error there."""
+    bits = wanted_bits(ref.text, ref.variant, weights)
+    if bits is None:
+        return None
+    from ..runtime.container import read_container
+
+    if (made := read_container(ref.folder)) is None:
+        return bits
+    from ..runtime import on_load
+
+    if on_load.find_kept(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
+        return bits
+    if "bits" not in weights.settled or ref.variant is not None:
+        raise UsageError(f"{ref.text} is quantized already ({made.spec_text})", "leave --bits away")
+    from .settings import origin
+
+    screen.note(f"{ref.text} is quantized already ({made.spec_text}): bits of {origin(screen.environment, 'bits')} is left out")
+    return None
 
 
 def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags) -> None:
@@ -122,21 +145,14 @@ def where_typing_shows(screen: Screen, model: str) -> TextIO:
 def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions, text: bool = True) -> Iterator[ModelRef]:
     """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run. What
     the model cannot do for `options` is said before, and whether it has a tokenizer where its `text` is wanted."""
-    bits = wanted_bits(ref.text, ref.variant, weights)
+    bits = bits_for(ref, weights, screen)
     if bits is None:
         yield ref
         return
     from ..runtime import on_load
-    from ..runtime.container import read_container
     from ..runtime.convert import Converted
     from ..runtime.prepare import demand_context
 
-    if "bits" in weights.settled and (made := read_container(ref.folder)) is not None:
-        from .settings import origin
-
-        screen.note(f"{ref.text} is quantized already ({made.spec_text}): bits of {origin(screen.environment, 'bits')} is left out")
-        yield ref
-        return
     demand_context(ref.folder, options)
     if text:
         read_tokenizer(ref.folder, options)

@@ -78,7 +78,8 @@ class EngineFlags(Group):
                                                                  "low-bit weights: dot products or lookup, by measurement (auto)")] = None
     exact: Annotated[bool, flag(COMPUTE, "--exact", "", "low-bit weights times float32 activations: slower, nothing rounded")] = False
     gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "the last N layers on the GPU (as many as fit)")] = None
-    strict: Annotated[bool, flag(COMPUTE, "--strict", "", "an unknown key in the model's config is an error")] = False
+    strict: Annotated[bool, flag(COMPUTE, "--strict", "", "a fallback is an error: less context than the model's, weights from the disk "
+                                          "or widened, slower kernels, a missing template, an unknown key in its config")] = False
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
                                     "tokens of context, 16k is 16384 (the model's, or what fits of it)"), token_count] = None
     ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "memory to use at most, as 6G or 512MiB (what is free)")] = None
@@ -118,10 +119,16 @@ class RunFlags(EngineFlags):
 
 
 @dataclass(frozen=True)
-class WeightFlags(Group):
-    """Weights made small while they are loaded."""
+class BitsFlag(Group):
+    """Weights made small while they are loaded: what a plan is told of it."""
 
     bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights on load (as they are stored)")] = None
+
+
+@dataclass(frozen=True)
+class WeightFlags(BitsFlag):
+    """Weights made small while they are loaded."""
+
     keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, to be found by the next run")] = False
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import DoesNotFit, DownloadFailed, ModelNotFound, UsageError
-from .flags import add_command, flag, is_typed
-from .loading import find_any, follow, last, text_side, with_draft
-from .options import MEMORY, OUTPUT, Json, Model, RunFlags
+from .flags import add_command, flag
+from .loading import bits_for, find_any, follow, last, text_side, wanted_bits, with_draft
+from .options import OUTPUT, BitsFlag, Json, Model, RunFlags
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ EXAMPLES = """examples
 BAR, MOST_RUNS = 40, 4
 WEIGHTS, CACHE, OTHER, FREE = "█", "▓", "▒", "·"
 
-Bits = Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "as if the weights were quantized (as they are stored)")]
 PromptTokens = Annotated[int | None, flag(OUTPUT, "-p --n-prompt", "N", "tokens of a prompt whose wait is predicted (512)")]
 NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: predict from what is known of this machine, or not at all")]
 
@@ -47,8 +46,8 @@ def register(app: typer.Typer) -> None:
     add_command(app, "plan", "look around", plan, EXAMPLES)
 
 
-def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: PromptTokens = None, no_probe: NoProbe = False, *,
-         engine: RunFlags, json: Json = False) -> None:
+def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, no_probe: NoProbe = False, *, engine: RunFlags,
+         weights: BitsFlag, json: Json = False) -> None:
     """What goes where, whether it fits, and how fast it will be."""
     from ..runtime import forecast
     from ..runtime.catalog import Absent
@@ -56,11 +55,11 @@ def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: Prompt
     screen = Screen(context.obj)
     if prompt is not None and prompt < 1:
         raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
-    flags, typed = with_draft(engine, screen), is_typed(context, "bits")
+    flags = with_draft(engine, screen)
     try:
-        coming, prepared = None, prepared_for(model, bits, flags, screen, typed)
+        coming, prepared = None, prepared_for(model, weights, flags, screen)
     except Absent as absent:
-        coming = before_pull(absent, bits if typed or absent.reference.variant is None else None, flags, screen)
+        coming = before_pull(absent, weights, flags, screen)
         prepared = coming.run.prepared
     known = machine_roofs(prepared, screen, no_probe, coming and coming.folder)
     found, better = forecast.forecast(prepared, known, prompt or forecast.PROMPT), forecast.suggest(prepared, known)
@@ -72,18 +71,13 @@ def plan(context: typer.Context, model: Model, bits: Bits = None, prompt: Prompt
         screen.pairs(lines(model, prepared, known, found, better, coming))
 
 
-def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen, typed: bool = True) -> Prepared:
-    """The plan of the model as it is stored, or as `--bits` or a format in its name would make it. Bits that were not `typed` give way to
-    the name, and to weights that are quantized already."""
-    from ..runtime.container import read_container
+def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen) -> Prepared:
+    """The plan of the model as it is stored, or as `--bits` or a format in its name would make it: what a run does with the same words."""
     from ..runtime.forecast import prepare_at
     from ..runtime.prepare import prepare
 
     ref = find_any(model, screen)
-    bits = bits if typed or not (ref.variant or read_container(ref.folder)) else None
-    spec = f"{bits}bit" if bits is not None else ref.variant
-    if ref.variant not in (None, spec):
-        raise UsageError(f"{ref.text} and --bits {bits} disagree", "give one of them")
+    spec = bits_for(ref, weights, screen)
     options = engine.options()
     text = text_side(ref.folder, options)
     try:
@@ -92,22 +86,21 @@ def prepared_for(model: str, bits: int | None, engine: RunFlags, screen: Screen,
         del text  # held until here: it is part of what a run takes
 
 
-def before_pull(absent: Absent, bits: int | None, engine: RunFlags, screen: Screen) -> PullPlan:
+def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Screen) -> PullPlan:
     """The plan of a model that is not here, from what the hub says of it: some kilobytes. Raises the error itself where there is no
     network, ModelNotFound where the hub does not tell what a run would take, DoesNotFit."""
     from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
+    from ..runtime.forecast import prepare_config
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import plan_pull, wish_of
 
     variables, reference = screen.environment.variables, absent.reference
-    spec = f"{bits}bit" if bits is not None else None
-    if reference.variant not in (None, spec or reference.variant):
-        raise UsageError(f"{reference.text} and --bits {bits} disagree", "give one of them")
+    spec = wanted_bits(reference.text, reference.variant, weights)
     client = Client(variables)
     if client.offline:
         raise absent
     try:
-        plan = plan_pull(wish_of(reference, variables, spec), client, variables, engine.options())
+        plan = plan_pull(wish_of(reference, variables, None if reference.file else spec), client, variables, engine.options())
     except DownloadFailed as error:
         screen.note(error.message)
         raise absent from error
@@ -118,7 +111,9 @@ def before_pull(absent: Absent, bits: int | None, engine: RunFlags, screen: Scre
         raise ModelNotFound(f"{absent.message}; what it takes cannot be told before: {run.unknown}", absent.hint)
     if engine.draft is not None or engine.predict_neurons:
         screen.note(f"{reference.text} is not here: drafts and predictors are left out of this plan")
-    return plan
+    if reference.file and spec:  # it comes as it is, and a run quantizes what came
+        run = replace(run, prepared=prepare_config(run.prepared.config, spec, run.prepared.options))
+    return replace(plan, run=run)
 
 
 def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Path | None = None) -> Roofs:

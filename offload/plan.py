@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import DoesNotFit, UsageError
+from .notes import Fallback
 from .placement import Residency, Units, reside, slots_for
 from .size import format_size
 
@@ -242,17 +243,17 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
     window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
     residency = reside(demand.blocks, budget.ram - fixed - demand.always - window)
-    notes = [f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk, "
-             f"{format_size(residency.pinned_nbytes + demand.always + window)} stay in memory"
+    notes = [Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk, "
+                      f"{format_size(residency.pinned_nbytes + demand.always + window)} stay in memory")
              if residency.streamed else "the embedding stays on the disk: a token reads its row"]
     if slots:
         neurons = sum(layer.count * layer.nbytes for layer in demand.units)
-        notes.append(f"{format_size(neurons)} of neurons are on the disk: those that a token activates are read unless they are among the "
-                     f"{format_size(window)} that lately were active")
+        notes.append(Fallback(f"{format_size(neurons)} of neurons are on the disk: those that a token activates are read unless they are "
+                              f"among the {format_size(window)} that lately were active"))
     if ctx > ctx_max:
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
     elif ctx_wanted is None and ctx < ctx_max:
-        notes.append(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)")
+        notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)"))
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), kv_nbytes(demand, ctx, quantum),
                      demand.workspace, demand.baseline, fixed + demand.always + window + residency.nbytes, budget, tuple(notes), 0,
                      residency, demand.kv_bytes_per_token, slots, window)
@@ -347,7 +348,7 @@ def _notes(demand: Demand, split: _Split, ctx_max: int, ctx_wanted: int | None) 
     if split.ctx > ctx_max:
         notes.append(f"a context of {split.ctx} is beyond the {ctx_max} tokens that the model was made for")
     elif ctx_wanted is None and split.ctx < ctx_max:
-        notes.append(f"context {split.ctx} of the model's {ctx_max}: the most that the memory budget holds")
+        notes.append(Fallback(f"context {split.ctx} of the model's {ctx_max}: the most that the memory budget holds"))
     if 0 < split.gpu_layers < demand.layers:
         notes.append(f"{split.gpu_layers} of {demand.layers} layers on the GPU, the rest on the CPU")
     return notes

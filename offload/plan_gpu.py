@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, EffllmError
+from .notes import Fallback
 from .plan import (
     AUTO_CTX,
     RESIDENT_CTX,
@@ -137,7 +138,7 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
     card = OnCard(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), _card_workspace(whole))
     notes = [f"{count} of {whole.layers} layers on the GPU, the rest on the CPU" if left.layers else "all layers on the GPU", *made.notes]
     if ctx_wanted is None and made.ctx == room < ctx_max:
-        notes.append(f"context {made.ctx} of the model's {ctx_max}: the most that the GPU's memory holds")
+        notes.append(Fallback(f"context {made.ctx} of the model's {ctx_max}: the most that the GPU's memory holds"))
     return replace(made, devices=made.devices + ("cuda",) * count, weights_bytes=made.weights_bytes + card.weights_bytes,
                    kv_bytes=made.kv_bytes + card.kv_bytes, vram_bytes=split.vram, budget=budget, card=card, notes=tuple(notes),
                    kv_bytes_per_token=whole.kv_bytes_per_token)

@@ -8,6 +8,7 @@ the context comes first as long as it fits beside streamed weights; only then it
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit
+from .notes import Fallback
 from .placement import Residency, reside
 from .plan import Budget, Demand, Placement, _is_resident, _least, largest, plan, with_slack
 from .size import format_size
@@ -127,14 +128,15 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
                              f"{format_size(spill.disk)}", f"-c {fitting} fits" if fitting else "--spill-dir DIR for another disk")
         ctx, on_disk = fitting, -(-fitting // PAGE) - pages
     held = demand.kv_fixed + spill.ring + pages * page
-    notes = [f"with a full context {format_size(on_disk * page)} of the KV cache lie on the disk, read for every token; "
-             f"{format_size(held)} of it stay in memory"]
+    notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache lie on the disk, read for every token; "
+                      f"{format_size(held)} of it stay in memory")]
     if residency is not None and residency.streamed and not demand.units:
-        notes.append(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either: every token reads them too")
+        notes.append(Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either: every token reads them "
+                              f"too"))
     if ctx > ctx_max:
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
     elif ctx_wanted is None and ctx < ctx_max:
-        notes.append(f"context {ctx} of the model's {ctx_max}: the most that the disk holds")
+        notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: the most that the disk holds"))
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), held, demand.workspace + spill.workspace,
                      demand.baseline, total_bytes, budget, tuple(notes), 0, residency, demand.kv_bytes_per_token, kv_pages=pages,
                      kv_disk_bytes=on_disk * page)

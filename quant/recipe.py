@@ -110,8 +110,6 @@ def hull(options: Sequence[Choice]) -> list[Choice]:
     for option in sorted(options, key=lambda each: (each.nbytes, each.damage)):
         if kept and option.damage >= kept[-1].damage:
             continue
-        while kept and kept[-1].nbytes == option.nbytes:
-            kept.pop()
         while len(kept) > 1 and _worth([kept[-2], option], 0) >= _worth(kept, len(kept) - 2):
             kept.pop()
         kept.append(option)

@@ -61,7 +61,8 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
     """
     budget = int(target * plan.weights / 8)
     free = [job for job in plan.jobs if job.spec != job.source and own.ruled(job.name) is None]
-    fixed = sum((own.ruled(job.name) or job.spec).nbytes(job.shape) for job in plan.jobs if job not in free)
+    names = {job.name for job in free}  # of a mixture some ten thousand
+    fixed = sum((own.ruled(job.name) or job.spec).nbytes(job.shape) for job in plan.jobs if job.name not in names)
     specs = {width: QuantSpec.parse(width) for width in WIDTHS}
     least = fixed + sum(specs[WIDTHS[0]].nbytes(job.shape) for job in free)
     if least > budget:

@@ -89,6 +89,9 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         raise ModelNotFound(f"{show(text)} cannot be read: {error.strerror}", f"check its permissions: ls -ld {path.parent}") from error
     if not present:
         others = names.models(hub.gguf_files(folder)) if reference.file else []
+        if reference.file and folder.is_dir() and not is_gguf(path):
+            raise ModelNotFound(f"{show(text)}: no name of a GGUF file in {folder} states {reference.file}",
+                                f"name one: {_listed(reference, others)}" if others else f"leave it away: {reference.base}")
         raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}",
                             f"name one: {_listed(reference, others)}" if others else LOOK)
     if is_gguf(path):

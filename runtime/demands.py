@@ -15,6 +15,7 @@ from ..kernels.layout import PAGE, PageLayout
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.neurons import BundlePlace
+from ..offload.notes import Fallback
 from ..offload.placement import Units
 from ..offload.plan import Budget, Demand, Placement
 from ..offload.plan_gpu import plan_split
@@ -69,7 +70,7 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     model."""
     sinks = CacheShape(1, options.kv_sink).sinks
     if options.kv_sink > PAGE:
-        say(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}")
+        say(Fallback(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}"))
     if options.kv != AUTO and (policy := codec(options.kv).policy):
         open_policy(policy, 0.0)
         if options.kv_ram:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from .. import UsageError
 from ..kernels.device_memory import allocation, card_workspace
 from ..kernels.workspace import Dims
+from ..offload.notes import Fallback
 from ..offload.plan import BlockBytes
 from ..offload.plan_gpu import Copied, LinkRates, copied_from
 from ..offload.size import parse_size
@@ -51,14 +52,14 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
     if not torch and (flag or driver):
         if flag:
             raise UsageError(f"{flag} needs torch, which is not installed", "pip install 'effllm[cuda]'")
-        notices.append("a GPU is here but torch is not installed: running on the CPU (pip install 'effllm[cuda]')")
+        notices.append(Fallback("a GPU is here but torch is not installed: running on the CPU (pip install 'effllm[cuda]')"))
     if not torch or not (flag or driver):
         return None
     found = probe()
     if found is None and flag:
         raise UsageError(f"{flag}: torch finds no GPU here", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else DOCTOR)
     if found is None:
-        notices.append("a GPU is here but torch cannot use it: running on the CPU (effllm doctor says more)")
+        notices.append(Fallback("a GPU is here but torch cannot use it: running on the CPU (effllm doctor says more)"))
     return found
 
 

@@ -7,17 +7,20 @@ stored type and width without weights.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
 from .. import __version__
 from ..kernels import choice, compile, warm
+from ..kernels.cpu.int8_ir import INSTRUCTION_SET
 from ..kernels.cpu.ops import LOW_BIT, default_registry
-from ..kernels.layout import STORED_TYPES
+from ..kernels.layout import PAGE, STORED_TYPES
 from ..kernels.registry import Call
 from ..offload.hardware import Machine, cpu_threads, describe
 from ..quant.spec import DEFAULTS, QuantSpec
@@ -25,15 +28,34 @@ from . import roofs
 from .events import Progress
 from .forecast import kind_of_weight
 from .listing import local_models
+from .places import Place, places
 
 # (op, columns) that tell the candidates apart: one token, and a chunk of a prompt.
-CALLS = {"matrix": (1, 512), LOW_BIT: (1, 512), "rotate": (1,), "attend": (1,)}
-STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64"), "rotate": ("f32",), "attend": ("f32", "f16")}
+CALLS = {"matrix": (1, 512), LOW_BIT: (1, 512), "rotate": (1,), "attend": (1,), "moe": (1,)}
+STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64"), "rotate": ("f32",), "attend": ("f32", "f16"),
+          "moe": ("f32",)}
+PACKED, SEAL, PAGES = "packed attention", "seal", "8 to 2 bits"
+# (op, beginning of a kernel's name) -> why it runs where it does.
+BECAUSE = {
+    ("matrix", "few columns"): "few tokens: the weights are read once, and memory is the limit",
+    ("matrix", "register tiles"): "many tokens: a tile of weights is widened once and multiplied by all of them",
+    (LOW_BIT, "table lookup"): "measured faster than dot products for these weights",
+    (LOW_BIT, "dot products"): "few tokens: codes are multiplied as they lie in memory",
+    (LOW_BIT, "int8 tiles"): "many tokens: rows are expanded to bytes once and multiplied by all of them",
+    (LOW_BIT, "float32 tiles"): "--exact: nothing is rounded",
+    ("moe", "compiled"): "the experts of a token are picked and run by one native job",
+    ("rotate", "compiled"): "native code for every width of heads", ("attend", "compiled"): "native code, a page of K and V at a time",
+    (PACKED, "integer products"): "a page's codes are multiplied as integers, once for all heads that share them",
+    (PACKED, "opened pages"): "many tokens: a page is opened as floats once for a tile of them",
+    (SEAL, "compiled"): "native code packs a page when the newest tokens leave it",
+}
+SLOWER = {"half by shifts": "this processor converts no half precision", "NumPy reference": "no kernel here can run it"}
+LIBRARIES = ("numpy", "numba", "llvmlite", "tokenizers", "torch")
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """`declined` holds (name, reason) of the candidates before the chosen one."""
+    """`declined` holds (name, reason) of the candidates before the chosen one, `because` what speaks for that."""
 
     op: str
     stored: str
@@ -41,6 +63,7 @@ class KernelChoice:
     chosen: str
     fallback: bool
     declined: tuple[tuple[str, str], ...]
+    because: str
 
 
 @dataclass(frozen=True)
@@ -55,10 +78,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`cache_folder` is None where no folder for compiled kernels can be written; `cold`: the next run compiles first."""
+    """`cache_folder` is None where no folder for compiled kernels can be written; `cold`: the next run compiles first. `executable`: the
+    Python that runs this; `libraries`: name -> version of those that are installed."""
 
     version: str
     python: str
+    executable: str
     libraries: dict[str, str]
     machine: Machine
     compiled_for: tuple[str, ...]
@@ -68,23 +93,34 @@ class Diagnosis:
     measured: tuple[Measurement, ...]
     torch: bool
     roofs: roofs.Roofs
+    places: tuple[Place, ...]
 
     def to_json(self) -> dict[str, object]:
         disk = self.roofs.disk
         told = asdict(self.roofs)
         if disk is not None:
             told["disk"] |= {"stream_bytes_per_s": disk.disk.stream_rate}
-        return {**asdict(self), "cache_folder": str(self.cache_folder) if self.cache_folder else None, "roofs": told}
+        return {**asdict(self), "cache_folder": str(self.cache_folder) if self.cache_folder else None, "roofs": told,
+                "places": [place.to_json() for place in self.places]}
 
 
-def diagnose(known: roofs.Roofs) -> Diagnosis:
-    """`known` is what was measured of the machine's speed (`roofs_wanted`, `roofs.probe`)."""
+def diagnose(known: roofs.Roofs, env: Mapping[str, str]) -> Diagnosis:
+    """`known` is what was measured of the machine's speed (`roofs_wanted`, `roofs.probe`); `env` says where this person keeps things."""
     return Diagnosis(
-        version=__version__, python=platform.python_version(), libraries={name: version(name) for name in ("numpy", "numba", "tokenizers")},
+        version=__version__, python=platform.python_version(), executable=sys.executable, libraries=installed(LIBRARIES),
         machine=describe(), compiled_for=tuple(sorted(compile.cpu_features())), cache_folder=compile.cache_folder(),
         cold=warm.is_cold((warm.RAW,)),
         kernels=kernel_choices(), measured=measurements(), torch=find_spec("torch") is not None,
-        roofs=known)
+        roofs=known, places=places(env))
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Versions of those that are installed, read from their metadata: nothing is imported."""
+    found = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def roofs_wanted(env: Mapping[str, str]) -> roofs.Wanted:
@@ -102,8 +138,19 @@ def kernel_choices() -> tuple[KernelChoice, ...]:
         for columns, stored in product(widths, STORED[op]):
             spec = QuantSpec.parse(stored) if op == LOW_BIT else None
             selected = registry.select(Call(op, stored, columns) if spec is None else Call(op, spec.scheme, columns, bits=spec.bits))
-            found.append(KernelChoice(op, stored, columns, selected.candidate.name, selected.candidate.fallback, selected.declined))
-    return tuple(found)
+            name = selected.candidate.name
+            found.append(KernelChoice(op, stored, columns, name, selected.candidate.fallback, selected.declined, because(op, name)))
+    one_of_a_kind = ((PACKED, 1, f"integer products, {INSTRUCTION_SET}"), (PACKED, 512, "opened pages, float32 tiles"),
+                     (SEAL, PAGE, "compiled"))
+    return (*found, *(KernelChoice(op, PAGES, columns, name, False, (), because(op, name)) for op, columns, name in one_of_a_kind))
+
+
+def because(op: str, name: str) -> str:
+    """Why a kernel of that name runs."""
+    for part, why in SLOWER.items():
+        if name.endswith(part):
+            return why
+    return next(why for (of, begins), why in BECAUSE.items() if of == op and name.startswith(begins))
 
 
 def measurements() -> tuple[Measurement, ...]:

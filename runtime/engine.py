@@ -20,6 +20,7 @@ from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..kernels.workspace import Dims
 from ..offload.direct import Interrupted
+from ..offload.notes import Fallback, refuse_fallbacks
 from ..quant.kv import codec
 from .bundles import is_bundled
 from .cache import KVCache, open_cache
@@ -64,9 +65,12 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     if (target := trial.forced()) and not trial.runs(kinds):
         raise UsageError(f"{target}: this processor lacks instructions of that target",
                          "unset it, and kernels are compiled for this processor")
-    if warm.cache_folder() is None:
-        yield Notice("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
     prepared = prepare_late()
+    if warm.cache_folder() is None:
+        said = Fallback("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
+        if prepared.options.strict:
+            refuse_fallbacks([said])
+        yield Notice(said)
     yield from (Notice(text) for text in prepared.notices)
     engine = Engine(prepared)
     try:
@@ -130,8 +134,10 @@ class Engine:
                           disk_tier(self.prepared, lambda: self.cancelled()))
 
     def announcements(self) -> list[str]:
-        """Fallbacks that have been chosen since the last call."""
-        lines = [line for backend in self.backends.values() for line in backend.registry.announcements()]
+        """Fallbacks that have been chosen since the last call. Raises UsageError with `strict` where one is a slower kernel."""
+        lines = [Fallback(line) for backend in self.backends.values() for line in backend.registry.announcements()]
+        if self.options.strict:
+            refuse_fallbacks(lines)
         return lines + self.model.pager.announcements() + self.cache.pool.announcements() + self.watch.announcements()
 
     @property

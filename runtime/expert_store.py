@@ -18,6 +18,7 @@ import numpy as np
 
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import AGAIN, TensorInfo, damaged, shown
+from ..offload.notes import Fallback
 from ..offload.size import format_size
 from ..quant.codes import Codes
 from ..quant.imports import mxfp4
@@ -65,8 +66,8 @@ class ExpertStore(MadeStore):
                             f"{format_size(sum(each.nbytes for each in stored.values()))} of memory for {format_size(nbytes)} of file",)
         elif joint:
             wide = sum(tensors[name].nbytes for name, part in self._parts.items() if part.scales is not None)
-            self.notices = (f"MXFP4 weights are widened to bf16 as they are read: {format_size(wide)} of memory for "
-                            f"{format_size(nbytes)} of file",)
+            self.notices = (Fallback(f"MXFP4 weights are widened to bf16 as they are read: {format_size(wide)} of memory for "
+                                     f"{format_size(nbytes)} of file"),)
 
     def _apart(self, store: TensorStore,
                kept: Callable[[str], bool]) -> tuple[dict[str, TensorInfo], dict[str, StoredTensor], list[TensorInfo]]:

@@ -20,7 +20,7 @@ from ..offload.size import format_size
 from ..quant.spec import QuantSpec
 from .bundles import ROLE as BUNDLES
 from .bundles import is_bundled
-from .config import read_config
+from .config import ModelConfig, read_config
 from .expected import ExpectedStore
 from .families import expert_of
 from .model import ModelTensor, check_tensors
@@ -160,7 +160,11 @@ def wanted(prepared: Prepared, tensors: Tensors | None = None) -> Wanted:
 
 def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
     """The plan for a model as it would be after quantizing to `spec`, from its config."""
-    config = read_config(folder, strict=options.strict)
+    return prepare_config(read_config(folder, strict=options.strict), spec, options, folder)
+
+
+def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folder: Path | None = None) -> Prepared:
+    """`prepare_at` for a config at hand, of a model that need not be here."""
     store = ExpectedStore(config, QuantSpec.parse(spec))
     return prepare_with(folder, config, store, options, store.container)
 

@@ -7,6 +7,7 @@ GPTQ, AWQ, FP8, and of compressed-tensors integers in words (pack-quantized), in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from ..quant.imports import groups
 from ..quant.spec import QuantSpec
@@ -16,13 +17,32 @@ from .families import TensorRule, kind_of
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")  # roles of what these methods quantize
 ORIGINAL = "take the original 16-bit checkpoint"
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
-# Layout -> the ending of the tensor that holds a weight's codes, and those of the others ("?" behind: may be absent).
+FLOATS, INTEGERS = ("F32", "F16", "BF16"), ("I32", "I64")
+
+
+@dataclass(frozen=True)
+class PartKind:
+    """What a part of a weight may be beside its codes: the types of its values, the numbers of its dimensions; `needed`: never absent."""
+
+    types: tuple[str, ...]
+    dimensions: tuple[int, ...]
+    needed: bool = True
+
+    def fits(self, dtype: str, shape: tuple[int, ...]) -> bool:
+        return dtype in self.types and len(shape) in self.dimensions
+
+
+WORDS, GROUP_SCALES, SCALES = PartKind(("I32",), (2,)), PartKind(FLOATS, (2,)), PartKind(FLOATS, (0, 1, 2))
+ORDER = PartKind(INTEGERS, (1, 2), needed=False)
+# Layout -> the ending of the tensor that holds a weight's codes, and those of the others.
 ENDINGS = {
-    "gptq": ("qweight", ("qzeros", "scales", "g_idx?")),
-    "awq": ("qweight", ("qzeros", "scales")),
-    "packed": ("weight_packed", ("weight_scale", "weight_shape", "weight_zero_point?", "weight_g_idx?")),
-    "integers": ("weight", ("weight_scale", "weight_zero_point?", "weight_g_idx?")),
-    "fp8": ("weight", ("weight_scale_inv?", "weight_scale?")),
+    "gptq": ("qweight", {"qzeros": WORDS, "scales": GROUP_SCALES, "g_idx": ORDER}),
+    "awq": ("qweight", {"qzeros": WORDS, "scales": GROUP_SCALES}),
+    "packed": ("weight_packed", {"weight_scale": GROUP_SCALES, "weight_shape": PartKind(INTEGERS, (1, 2)),
+                                 "weight_zero_point": replace(WORDS, needed=False), "weight_g_idx": ORDER}),
+    "integers": ("weight", {"weight_scale": SCALES, "weight_zero_point": PartKind(("I8",), (0, 1, 2), needed=False),
+                            "weight_g_idx": ORDER}),
+    "fp8": ("weight", {"weight_scale_inv": replace(SCALES, needed=False), "weight_scale": replace(SCALES, needed=False)}),
 }
 CODES = {"integers": "I8", "fp8": "F8_E4M3"}  # the type of codes that bear a weight's name; what has another type is a plain weight
 
@@ -103,14 +123,15 @@ def bits_of(section: Mapping[str, object]) -> int:
 
 
 def block_of(section: Mapping[str, object]) -> tuple[int, int]:
-    """Rows and inputs that share a scale of a compressed-tensors weight, 0 for what is not said or not the same in all groups."""
-    def stated(weights: Mapping[str, object]) -> tuple[int, int]:
-        block, group = weights.get("block_structure"), weights.get("group_size")
+    """Rows and inputs that share a scale of a weight in FP8 or compressed-tensors, 0 for what is not said or not the same in all groups."""
+    def stated(block: object, group: object) -> tuple[int, int]:
         if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
             return block[0], block[1]
         return 0, group if type(group) is int and group > 0 else 0
 
-    found = {stated(weights) for weights in _weights(section)}
+    if section.get("quant_method") == "fp8":
+        return stated(section.get("weight_block_size"), None)
+    found = {stated(weights.get("block_structure"), weights.get("group_size")) for weights in _weights(section)}
     return found.pop() if len(found) == 1 else (0, 0)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import TensorInfo, damaged, shown
+from ..offload.notes import Fallback
 from ..offload.size import format_size
 from ..quant.codes import Codes
 from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
@@ -26,9 +27,8 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import CODES, ENDINGS, bits_of, block_of, layout_of, may_run_from_codes
+from .import_config import CODES, ENDINGS, FLOATS, bits_of, block_of, layout_of, may_run_from_codes
 
-FLOATS = ("F32", "F16", "BF16")
 WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
 # Of activations and caches, which are not rounded to a checkpoint's scales here.
@@ -98,8 +98,9 @@ class ImportedStore(TensorStore):
                 held = [part for name in names for part in self._parts[name].values()]
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(part.nbytes for part in held))
                 ordered = not ours and any("g_idx" in each for name in names for each in self._parts[name])
-                yield (f"{len(names)} {self._method} weights {what} as they are read: {format_size(sizes[0])} of memory for "
-                       f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
+                said = (f"{len(names)} {self._method} weights {what} as they are read: {format_size(sizes[0])} of memory for "
+                        f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
+                yield said if ours else Fallback(said)
 
     def _named(self, store: TensorStore) -> dict[str, TensorInfo]:
         """The tensors by the names they had."""
@@ -110,12 +111,15 @@ class ImportedStore(TensorStore):
             if ending != codes or info.dtype != CODES.get(self._layout, info.dtype):
                 continue
             parts = {codes: info}
-            for other in others:
-                part = store.tensors.get(f"{base}.{other.rstrip('?')}")
-                if part is not None:
-                    parts[other.rstrip("?")] = part
-                elif not other.endswith("?"):
-                    damaged(info.file, f"holds {shown(name)} without {base}.{other}")
+            for other, kind in others.items():
+                part = store.tensors.get(f"{base}.{other}")
+                if part is None:
+                    if kind.needed:
+                        damaged(info.file, f"holds {shown(name)} without {shown(f'{base}.{other}')}")
+                    continue
+                if not kind.fits(part.dtype, part.shape):
+                    raise _unfit(part, f"{base}.weight", f"{other} is {part.dtype} {list(part.shape)}")
+                parts[other] = part
             if self._layout == "fp8" and len(parts) != 2:
                 damaged(info.file, f"holds {shown(name)} in 8 bits without one scale for it")
             weight, shape = f"{base}.weight", self._shape(info)
@@ -195,8 +199,7 @@ class ImportedStore(TensorStore):
         try:
             found = decode(self._parts[info.name], shape)
         except ValueError as error:
-            raise CheckpointError(f"{info.file} holds parts of {shown(info.name)} that do not fit: {error}",
-                                  "download the model again") from error
+            raise _unfit(info, info.name, str(error)) from error
         own = found.shape if isinstance(found, np.ndarray) else found.codes.shape
         if own != shape:
             damaged(info.file, f"holds {shown(info.name)} of shape {list(own)}, expected {list(shape)}")
@@ -218,7 +221,7 @@ class ImportedStore(TensorStore):
         if self._layout != "fp8":
             return self._integers(parts, shape).values()
         array = partial(self._array, parts)
-        return fp8.dequantize(array("weight"), array("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"))
+        return fp8.dequantize(array("weight"), array("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"), self._block)
 
     def _integers(self, parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> groups.Groups:
         array = partial(self._array, parts)
@@ -239,3 +242,7 @@ class ImportedStore(TensorStore):
             raise ValueError(f"weight_shape says {stated}, the words are for {list(shape)}")
         return compressed_tensors.decode(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
                                          array("weight_g_idx"), bits_of(self._section), shape)
+
+
+def _unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:
+    return CheckpointError(f"{info.file} holds parts of {shown(weight)} that do not fit: {why}", "download the model again")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..kernels.layout import PageLayout
+from ..offload.notes import Fallback
 from ..offload.page_slots import slot_nbytes
 from ..offload.page_stream import RING_NBYTES, ring_nbytes
 from ..offload.pages import DiskTier
@@ -64,7 +65,7 @@ def notices(options: EngineOptions, placement: Placement, pages: int) -> list[st
     if options.kv_read != SPARSE:
         return []
     if placement.kv_pages is None:
-        return ["--kv-read sparse changes nothing: the whole cache stays in memory"]
+        return [Fallback("--kv-read sparse changes nothing: the whole cache stays in memory")]
     return [f"--kv-read sparse: answers are approximate; of a layer's {pages - placement.kv_pages} pages on the disk a token reads at most "
             f"{picked(pages)} and estimates the others"]
 

@@ -17,6 +17,7 @@ from ..kernels.choice import Case
 from ..kernels.compile import cache_folder
 from ..kernels.cpu import lut_order
 from ..kernels.layout import align
+from ..offload.notes import Fallback, refuse_fallbacks
 from .events import Notice, Progress
 from .families import kind_of
 from .model import Model, ModelTensor
@@ -87,7 +88,10 @@ def arrange(model: Model, prepared: Prepared) -> Iterator[Progress | Notice]:
     chosen = [decision for decision in decide(prepared, model.tensors) if decision.kernel == "lut"]
     if prepared.options.kernel == "lut":
         for reason, count in Counter(reason for _, reason in _weights(prepared, model.tensors) if reason).items():
-            yield Notice(f"--kernel lut: {count} weights run by dot products: {reason}")
+            said = Fallback(f"--kernel lut: {count} weights run by dot products: {reason}")
+            if prepared.options.strict:
+                refuse_fallbacks([said])
+            yield Notice(said)
     done, total = 0, sum(decision.nbytes for decision in chosen)
     wanted = {tensor.name for decision in chosen for tensor in decision.tensors}
     for layer, device in enumerate(model.devices):

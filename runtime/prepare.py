@@ -16,6 +16,7 @@ from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
+from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.plan import Budget, Placement
 from ..offload.size import parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
@@ -128,7 +129,8 @@ class Prepared:
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
-    """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists."""
+    """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists, with `strict` UsageError
+    for one that falls back on anything."""
     config = read_config(folder, strict=options.strict)
     if options.load == "mmap" and "load" not in options.preset:
         check_mapping(folder)
@@ -164,12 +166,14 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     notices += kv_disk.notices(options, placement, cache.shape(placement.ctx, chunk).pages)
     notices += streams.notices if isinstance(streams, PagedExperts) else ()
     if predictors is not None and not placement.slots:
-        notices.append("--predict-neurons changes nothing: no neurons come from the disk")
-    notices += [f"--kv {options.kv}: {said}"] if (said := cache.unpacked(shape, placement.ctx)) else []
+        notices.append(Fallback("--predict-neurons changes nothing: no neurons come from the disk"))
+    notices += [Fallback(f"--kv {options.kv}: {said}")] if (said := cache.unpacked(shape, placement.ctx)) else []
     speculating, remarks = decide(options, config, placement, draft)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
                     predictors if placement.slots else None)
+    if options.strict:
+        refuse_fallbacks(made.notices)
     if placement.slots and is_lossy(container) and not options.force:
         from .forecast import refuse_slower
 
@@ -194,7 +198,7 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
                 check(options)
             except UsageError as error:
                 options = replace(options, **{name: without})
-                notices.append(f"{error.message}: left out, as it was set for all models")
+                notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
     return options
 
 

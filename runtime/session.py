@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .. import EffllmError, UsageError
 from ..offload import hardware
+from ..offload.notes import Fallback, refuse_fallbacks
 from .conversation_file import History, load_conversation, save_conversation
 from .engine import Engine
 from .events import Done, Event, Notice, Stats, TextDelta
@@ -206,10 +207,10 @@ class Session:
             prompt += closing + said
         if self.raw and not self._said_raw:
             self._said_raw = True
-            yield Notice(NO_TEMPLATE)
+            yield self._fallback(NO_TEMPLATE)
         if self._folds and not self._said_folds:
             self._said_folds = True
-            yield Notice(NO_SYSTEM_ROLE)
+            yield self._fallback(NO_SYSTEM_ROLE)
         ids = resumed.ids if resumed else self._encode(prompt)
         first = resumed.prompt if resumed else len(ids)
         think, self._answered = copy.copy(resumed.think) if resumed else self.tokenizer.reasoning(ids), None
@@ -220,6 +221,11 @@ class Session:
         if self.messages[-1]["role"] == "assistant":
             self._counted = list(self.messages), self.system, len(self.engine.tokens)
             self._answered = Answered(list(self.messages), self.system, ids[:first] + made, first, think) if exact else None
+
+    def _fallback(self, text: str) -> Notice:
+        if self.engine.options.strict:
+            refuse_fallbacks([Fallback(text)])
+        return Notice(text)
 
     def _encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its

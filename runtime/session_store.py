@@ -142,8 +142,9 @@ class SessionStore:
 
     def write(self, session: SavedSession) -> None:
         """Let a session be this one from now on, after its pages. Raises OSError."""
-        for place in {file.name[:2] for file in session.cache.files} if session.cache else ():
-            sync_folder(self.pages / place)
+        places = {file.name[:2] for file in session.cache.files} if session.cache else set()
+        for folder in (*(self.pages / place for place in sorted(places)), *([self.pages] if places else ())):
+            sync_folder(folder)
         path = self.path(session.name)
         unfinished = path.with_name(f".{session.name}.{os.getpid()}.new")
         try:

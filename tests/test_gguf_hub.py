@@ -165,13 +165,27 @@ def test_a_tag_means_the_one_file_that_states_it(hub: Hub, person: Person) -> No
     assert "2 files of Q8_0" in said and WHOLE in said
 
 
+def test_bits_of_the_settings_quantize_a_file_when_it_is_here(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = person.types("plan", WHOLE, "--no-probe", "--bits", "2", "--json").json
+    monkeypatch.setenv("EFFLLM_BITS", "2")
+    absent = person.types("plan", WHOLE, "--no-probe", "--json").json
+    assert absent["weights_bytes"] == typed["weights_bytes"] < 3_000_000 and absent["pull"]["bits"] is None
+    ran = person.types("run", WHOLE, "Once", "--raw", "-n", "1", "-y")
+    assert ran.code == 0 and "quantized on load to 3.05 bits" in ran.err, ran.err
+    here = person.types("plan", WHOLE, "--no-probe", "--json").json
+    assert abs(here["weights_bytes"] - typed["weights_bytes"]) < 0.01 * typed["weights_bytes"]
+
+
 def test_a_tag_in_a_folder_of_ones_own(person: Person, hub: Hub) -> None:
     folder = person.home / "mine"
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "tale-Q8_0.gguf").write_bytes(hub.repos[REPO].files["fable-Q8_0.gguf"])
     for text in (f"{folder}:Q8_0", f"{folder}:deep/tale-Q8_0.gguf"):
         assert resolve(text, person.env).folder == folder / "deep" / "tale-Q8_0.gguf"
-    assert f"{folder}:deep/tale-Q8_0.gguf" in person.types("run", f"{folder}:Q4_0", "Hi").refused(3)
+    said = person.types("run", f"{folder}:Q4_0", "Hi").refused(3)
+    assert "no name of a GGUF file" in said and f"{folder}:deep/tale-Q8_0.gguf" in said
+    assert f"{folder}:deep/tale-Q8_0.gguf" in person.types("run", f"{folder}:tale.gguf", "Hi").refused(3)
+    assert "states Q4_K_M" in (said := person.types("run", "fable:Q4_K_M", "Hi").refused(3)) and said.endswith("leave it away: fable")
     assert not hub.requests
 
 

@@ -1,6 +1,7 @@
 """Recipes, the allocation of a byte budget, and the search that measures what it spends on."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from effllm import UsageError
 from effllm.quant.recipe import Choice, Recipe, allocate, hull, parse_rule, parse_target
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import bit_search
-from effllm.runtime.convert_plan import plan_conversion
+from effllm.runtime.convert_plan import Job, plan_conversion
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
 
@@ -67,6 +68,19 @@ def test_the_hull_leaves_out_what_pays_for_nobody() -> None:
     kept = hull(options((10, 8.0), (20, 7.9), (30, 1.0), (40, 1.5), (50, 0.5)))
     assert [(each.nbytes, each.damage) for each in kept] == [(10, 8.0), (30, 1.0), (50, 0.5)]
     assert [each.damage for each in hull(options((10, 8.0), (10, 3.0)))] == [3.0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=6))
+def test_a_hull_is_below_everything(pairs: list[tuple[int, int]]) -> None:
+    kept = hull(options(*pairs))
+    steps = [(one.damage - two.damage) / (two.nbytes - one.nbytes) for one, two in itertools.pairwise(kept)]
+    assert all(step > 0 for step in steps) and all(one > two for one, two in itertools.pairwise(steps))
+    assert kept[0].nbytes == min(pairs)[0] and kept[0].damage == min(pairs)[1] and kept[-1].damage == min(damage for _, damage in pairs)
+    for nbytes, damage in pairs:
+        between = [(one, two) for one, two in itertools.pairwise(kept) if one.nbytes <= nbytes <= two.nbytes]
+        for one, two in between:
+            on_it = one.damage + (two.damage - one.damage) * (nbytes - one.nbytes) / (two.nbytes - one.nbytes)
+            assert damage >= on_it - 1e-9
 
 
 def test_bytes_go_where_they_mend_most() -> None:
@@ -136,13 +150,23 @@ def test_a_search_keeps_a_persons_rules_and_spends_on_what_hurts(searched: list)
     assert sum(found[2].damage.values()) > sum(found[0].damage.values()) > 0
 
 
+def test_many_tensors_are_not_compared_with_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture has some ten thousand of them."""
+    plan = plan_conversion(FABLE, Recipe(SPEC[4]))
+    plan.store.close()
+    many = replace(plan, jobs=tuple(replace(job, name=f"{copy} {job.name}") for copy in range(20) for job in plan.jobs))
+    compared = []
+    monkeypatch.setattr(Job, "__eq__", lambda one, other: compared.append(1) or one is other)
+    with pytest.raises(UsageError, match="cannot be met"):
+        list(bit_search.search(many, None, [], 2.0, Recipe(SPEC[4])))
+    assert not compared
+
+
 def test_many_tensors_are_measured_in_bands() -> None:
     plan = plan_conversion(FABLE, Recipe(SPEC[4]))
     with plan.store:
         jobs = [job for job in plan.jobs if job.spec != job.source]
     assert len(bit_search.units(jobs)) == len(jobs) == 43
-    from dataclasses import replace
-
     deep = [replace(job, name=f"{copy} {job.name}", key=job.key + 6 * copy) for copy in range(8) for job in jobs if job.key != "outer"]
     bands = bit_search.units([*deep, *(job for job in jobs if job.key == "outer")])
     assert 40 < len(bands) <= bit_search.MOST_UNITS + 1

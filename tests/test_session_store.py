@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
+from effllm.offload.page_file import sync_folder
+from effllm.runtime import session_store
 from effllm.runtime.session_store import DamagedSession, NoSession, SessionStore, stuck_note
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -48,6 +50,20 @@ def test_what_is_saved_is_read_and_listed(store: SessionStore) -> None:
     assert tale.nbytes - tale.own_nbytes == old.nbytes - old.own_nbytes >= SHARED * PAGE_NBYTES
     assert store.nbytes() == tale.nbytes + old.own_nbytes == sum(path.stat().st_size for path in store.pages.glob("*/*"))
     assert len(files(store)) == SHARED + 3 + 2 + 2, "pages that both begin with are there once"
+
+
+def test_names_outlive_a_loss_of_power(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every folder that got a name is synced: those of pages, and the one that holds them, before the session names its pages."""
+    synced: list[Path] = []
+    monkeypatch.setattr(session_store, "sync_folder", lambda folder: synced.append(folder) or sync_folder(folder))
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda one, two: synced.append(Path(two)) or rename(one, two))
+    save(store, "tale", 1)
+    named = synced.index(store.path("tale"))
+    places = {store.pages / name for name in os.listdir(store.pages)}
+    before = [path for path in synced[:named] if path.is_dir()]
+    assert len(places) > 1 and set(before) == places | {store.pages} and before[-1] == store.pages
+    assert synced[named + 1 :] == [store.folder]
 
 
 def test_files_are_private(store: SessionStore) -> None:

@@ -79,6 +79,24 @@ def test_bits_give_way_to_a_name_and_to_weights_that_are_quantized(place: Path, 
         assert Ran(*words).code == 0, words
 
 
+def test_a_plan_takes_the_bits_that_a_run_takes(place: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights(*words: str) -> int:
+        ran = Ran("plan", *words, "--no-probe", "--device", "cpu", "--json")
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)["weights_bytes"]
+
+    wide, small, smaller = (weights("fable", *words) for words in ((), ("--bits", "4"), ("--bits", "2")))
+    settings(place, "bits = 4\nkeep = true\n")
+    assert weights("fable") == small < wide and weights("fable", "--bits", "2") == weights("fable:2bit") == smaller
+    ran = Ran("plan", str(quantized), "--no-probe")
+    assert ran.code == 0 and "bits of effllm.toml:1 is left out" in ran.err
+    settings(place, "")
+    monkeypatch.setenv("EFFLLM_BITS", "2")
+    assert weights("fable") == smaller and weights("fable:4bit") == small
+    ran = Ran("plan", str(quantized), "--bits", "3", "--no-probe")
+    assert ran.code == 2 and "is quantized already" in ran.err
+
+
 def test_keep_alone_in_the_settings_keeps_nothing_and_breaks_nothing(place: Path) -> None:
     settings(place, "keep = true\n")
     assert Ran("run", "fable", STORY, *FEW).code == 0

@@ -18,8 +18,9 @@ def _table() -> np.ndarray:
 VALUES = _table()
 
 
-def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """uint8 [N, K] and float32 scales: one, [N, 1], or [n, k] for blocks that cover the weight (128 x 128 as published) -> float32 [N, K].
+def dequantize(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int] = (0, 0)) -> np.ndarray:
+    """uint8 [N, K] and float32 scales: one, [N, 1], or [n, k] for blocks that cover the weight -> float32 [N, K]. `block`: rows and inputs
+    of one (128 x 128 as published), 0 where that is not said; then it is a power of two that the number of scales leaves.
 
     Raises ValueError for scales that cover it in no way.
     """
@@ -30,6 +31,8 @@ def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         raise ValueError(f"scales of shape {scales.shape} for a weight of shape {codes.shape}")
     if scales.shape in ((1, 1), (rows, 1)):
         return VALUES[codes] * scales
-    high, wide = (block_size(size, count) for size, count in zip(codes.shape, scales.shape))
+    high, wide = (stated or block_size(size, count) for stated, size, count in zip(block, codes.shape, scales.shape))
+    if scales.shape != (-(-rows // high), -(-depth // wide)):
+        raise ValueError(f"scales of shape {scales.shape} for a weight of shape {codes.shape} in blocks of {high} x {wide}")
     spread = np.repeat(np.repeat(scales, high, axis=0)[:rows], wide, axis=1)[:, :depth]
     return VALUES[codes] * spread

@@ -20,6 +20,7 @@ from ... import EffllmError
 from ...offload.checkpoint import OpenFile, TensorStore
 from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
+from ...offload.notes import Fallback
 from ...offload.size import format_size
 from ...quant.imports import mxfp4
 from ...quant.imports.gguf import DECODERS, KEPT, dequantize, kept
@@ -121,8 +122,9 @@ class GgufStore(MadeStore):
                 kinds = Counter(self._sources[name].tensor.type for name in names)
                 listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(self._sources[name].nbytes for name in names))
-                yield (f"weights in blocks ({listed}) {what} as they are read: {format_size(sizes[0])} of memory for "
-                       f"{format_size(sizes[1])} of file")
+                said = (f"weights in blocks ({listed}) {what} as they are read: {format_size(sizes[0])} of memory for "
+                        f"{format_size(sizes[1])} of file")
+                yield said if ours else Fallback(said)
 
     def place(self, info: TensorInfo) -> int | None:
         source = self._sources[info.name]

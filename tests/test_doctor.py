@@ -1,0 +1,85 @@
+"""What `effllm doctor` says: where things are and what they take, why each kernel runs, and what ended the model that it tries."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm.cli import doctor
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.kernels.cpu.ops import default_registry
+from effllm.runtime import diagnose
+from effllm.runtime.places import places
+
+
+@pytest.mark.parametrize(("code", "said"), [
+    (-signal.SIGILL, "SIGILL: a kernel uses an instruction that this processor lacks"),
+    (-signal.SIGKILL, "SIGKILL: the system ended it, mostly for want of memory"),
+    (-signal.SIGSEGV, "SIGSEGV: a defect of effllm or of a library"), (-63, "signal 63: a defect")])
+def test_a_signal_is_blamed_on_what_sends_it(monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *given, **more: subprocess.CompletedProcess(given, code, "", "a warning\n"))
+    works, verdict = doctor.trial()
+    assert not works and said in verdict
+    assert ("processor" in verdict) == (code == -signal.SIGILL) and ("memory" in verdict) == (code == -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("errors", "said"), [
+    ("compiling kernels 3/9\nsome library warns\neffllm: the weights are gone\nhint: fetch them\n",
+     "fable did not answer: the weights are gone"),
+    ("Traceback\nImportError: no numba\n", "fable did not answer: ImportError: no numba"), ("", "fable did not answer: no message")])
+def test_the_line_of_the_failure_is_quoted_not_the_first_one(monkeypatch: pytest.MonkeyPatch, errors: str, said: str) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *given, **more: subprocess.CompletedProcess(given, 1, "", errors))
+    assert doctor.trial() == (False, said)
+
+
+def test_every_kernel_says_why_it_runs() -> None:
+    choices = diagnose.kernel_choices()
+    assert {"packed attention", "seal", "moe"} <= {choice.op for choice in choices}
+    assert all(doctor.reason(choice).startswith(choice.because) and len(choice.because) > 10 for choice in choices)
+    for registry in (default_registry(), default_registry(exact=True), default_registry(only="reference")):
+        for candidate in registry.candidates:
+            if candidate.op in diagnose.CALLS:
+                assert diagnose.because(candidate.op, candidate.name), candidate
+    one = next(choice for choice in choices if choice.op == "low-bit matrix" and choice.columns == 1)
+    assert "table lookup" in doctor.reason(one), "and why not what comes before it"
+
+
+def test_places_have_a_path_a_size_and_the_free_disk(tmp_path: Path) -> None:
+    env = {"XDG_DATA_HOME": str(tmp_path / "data"), "XDG_STATE_HOME": str(tmp_path / "state"), "HF_HOME": str(tmp_path / "hf"),
+           "HOME": str(tmp_path)}
+    blobs, snapshot = tmp_path / "hf" / "hub" / "models--a--b" / "blobs", tmp_path / "hf" / "hub" / "models--a--b" / "snapshots"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    (blobs / "x").write_bytes(b"x" * 5000)
+    (snapshot / "model.safetensors").symlink_to(blobs / "x")
+    sessions = tmp_path / "state" / "effllm" / "sessions"
+    sessions.mkdir(parents=True)
+    (sessions / "tale.json").write_bytes(b"{}")
+    found = {place.name: place for place in places(env)}
+    assert list(found) == ["kernel cache", "hub cache", "own models", "sessions", "spilled cache", "roofs"]
+    assert (found["hub cache"].path, found["hub cache"].nbytes) == (tmp_path / "hf" / "hub", 5000), "a link to a file is not a second one"
+    assert (found["sessions"].path, found["sessions"].nbytes) == (sessions, 2)
+    assert (found["own models"].nbytes, (tmp_path / "data").exists()) == (0, False), "looking makes nothing"
+    assert all(place.free_nbytes for place in found.values())
+
+
+def test_the_report_names_versions_python_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "trial", lambda: (True, "fable wrote 8 tokens"))
+    for words in (("--json",), ()):
+        world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+        assert main(["doctor", "--no-probe", *words], world) == 0, world.stderr.getvalue()
+        said = world.stdout.getvalue()
+        assert sys.executable in said and "llvmlite" in said
+        if words:
+            report = json.loads(said)
+            assert [place["name"] for place in report["places"]][:2] == ["kernel cache", "hub cache"]
+            assert {"path", "bytes", "free_bytes"} <= report["places"][0].keys() and report["executable"] == sys.executable
+        else:
+            assert "free there" in said and "hub cache" in said and "sessions" in said
+    assert diagnose.installed(("numpy", "no-such-library")).keys() == {"numpy"}

@@ -1,0 +1,113 @@
+"""Quantized checkpoints whose parts are not what they should be: every one of them is refused in one line, whatever it claims."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from effllm.offload.checkpoint import CheckpointError, TensorStore
+from effllm.quant.imports import fp8
+from effllm.runtime.imported import ImportedStore
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_imported import CASES
+
+BASE = "model.layers.0.mlp.up_proj."
+SHAPE = (192, 256)
+
+
+def parts_of(name: str) -> dict[str, torch.Tensor]:
+    values = np.random.default_rng(4).standard_normal(SHAPE).astype(np.float32) / 50
+    parts, _ = CASES[name][1](values)
+    return {key: value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value)).contiguous()
+            for key, value in parts.items()}
+
+
+def read(folder: Path, name: str, parts: dict[str, torch.Tensor], low_bit: bool) -> np.ndarray:
+    """The bytes of the weight."""
+    save_file({BASE + key: value.contiguous() for key, value in parts.items()}, folder / "model.safetensors")
+    with ImportedStore(TensorStore.open(folder), CASES[name][0], "f32", low_bit) as store:
+        return store.read(store.tensors[f"{BASE}weight"])
+
+
+def lies(part: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The part in other ranks, sizes and types."""
+    flat = part.reshape(-1)
+    yield "flat", flat
+    yield "in a row", part.reshape(1, *part.shape)
+    yield "of columns", part.reshape(*part.shape, 1)
+    yield "one", flat[0]
+    for short in (part[:0], part[:-1], part[..., :-1], part[..., :0], part[..., :1]) if part.ndim else ():
+        yield f"of {list(short.shape)}", short
+    if part.ndim == 2:
+        yield "turned", part.T
+    wide = part.float()
+    for kind in (torch.float32, torch.float16, torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool):
+        if kind != part.dtype:
+            yield f"as {kind}", wide.to(kind)
+    if not part.is_floating_point():
+        yield "all of the largest", torch.full_like(part, torch.iinfo(part.dtype).max)
+        yield "all of the smallest", torch.full_like(part, torch.iinfo(part.dtype).min)
+
+
+@pytest.mark.parametrize("low_bit", (False, True), ids=("wide", "codes"))
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_a_part_is_there_is_a_weight_or_one_line(tmp_path: Path, name: str, low_bit: bool) -> None:
+    """Never a weight of another size, and no error of another kind."""
+    whole = parts_of(name)
+    expected = read(tmp_path, name, whole, low_bit)
+    refused = 0
+    for key, part in whole.items():
+        for what, changed in lies(part):
+            try:
+                found = read(tmp_path, name, whole | {key: changed}, low_bit)
+            except CheckpointError as error:
+                refused += 1
+                assert error.hint and "up_proj" in error.message, (key, what)
+                continue
+            assert found.nbytes == expected.nbytes or low_bit or key == "weight", (key, what)  # which has the shape that it says
+    assert refused > 4 * len(whole)
+
+
+@pytest.mark.parametrize(("name", "key", "changed"), [
+    ("awq", "qzeros", torch.zeros(96, dtype=torch.int32)), ("awq", "scales", torch.ones(4, 192, dtype=torch.int32)),
+    ("gptq 4", "scales", torch.ones(4, 192, dtype=torch.int32)), ("gptq 4", "qzeros", torch.zeros(4, 24)),
+    ("gptq 4", "g_idx", torch.zeros(256)), ("int4", "weight_scale", torch.ones(192)),
+    ("int4", "weight_shape", torch.tensor([192.0, 256.0])),
+    ("int4, zero points", "weight_zero_point", torch.zeros(24 * 4, dtype=torch.int32)), ("fp8 rows", "weight_scale", torch.ones(192, 1, 1)),
+    ("bytes, zero points", "weight_zero_point", torch.zeros(192, 4, dtype=torch.int32))])
+def test_ranks_and_types_are_named(tmp_path: Path, name: str, key: str, changed: torch.Tensor) -> None:
+    kind = {torch.int32: "I32", torch.float32: "F32"}[changed.dtype]
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, name, parts_of(name) | {key: changed}, True)
+    assert f"{BASE}weight" in caught.value.message and f"{key} is {kind} {list(changed.shape)}" in caught.value.message
+
+
+@pytest.mark.parametrize("depth", (16384, 16300))
+def test_blocks_of_a_wide_weight_are_no_rows(depth: int) -> None:
+    """As many blocks along the inputs as there are rows."""
+    rng = np.random.default_rng(0)
+    codes, scales = rng.integers(0, 120, (128, depth)).astype(np.uint8), rng.random((1, 128), np.float32)
+    expected = fp8.VALUES[codes] * np.repeat(scales, 128, axis=1)[:, :depth]
+    for block in ((128, 128), (0, 0)):
+        np.testing.assert_array_equal(fp8.dequantize(codes, scales, block), expected)
+
+
+def test_blocks_are_of_the_size_that_is_stated() -> None:
+    """Of 96 inputs, where their number would say 128."""
+    codes, scales = np.full((96, 192), 56, np.uint8), np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    found = fp8.dequantize(codes, scales, (64, 96))
+    assert np.array_equal(found, np.repeat(np.repeat(scales, 64, 0)[:96], 96, 1))
+    with pytest.raises(ValueError, match="in blocks of 128 x 128"):
+        fp8.dequantize(codes, scales, (128, 128))
+
+
+def test_the_config_states_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"weight": torch.ones(96, 192).to(torch.float8_e4m3fn), "weight_scale_inv": torch.tensor([[1.0, 2.0]])}
+    monkeypatch.setitem(CASES, "wide blocks", ({"quant_method": "fp8", "weight_block_size": [96, 96]}, None))
+    values = read(tmp_path, "wide blocks", parts, False).view(np.float32).reshape(96, 192)
+    assert (values[:, :96] == 1).all() and (values[:, 96:] == 2).all()

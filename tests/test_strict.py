@@ -1,0 +1,104 @@
+"""`--strict`: what is otherwise said in a line, and makes an answer slower or another one, ends the command; all else goes on."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import running
+from pulls import FABLE, Person
+from test_imported import written
+from test_plan_streamed import MB, demand
+
+from effllm import UsageError
+from effllm.offload.notes import Fallback, refuse_fallbacks
+from effllm.offload.plan import Budget, plan
+from effllm.runtime import devices
+from effllm.runtime.engine import open_engine
+from effllm.runtime.prepare import EngineOptions
+
+
+@pytest.fixture
+def person(tmp_path: Path) -> Iterator[Person]:
+    with running() as hub:
+        yield Person(tmp_path, hub.endpoint)
+
+
+def base_model(folder: Path) -> Path:
+    shutil.copytree(FABLE, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    return folder
+
+
+def test_a_run_without_fallbacks_is_not_disturbed(person: Person) -> None:
+    assert person.types("run", "fable", "Hi", "-n", "1", "--strict", "--device", "cpu").code == 0
+    assert person.types("plan", "fable", "--strict", "--no-probe", "--device", "cpu").code == 0
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    (("--kv", "4bit", "-c", "256"), "nothing will be packed"), (("--kv-sink", "400", "--kv", "4bit"), "at most 128 sinks"),
+])
+def test_a_setting_without_its_effect(person: Person, words: tuple[str, ...], named: str) -> None:
+    typed = ("run", "fable", "Hi", "-n", "1", "--device", "cpu", *words)
+    said = person.types(*typed)
+    assert said.code == 0 and named in said.err
+    assert named in person.types(*typed, "--strict").refused(2)
+
+
+@pytest.mark.parametrize(("name", "fits"), [("fp8 rows", False), ("gptq 4, act order", False), ("awq", True)])
+def test_weights_in_another_type_than_stored(person: Person, tmp_path: Path, name: str, fits: bool) -> None:
+    """Widened ones cost memory and speed; those that are only put in order do not."""
+    written(tmp_path / "m", name)
+    words = ("plan", tmp_path / "m", "--no-probe", "--device", "cpu")
+    assert person.types(*words).code == 0
+    strict = person.types(*words, "--strict")
+    assert strict.code == 0 if fits else "widened to f16" in strict.refused(2)
+
+
+def test_less_context_and_weights_from_the_disk() -> None:
+    """As the plan says them; a context that a person asks for is none."""
+    whole = plan(demand(), Budget(3000 * MB), 4096, 512)
+    for notes, named in ((plan(demand(), Budget(600 * MB), 4096).notes, "do not fit in memory"),
+                         (plan(demand(), Budget(whole.total_bytes), 4096).notes, "context 512 of the model's 4096")):
+        with pytest.raises(UsageError, match=named):
+            refuse_fallbacks(notes)
+    refuse_fallbacks(whole.notes)
+    refuse_fallbacks(["a line that is none"])
+
+
+def test_a_template_that_is_missing(person: Person, tmp_path: Path) -> None:
+    folder = base_model(tmp_path / "base")
+    said = person.types("run", folder, "Once", "-n", "1", "--device", "cpu")
+    assert said.code == 0 and "base model" in said.err
+    assert "base model" in person.types("run", folder, "Once", "-n", "1", "--device", "cpu", "--strict").refused(2)
+    assert person.types("run", folder, "Once", "--raw", "-n", "1", "--device", "cpu", "--strict").code == 0
+
+
+def test_a_graphics_card_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "DRIVER", Path("/dev/null"))
+    monkeypatch.setattr(devices, "probe", lambda: None)
+    *items, engine = open_engine(FABLE, EngineOptions(ctx=256))
+    engine.close()
+    assert any("running on the CPU" in getattr(item, "text", "") for item in items)
+    with pytest.raises(UsageError, match="running on the CPU"):
+        list(open_engine(FABLE, EngineOptions(ctx=256, strict=True)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_kernel_that_is_slower(strict: bool) -> None:
+    *_, engine = open_engine(FABLE, EngineOptions(device="cpu", ctx=256, strict=strict))
+    engine.backends["cpu"].registry._pending.append("matrix: NumPy reference, because of this")
+    try:
+        if strict:
+            with pytest.raises(UsageError, match="NumPy reference"):
+                engine.announcements()
+        else:
+            (line,) = engine.announcements()
+            assert isinstance(line, Fallback) and "because of this" in line
+    finally:
+        engine.close()
