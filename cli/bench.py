@@ -30,7 +30,7 @@ With --spec lookup or --draft the model writes its likeliest text instead of rea
 
 Synthetic = Annotated[str | None, flag(MEASURE, "--synthetic", "SHAPE", "random weights of a named shape or a config.json")]
 PromptTokens = Annotated[str | None, flag(MEASURE, "-p --n-prompt", "N,…", "tokens of the prompt (512); several after commas")]
-GenTokens = Annotated[str | None, flag(MEASURE, "-n --n-gen", "N,…", "tokens to write (128)")]
+GenTokens = Annotated[str | None, flag(MEASURE, "-n --n-gen", "N,…", "tokens to write (64)")]
 Depth = Annotated[str | None, flag(MEASURE, "-d --n-depth", "N,…", "tokens that the cache holds already (0)")]
 Repetitions = Annotated[int | None, flag(MEASURE, "-r --repetitions", "N", "times that each test is run (3)")]
 Columns = Annotated[int | None, flag(MEASURE, "--columns", "N", "tokens per pass of the answer, as in speculation (1)")]
@@ -103,13 +103,13 @@ def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
     """Markdown, which a terminal shows as it is and a page renders."""
     from ..offload.size import format_size
 
-    cells = [("model", "size", "params", "backend", "threads", "kv", "test", "t/s", "predicted", "read", "of the roof")]
+    cells = [("model", "size", "params", "backend", "threads", "kv", "test", "t/s", "predicted", "read", "of the roof", "memory")]
     for row in rows:
         cells.append((row.model_type, format_size(row.model_size), f"{row.model_n_params / 1e6:.2f} M", row.backends, str(row.n_threads),
                       row.type_k, row.test, f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
                       "" if row.predicted_ts is None else f"{row.predicted_ts:.2f}",
                       f"{format_size(round(row.read_bandwidth))}/s" if row.n_gen else "",
-                      f"{100 * row.roof_fraction:.0f}%" if row.n_gen else ""))
+                      f"{100 * row.roof_fraction:.0f}%" if row.n_gen else "", format_size(row.peak_rss_bytes)))
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = ["| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"

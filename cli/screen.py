@@ -187,9 +187,22 @@ class Screen:
 
 def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
     """Rows of cells as lines, two spaces between columns."""
-    widths, flush = [max(map(len, column)) for column in zip(*rows)], set(right)
-    return ["  ".join(cell.rjust(width) if index in flush else cell.ljust(width)
-                      for index, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+    widths, flush = [max(map(cell_width, column)) for column in zip(*rows)], set(right)
+
+    def padded(cell: str, width: int, right: bool) -> str:
+        blank = " " * (width - cell_width(cell))
+        return blank + cell if right else cell + blank
+
+    return ["  ".join(padded(cell, width, index in flush) for index, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+
+
+def cell_width(text: str) -> int:
+    """Columns of a terminal that a text takes: two for a character of Chinese, say."""
+    if text.isascii():
+        return len(text)
+    from prompt_toolkit.utils import get_cwidth
+
+    return get_cwidth(text)
 
 
 def describe(event: Progress, elapsed: float) -> str:

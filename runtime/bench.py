@@ -50,7 +50,7 @@ class BenchOptions:
     text, any other reads random tokens."""
 
     prompt: tuple[int, ...] = (512,)
-    gen: tuple[int, ...] = (128,)
+    gen: tuple[int, ...] = (64,)
     depth: tuple[int, ...] = (0,)
     repetitions: int = 3
     columns: int = 1

@@ -145,7 +145,7 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
     """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
     method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")
     first = _weights(section)[0] if method == "compressed-tensors" else section
-    group = first.get("group_size", first.get("q_group_size"))
+    group = block_of(section)[1] or first.get("group_size", first.get("q_group_size"))
     ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
     lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
     named = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
@@ -157,7 +157,8 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
             return None
         depth = rule.shape[1]
         count = depth // group if type(group) is int and 0 < group < depth else 1
-        if rule.part_of or not may_run_from_codes(section) or (ordered and count > 1):
+        in_part = count > 1 and count * group != depth  # the last block of a weight
+        if rule.part_of or not may_run_from_codes(section) or in_part or (ordered and count > 1):
             return widened
         return groups.spec_of(bits_of(section), "F16", depth, count) or widened
 

@@ -15,6 +15,7 @@ import pytest
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.offload.size import parse_size
 
 EFFLLM = (sys.executable, "-P", "-m", "effllm")
 MINUTE = 60
@@ -263,6 +264,7 @@ def test_bench_speaks_markdown_json_and_csv() -> None:
     assert [row["test"] for row in rows] == ["pp32", "tg4"] and all(row["avg_ts"] > 0 and len(row["samples_ts"]) == 2 for row in rows)
     table = Ran("bench", *flags).out.splitlines()
     assert len(table) == 4 and len({len(line) for line in table}) == 1 and "tg4" in table[3]
+    assert table[0].split("|")[-2].strip() == "memory" and parse_size(table[3].split("|")[-2].replace(" ", "")) > rows[1]["model_size"]
     header, *lines = Ran("bench", *flags, "-o", "csv").out.splitlines()
     assert len(lines) == 2 and header.split(",")[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends",
                                                          "model_filename", "model_type", "model_size", "model_n_params"]

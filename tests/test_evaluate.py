@@ -105,6 +105,10 @@ def test_bench_counts_what_it_ran():
         assert writing["bytes_per_pass"] == 11_540_992 + held * 2 * 2 * 6 * 128 and writing["roof_bandwidth"] > 1e9
 
 
+def test_bench_measures_what_its_contract_says_unasked():
+    assert (BenchOptions().prompt, BenchOptions().gen, BenchOptions().depth, BenchOptions().repetitions) == ((512,), (64,), (0,), 3)
+
+
 def test_bench_refuses_nonsense():
     for bad in ({"prompt": (0,), "gen": (0,)}, {"repetitions": 0}, {"depth": (0, -1)}, {"columns": 0}, {"columns": 40}):
         with pytest.raises(UsageError):

@@ -1,7 +1,9 @@
 """Disks under a download: one that fills in the middle, one that may not be written. File systems of a few megabytes where mounting is
 allowed; where it is not, the call that writes fails as it would."""
 
+import builtins
 import errno
+import io
 import os
 import re
 import shutil
@@ -52,9 +54,17 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
 @contextmanager
-def read_only(folder: Path) -> Iterator[Path]:
-    """`folder` on a mount that refuses every write, also root's."""
+def read_only(folder: Path, way: str) -> Iterator[Path]:
+    """`folder` on a mount that refuses every write, also root's; where nothing can be mounted, below calls that refuse as it would."""
+    if way == "calls":
+        with pytest.MonkeyPatch.context() as patched:
+            refuse_writes(patched, folder)
+            yield folder
+        return
     if not mounted("--bind", str(folder), str(folder)):
         pytest.skip("mounting a file system is not allowed here")
     try:
@@ -63,6 +73,28 @@ def read_only(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+def refuse_writes(patched: pytest.MonkeyPatch, folder: Path) -> None:
+    """Whatever makes, changes or removes a name below `folder`, or opens one for writing, fails as on a mount for reading."""
+    def below(name: object) -> bool:
+        return isinstance(name, (str, bytes, os.PathLike)) and Path(os.fsdecode(name)).absolute().is_relative_to(folder)
+
+    def guarded(module: object, call: str, writes: Callable[..., bool]) -> None:
+        real = getattr(module, call)
+
+        def replacement(*words: object, **more: object) -> object:
+            if any(map(below, words[:2])) and writes(*words, **more):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(words[0]))
+            return real(*words, **more)
+
+        patched.setattr(module, call, replacement)
+
+    for call in ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "symlink", "link", "truncate", "utime", "chmod"):
+        guarded(os, call, lambda *words, **more: True)
+    guarded(os, "open", lambda name, flags, *words, **more: bool(flags & WRITING))
+    for module in (builtins, io):
+        guarded(module, "open", lambda name, mode="r", *words, **more: any(letter in mode for letter in "wax+"))
 
 
 def fills(disk: Path, leave: int, word: str) -> Callable[[Request], Reply | None]:
@@ -140,6 +172,50 @@ def test_wherever_a_disk_fills_nothing_unwritten_counts_as_here(hub: Hub, person
     assert person.types("pull", REPO).code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
 
 
+@pytest.mark.parametrize("room", [0, 70_000, 1_500_000])
+def test_wherever_a_disk_fills_while_quantizing_as_it_comes(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """The same of a pull that keeps only the small weights: what it had made is kept, and the next one finishes."""
+    hub.add(REPO, files=sharded(FABLE))
+    left, real = [room], os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if len(data) > left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= len(data)
+        return real(fd, data, offset)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", pwrite)
+        said = person.types("pull", REPO, "--bits", "4").refused(4)
+    assert "is full" in said, said
+    assert person.types("pull", REPO, "--bits", "4").code == 0 and person.types("verify", f"{REPO}:4bit").code == 0
+
+
+def test_a_file_larger_than_the_file_system_takes(hub: Hub, person: Person) -> None:
+    """As FAT ends at 4 GB: said in one line, in a process of its own whose files may have a megabyte."""
+    hub.add(REPO, files=tiny())
+    code = ("import resource, sys\nfrom effllm.cli.app import main\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))\nsys.exit(main(sys.argv[1:]))\n")
+    process = person.runs("-c", code, "pull", REPO)
+    _, said = process.communicate(timeout=MINUTE)
+    lines = said.splitlines()
+    assert process.returncode == 4 and lines[-2].startswith("effllm: a file that large may not be written"), said
+    assert lines[-1].startswith("hint: set HF_HUB_CACHE to") and "is full" not in said and "Traceback" not in said, said
+    assert person.types("pull", REPO).code == 0
+
+
+def test_a_quota_that_is_used_up_is_no_full_disk(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(REPO, files=tiny())
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", pwrite)
+        said = person.types("pull", REPO).refused(4)
+    assert "the quota is used up" in said and "HF_HUB_CACHE" in said and "make room" not in said
+
+
 def test_a_file_system_without_room_for_a_single_name(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     """No journal, no folder, no length: each of these calls can be the first that fails."""
     repo = hub.add(REPO, files=tiny())
@@ -153,13 +229,14 @@ def test_a_file_system_without_room_for_a_single_name(hub: Hub, person: Person, 
     assert person.types("pull", REPO).code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
 
 
-def test_a_cache_on_a_read_only_mount(hub: Hub, person: Person) -> None:
+@pytest.mark.parametrize("way", ["mount", "calls"])
+def test_a_cache_on_a_read_only_mount(hub: Hub, person: Person, way: str) -> None:
     """What is in it runs; nothing is fetched into it, and the line names the variable that gives another place."""
     repo = hub.add(REPO, FABLE)
     assert person.types("pull", REPO).code == 0
     cache = person.home / "hf" / "hub"
     hub.add("org/other", files=tiny())
-    with read_only(cache):
+    with read_only(cache, way):
         ran = person.types("run", REPO, "Once", "--raw", "-n", "2", "--temp", "0")
         assert ran.code == 0 and ran.out.strip(), ran.err
         assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable", REPO]
@@ -173,13 +250,14 @@ def test_a_cache_on_a_read_only_mount(hub: Hub, person: Person) -> None:
     assert person.types("verify", REPO).code == 0 and repo.commit
 
 
-def test_a_home_on_a_read_only_mount(hub: Hub, person: Person) -> None:
+@pytest.mark.parametrize("way", ["mount", "calls"])
+def test_a_home_on_a_read_only_mount(hub: Hub, person: Person, way: str) -> None:
     """Nowhere to keep kernels, settings or models: a run works and says what it costs, what must be kept says where."""
     hub.add(REPO, files=sharded(FABLE))
     variables = {"XDG_DATA_HOME": str(person.home / "ro" / "data"), "XDG_CONFIG_HOME": str(person.home / "ro" / "config"),
                  "HF_HOME": str(person.home / "ro" / "hf")}
     (person.home / "ro").mkdir()
-    with read_only(person.home / "ro"):
+    with read_only(person.home / "ro", way):
         assert person.types("run", "fable", "Hi", "-n", "2", "--bits", "4", **variables).code == 0
         for words, named in ((("pull", REPO), "HF_HUB_CACHE"), (("pull", REPO, "--bits", "4"), "XDG_DATA_HOME"),
                              (("alias", "work", "fable"), "models.yaml")):

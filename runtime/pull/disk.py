@@ -28,6 +28,10 @@ def speaking(folder: Path, variable: str, missing: Callable[[], int]) -> Iterato
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.EFBIG, errno.EDQUOT):  # there may be room, but not for this
+            why = "a file that large may not be written" if error.errno == errno.EFBIG else "the quota is used up"
+            raise DoesNotFit(f"{why} in {folder}: {format_size(missing())} are still to come",
+                             f"set {variable} to a folder of another disk, or raise the limit (ulimit -f, quota)") from error
         if error.errno in FULL:
             nbytes, free = missing(), free_nbytes(folder)
             raise DoesNotFit(f"the disk of {folder} is full: {format_size(nbytes)} are still to come, {format_size(free)} are free",

@@ -1,0 +1,108 @@
+"""Answers in characters of two columns, in a terminal of forty: as a person sees them, plain and with their markdown drawn."""
+
+import os
+import re
+import sys
+
+import pexpect
+import pytest
+from prompt_toolkit.utils import get_cwidth
+
+from effllm.cli.screen import columns
+
+WIDTH, MINUTE = 40, 300
+# Bytes of one character come in several tokens: the model's choice is replaced, all behind it is not.
+CHILD = """
+import sys
+from effllm.cli.app import main
+from effllm.runtime import sampler, text
+made, first = text.Tokenizer.load, []
+def load(folder, config):
+    tokenizer = made(folder, config)
+    first[:] = tokenizer.encode({text!r}, add_special_tokens=False) + [min(tokenizer.stop_ids)]
+    return tokenizer
+text.Tokenizer.load = load
+sampler.Sampler.sample = lambda self, logits, history=(): first.pop(0) if len(first) > 1 else first[0]
+sys.exit(main(sys.argv[1:]))
+"""
+PROSE = ("狐狸对国王说：「从前有一个很小的王国，那里住着一只聪明的狐狸。」🦊👑 The king laughed 😀 and said: 안녕하세요, "
+         "여우야! ありがとうございます。\n\n"
+         "第二段落 ends in a family 👩\u200d👩\u200d👧 and a flag 🇫🇷, then e\u0301 and straight on " + "🏰" * 23 + ".")
+TABLE = "| 动物 | who | 🦊 |\n|---|---|---|\n| 狐狸 | fox | 🦊🦊 |\n| 王 | the king | ok |\n"
+DRAWN = f"# 标题 🏰\n\n**国王**说：*你好*！\n\n- 第一 🦊\n- 第二\n\n{TABLE}\nThe end 终。"
+
+
+class Screen:
+    """What a terminal of `WIDTH` columns shows of what was written: a character of two columns goes to the next line where one is left."""
+
+    def __init__(self, written: str) -> None:
+        self.rows: list[list[str]] = [[]]
+        self.column = 0
+        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[^\[]|[^\x1b]", written):
+            self._put(part)
+
+    def _put(self, part: str) -> None:
+        if part == "\n":
+            self.rows.append([])
+        elif part == "\r":
+            self.column = 0
+        elif part[0] != "\x1b":
+            wide = get_cwidth(part)
+            if self.column + wide > WIDTH:
+                self.rows.append([])
+                self.column = 0
+            row = self.rows[-1]
+            row += [" "] * (self.column - len(row))
+            if wide:
+                row[self.column : self.column + wide] = [part, *[""] * (wide - 1)]
+                self.column += wide
+            elif row:
+                row[self.column - 1 if row[self.column - 1] else self.column - 2] += part
+        elif part.endswith("K"):
+            del self.rows[-1][0 if "2" in part else self.column :]
+        else:
+            assert part.endswith(("m", "h", "l")), f"{part!r} moves the cursor over what was written"
+
+    def lines(self) -> list[str]:
+        return [line for row in self.rows if (line := "".join(row).rstrip())]
+
+
+def typed(text: str, *flags: str) -> str:
+    """What `run` writes to a terminal, both streams, where the answer is `text`."""
+    terminal = pexpect.spawn(sys.executable, ["-P", "-c", CHILD.format(text=text), "run", "fable", "Hi", "-n", "600", "--temp", "0",
+                                              "--device", "cpu", *flags], encoding="utf-8", timeout=MINUTE, dimensions=(24, WIDTH),
+                             env={**os.environ, "TERM": "xterm-256color", "PYTHONUTF8": "1"})
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0, terminal.before
+    return terminal.before
+
+
+@pytest.mark.parametrize("flags", [(), ("--markdown",)])
+def test_prose_is_shown_as_the_terminal_wraps_it(flags: tuple[str, ...]) -> None:
+    """Whole characters, none lost, none drawn over; what progress was shown before is gone."""
+    written = typed(PROSE, *flags)
+    assert "\ufffd" not in written
+    shown, meant = Screen(written).lines(), Screen(PROSE.replace("\n", "\r\n")).lines()
+    assert len(meant) >= 8 and shown[-len(meant) :] == meant
+
+
+def test_markdown_is_drawn_in_columns_of_characters_as_wide_as_they_are() -> None:
+    lines = Screen(typed(DRAWN, "--markdown")).lines()
+    table = [line for line in lines if "│" in line or "┼" in line]
+    places = [[get_cwidth(line[:at]) for at, c in enumerate(line) if c in "│┼"] for line in table]
+    assert len(table) == 4 and len(places[0]) == 2 and all(place == places[0] for place in places), table
+    assert max(map(get_cwidth, lines)) <= WIDTH and "**" not in "".join(lines) and lines[-1] == "The end 终。"
+    assert any(line.endswith("国王说：你好！") for line in lines)
+
+
+def test_a_table_that_is_too_wide_in_columns_stays_as_it_was_written() -> None:
+    """Counted in columns, not in characters: 24 of them take 48."""
+    wide = f"| {'狐' * 12} | {'王' * 12} |\n|---|---|\n| a | b |\n\nend"
+    lines = Screen(typed(wide, "--markdown")).lines()
+    assert not any("│" in line for line in lines) and lines[-1] == "end" and "".join(lines).count("狐") == 12
+
+
+def test_columns_of_a_report_count_what_is_shown() -> None:
+    lines = columns([("name", "size"), ("狐狸", "1"), ("🦊", "22")], right={1})
+    assert [get_cwidth(line) for line in lines] == [10, 10, 10]
