@@ -99,18 +99,21 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     if bits is None:
         return None
     from ..runtime.container import read_container
+    from ..runtime.source import is_low_bit
 
-    if (made := read_container(ref.folder)) is None:
+    for_all = "bits" in weights.settled and ref.variant is None
+    if (made := read_container(ref.folder)) is None and not (for_all and is_low_bit(ref.folder)):
         return bits
     from ..runtime import on_load
 
     if on_load.find_kept(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
         return bits
-    if "bits" not in weights.settled or ref.variant is not None:
+    if not for_all:
         raise UsageError(f"{ref.text} is quantized already ({made.spec_text})", "leave --bits away")
     from .settings import origin
 
-    screen.note(f"{ref.text} is quantized already ({made.spec_text}): bits of {origin(screen.environment, 'bits')} is left out")
+    how = made.spec_text if made else "by another tool"
+    screen.note(f"{ref.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is left out")
     return None
 
 

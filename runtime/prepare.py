@@ -101,6 +101,8 @@ class EngineOptions:
             if self.kv != "16bit":
                 raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
             object.__setattr__(self, "kv", of_types(self.cache_k or "f16", self.cache_v or "f16"))
+            if {name for name in ("cache_k", "cache_v") if getattr(self, name)} <= self.preset:
+                object.__setattr__(self, "preset", self.preset | {"kv"})
             object.__setattr__(self, "cache_k", None)
             object.__setattr__(self, "cache_v", None)
         if self.kv != AUTO:

@@ -14,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import FABLE, Person
 
+from effllm import UsageError
 from effllm.cli import doctor
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.runtime import on_load
+from effllm.runtime import draft_model, on_load
 
 STORY = "Tell me a story about a fox."
 FEW = ("-n", "2", "--temp", "0")
@@ -127,6 +128,42 @@ def test_settings_that_a_model_cannot_have_are_left_with_a_notice(place: Path, m
     assert Ran("plan", "fable", "--no-probe", "--predict-neurons").code == 2
     monkeypatch.setenv("EFFLLM_CTX_SIZE", "4096")
     assert Ran("plan", "fable", "--no-probe").code == 0
+
+
+def test_codes_of_another_tool_are_not_quantized_again_for_a_setting(place: Path) -> None:
+    model = place / "fable.gguf"
+    assert Ran("export", str(FABLE), "-o", str(model), "--type", "Q8_0").code == 0
+    settings(place, "bits = 4\n")
+    for words in (("run", str(model), STORY, *FEW), ("plan", str(model), "--no-probe", "--json")):
+        ran = Ran(*words)
+        assert ran.code == 0 and "quantized on load" not in ran.err, ran.err
+    assert "bits of effllm.toml:1 is left out" in Ran("run", str(model), STORY, *FEW).err
+    settings(place, "")
+    assert "quantized on load" in Ran("run", str(model), STORY, "--bits", "3", *FEW).err
+
+
+def test_a_cache_or_a_draft_that_this_model_cannot_have_is_left(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"model_type": "llama", "vocab_size": 64, "hidden_size": 144, "intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024, "torch_dtype": "float16"}
+    (place / "config.json").write_text(json.dumps(shape))
+    words = ("bench", "--synthetic", str(place / "config.json"), "-p", "8", "-n", "2", "-r", "1", "-o", "json")
+    for text in ('kv = "4bit"\n', 'cache-type-k = "q8_0"\ncache-type-v = "q8_0"\n'):
+        settings(place, text)
+        ran = Ran(*words)
+        assert ran.code == 0 and "this model has 72" in ran.err and "left out" in ran.err, ran.err
+        assert json.loads(ran.out)[0]["type_k"] == "16bit"
+    settings(place, "")
+    assert Ran(*words, "--kv", "4bit").code == 2
+
+    def other(folder: Path, draft: Path) -> None:
+        raise UsageError("the draft model has another tokenizer", "another one")
+
+    monkeypatch.setattr(draft_model, "refuse_other_vocabulary", other)
+    settings(place, f'draft = "{FABLE}"\n')
+    ran = Ran("run", "fable", STORY, *FEW)
+    assert ran.code == 0 and "the draft model has another tokenizer: left out" in ran.err
+    settings(place, "")
+    assert Ran("run", "fable", STORY, "--draft", str(FABLE), *FEW).code == 2
 
 
 def test_a_sound_machine_is_sound_whatever_the_settings_say(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
