@@ -1,8 +1,11 @@
-"""What a command line costs before it does anything: `--help` of the smallest Typer app, and of effllm, run in turns.
+"""What a command line costs before it does anything: `--help` of the smallest Typer app and of effllm, a `list`, a completed name; in turn.
 
-Both print a help page in a fresh process with the same interpreter, so the difference is what effllm's own modules add.
+All are fresh processes with the same interpreter, so the difference to the bare app is what effllm's own modules and the looking add.
+`list` and the completion find twenty models in a cache made for them.
 """
 
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -13,7 +16,8 @@ from pathlib import Path
 
 from report import Figure
 
-TURNS = 10
+TURNS, MODELS = 10, 20
+PACKAGED = Path(__file__).resolve().parent.parent / "models" / "fable"
 BARE_APP = '''
 import typer
 
@@ -35,25 +39,45 @@ app()
 
 
 def measure() -> Iterator[Figure]:
-    """Medians; the two apps alternate, so that a busy moment strikes both."""
+    """Medians; the commands alternate, so that a busy moment strikes all."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "bare.py"
         script.write_text(BARE_APP, encoding="utf-8")
-        bare_command = [sys.executable, str(script), "--help"]
-        effllm_command = [str(Path(sys.executable).with_name("effllm")), "--help"]
-        bare, effllm = [], []
-        for command in (bare_command, effllm_command):
-            _seconds(command)
-        for _ in range(TURNS):
-            bare.append(_seconds(bare_command))
-            effllm.append(_seconds(effllm_command))
-    bare_ms, effllm_ms = statistics.median(bare) * 1e3, statistics.median(effllm) * 1e3
-    conditions = f"--help in a fresh process, median of {TURNS}"
-    yield Figure("start_ms_typer", "start of a bare Typer app", conditions, bare_ms, "ms")
-    yield Figure("start_ms_effllm", "start of effllm", conditions, effllm_ms, "ms")
+        effllm = str(Path(sys.executable).with_name("effllm"))
+        of_models = {"HF_HOME": str(_cache(Path(folder)))}
+        completing = of_models | {"_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": "effllm run org/", "COMP_CWORD": "2"}
+        commands = {"typer": ([sys.executable, str(script), "--help"], {}), "effllm": ([effllm, "--help"], {}),
+                    "list": ([effllm, "list"], of_models), "completion": ([effllm], completing)}
+        taken: dict[str, list[float]] = {name: [] for name in commands}
+        for turn in range(TURNS + 1):
+            for name, (command, env) in commands.items():
+                seconds = _seconds(command, env)
+                if turn:  # the first time the disk is read
+                    taken[name].append(seconds)
+    said = {"typer": "start of a bare Typer app", "effllm": "start of effllm", "list": f"`list` of {MODELS} models and the packaged one",
+            "completion": "a model's name completed"}
+    for name, times in taken.items():
+        conditions = f"{'--help in ' if name in ('typer', 'effllm') else ''}a fresh process, median of {TURNS}"
+        yield Figure(f"start_ms_{name}", said[name], conditions, statistics.median(times) * 1e3, "ms")
 
 
-def _seconds(command: list[str]) -> float:
+def _cache(folder: Path) -> Path:
+    """A Hugging Face cache of small models, as a pull lays them."""
+    for number in range(MODELS):
+        repo = folder / "hub" / f"models--org--repo{number:02}"
+        snapshot = repo / "snapshots" / f"{number:040x}"
+        snapshot.mkdir(parents=True)
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text(snapshot.name)
+        for source in PACKAGED.iterdir():
+            shutil.copy(source, snapshot)
+    return folder
+
+
+def _seconds(command: list[str], env: dict[str, str]) -> float:
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | env)
+    seconds = time.perf_counter() - start
+    if "HF_HOME" in env and "repo00" not in done.stdout:
+        raise SystemExit(f"{command} did not see the models: {done.stdout}{done.stderr}")
+    return seconds

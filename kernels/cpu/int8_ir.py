@@ -147,37 +147,42 @@ def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, w
     return sums
 
 
+def _pairs(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value) -> ir.Value:
+    pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
+    scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
+    per, total = 32767 // (2 * 127 * most), None
+    for start in range(0, len(quads), per):
+        pairs = None
+        for quad, own in zip(quads[start : start + per], x[start : start + per]):
+            products = builder.call(pair_up, [quad, own])
+            pairs = products if pairs is None else builder.add(pairs, products)
+        part = builder.call(scale_up, [pairs, steps])
+        total = part if total is None else builder.add(total, part)
+    return total
+
+
 def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value | None = None) -> ir.Value:
-    """The products of some quads, summed per row; codes are up to `most` (above 127: see `dot`). Times `steps`, in their form, if given.
+    """The products of some quads, summed per row, as floats; codes are up to `most` (above 127: see `dot`). Times `steps`, in their form,
+    if given: a whole number below 2**24 still.
 
     Without a four-way dot product, pairs of products are summed in 16 bits for as many quads as fit, and one instruction for all of them
     goes on to 32 bits, where it multiplies by the step at the same time.
     """
     if INSTRUCTION_SET == "avx2" and most <= 127:
-        pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
-        scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
-        per, total = 32767 // (2 * 127 * most), None
-        for start in range(0, len(quads), per):
-            pairs = None
-            for quad, own in zip(quads[start : start + per], x[start : start + per]):
-                products = builder.call(pair_up, [quad, own])
-                pairs = products if pairs is None else builder.add(pairs, products)
-            part = builder.call(scale_up, [pairs, constant(HALVES, 1) if steps is None else steps])
-            total = part if total is None else builder.add(total, part)
-        return total
+        return to_floats(builder, _pairs(builder, quads, x, most, constant(HALVES, 1) if steps is None else steps))
     # two chains: a dot product takes several cycles
     parts = [constant(WORDS, 0)] * 2
     for j, (quad, own) in enumerate(zip(quads, x)):
         which = 2 * j // len(quads) if len(quads) > 4 else 0
         parts[which] = dot(builder, parts[which], quad, own, most > 127)
-    total = builder.add(*parts)
-    return total if steps is None else builder.mul(total, steps)
+    total = to_floats(builder, builder.add(*parts))
+    return total if steps is None else builder.fmul(total, steps)
 
 
 def step_form(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
     """Whole numbers of 16 bits and a sign, a word per row, in the form that `sum_quads` and `codebook_sum` multiply by."""
     if INSTRUCTION_SET != "avx2":
-        return words
+        return to_floats(builder, words)
     return builder.bitcast(builder.or_(builder.and_(words, constant(WORDS, 0xFFFF)), builder.shl(words, constant(WORDS, 16))), HALVES)
 
 
@@ -186,7 +191,7 @@ def steps_table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
     lane = ir.VectorType(I8, 16)
     steps = load(builder, address, lane)
     if INSTRUCTION_SET == "avx512":
-        return [builder.zext(steps, WORDS)]
+        return [builder.uitofp(steps, FLOATS)]
     if INSTRUCTION_SET == "portable":
         return [splat(builder, builder.extract_element(steps, I32(i)), ir.VectorType(I8, LANES)) for i in range(16)]
     return [builder.shuffle_vector(steps, steps, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))]
@@ -201,7 +206,7 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
     lane = ir.VectorType(I8, LANES)
     if INSTRUCTION_SET == "avx512":
         codes = widen_bytes(builder, address)
-        permute = function(builder, WORDS, [WORDS] * 2, "llvm.x86.avx512.permvar.si.512")
+        permute = function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx512.permvar.sf.512")
         return tuple(builder.call(permute, [table[0], each]) for each in (codes, builder.lshr(codes, constant(WORDS, 4))))
     raw = load(builder, address, lane)
     nibbles = builder.and_(raw, constant(lane, 15)), builder.lshr(raw, constant(lane, 4))
@@ -211,7 +216,7 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
             steps = table[0]
             for code in range(1, 16):
                 steps = builder.select(builder.icmp_unsigned("==", codes, constant(lane, code)), table[code], steps)
-            found.append(builder.zext(steps, WORDS))
+            found.append(builder.uitofp(steps, FLOATS))
         return found[0], found[1]
     # Rows' bytes to bytes 0 and 2 of their words: the step of a row, twice, as 16-bit numbers; with a four-way dot product, once.
     spread = [i // 4 if i % 2 == 0 else LANES for i in range(WIDTH)]
@@ -221,15 +226,18 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
     odd = builder.and_(builder.bitcast(builder.lshr(builder.bitcast(raw, HALVES), constant(HALVES, 4)), BYTES), constant(BYTES, 15))
     kind = HALVES if INSTRUCTION_SET == "avx2" else WORDS
     keep = constant(kind, 255)  # a zero index finds the first step
-    return tuple(builder.and_(builder.bitcast(builder.call(look, [table[0], each]), kind), keep) for each in (even, odd))
+    found = tuple(builder.and_(builder.bitcast(builder.call(look, [table[0], each]), kind), keep) for each in (even, odd))
+    return found if INSTRUCTION_SET == "avx2" else tuple(to_floats(builder, each) for each in found)
 
 
 def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value],
                  steps: tuple[ir.Value, ir.Value], halved: bool = False) -> ir.Value:
-    """The sum over a tile's two groups of step * (levels . x), exact in 32 bits; `quads` hold levels + 64.
+    """The sum over a tile's two groups of step * (levels . x), as floats, exact but for one rounding; `quads` hold levels + 64.
 
-    Where there is no four-way dot product, the multiplication that sums pairs takes the step along and so costs nothing. `seeds` take the
-    64 back; `seed_of` makes them. `halved`: quads hold numbers up to 63 that are 32 above what they mean.
+    A group's product with its step is below 2**24, so floats hold it, and a fused multiply-add rounds the sum of two once, as converting
+    it from 32 bits would: three instructions in the place of two 32-bit multiplications (two micro-operations each) and three more. Where
+    there is no four-way dot product, the multiplication that sums pairs takes the step along and so costs nothing. `seeds` take the 64
+    back; `seed_of` makes them. `halved`: quads hold numbers up to 63 that are 32 above what they mean.
     """
     if INSTRUCTION_SET != "avx2":
         parts = []
@@ -237,15 +245,14 @@ def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value]
             own = builder.ashr(seeds[group], constant(WORDS, 1)) if halved else seeds[group]
             for j in range(4 * group, 4 * group + 4):
                 own = dot(builder, own, quads[j], x[j], False)
-            parts.append(builder.mul(own, steps[group]))
-        return builder.add(*parts)
+            parts.append(to_floats(builder, own))
+        return fma(builder, parts[1], steps[1], builder.fmul(parts[0], steps[0]))
     scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
     sums = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
     sums = sums if halved else builder.shl(sums, constant(WORDS, 1))
     for group in (0, 4):
-        part = sum_quads(builder, quads[group : group + 4], x[group : group + 4], 63 if halved else 127, steps[group // 4])
-        sums = builder.add(sums, part)
-    return sums
+        sums = builder.add(sums, _pairs(builder, quads[group : group + 4], x[group : group + 4], 63 if halved else 127, steps[group // 4]))
+    return to_floats(builder, sums)
 
 
 @inlined()

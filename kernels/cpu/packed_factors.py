@@ -87,20 +87,21 @@ class _Tile:
             self.factors = [exponent_scales(builder, scales, piece)]
         else:
             self.factors = [byte_scales(builder, offset(builder, scales, ROWS * half), piece) for half in range(2 if way == HALVES else 1)]
-        self.zeros = widen_bytes(builder, offset(builder, zeros, LANES * piece))
+        zeros = widen_bytes(builder, offset(builder, zeros, LANES * piece))
         if most > 127 and OFFSET_WHEN_WIDE:
-            self.zeros = builder.sub(self.zeros, constant(WORDS, 128))
+            zeros = builder.sub(zeros, constant(WORDS, 128))
+        self.below = builder.fneg(to_floats(builder, zeros))
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> ir.Value:
         """total + x_scale * sum over groups of factor * (values . x); the seeds turn codes into values."""
         builder = self.builder
         if self.way == CODEBOOK:
-            return fma(builder, to_floats(builder, codebook_sum(builder, quads, x, seeds, self.factors)), x_scale, total)
+            return fma(builder, codebook_sum(builder, quads, x, seeds, self.factors), x_scale, total)
         groups = (range(4), range(4, 8)) if self.way == HALVES else (range(8),)
         for group, seed, factor in zip(groups, seeds, self.factors):
             part = sum_quads(builder, [quads[j] for j in group], [x[j] for j in group], self.most)
-            own = builder.sub(part, builder.mul(self.zeros, seed))
-            total = fma(builder, builder.fmul(to_floats(builder, own), factor), x_scale, total)
+            own = fma(builder, self.below, to_floats(builder, seed), part)  # exact: both are below 2**20
+            total = fma(builder, builder.fmul(own, factor), x_scale, total)
         return total
 
 
@@ -116,7 +117,7 @@ class _SuperTile:
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> ir.Value:
         builder = self.builder
-        whole = to_floats(builder, sum_quads(builder, quads, x, self.most, self.steps))
+        whole = sum_quads(builder, quads, x, self.most, self.steps)
         own = fma(builder, self.minimum, to_floats(builder, seeds[0]), builder.fmul(whole, self.factor))
         return fma(builder, own, x_scale, total)
 
@@ -131,7 +132,7 @@ class _SignedTile:
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> ir.Value:
         builder = self.builder
-        whole = to_floats(builder, codebook_sum(builder, quads, x, seeds, self.steps, halved=True))
+        whole = codebook_sum(builder, quads, x, seeds, self.steps, halved=True)
         return fma(builder, builder.fmul(whole, self.factor), x_scale, total)
 
 
