@@ -7,6 +7,7 @@ their layer, each a record of its own on a 4096-byte border, so that one read br
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -148,7 +149,8 @@ class ConversionPlan:
 
 def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True) -> ConversionPlan:
     """Read headers and decide. Codes that a checkpoint holds in four bits are not rounded to as many or more, unless a rule says so or
-    `keep` is False. Raises UsageError for what is quantized already, CheckpointError for what is damaged.
+    `keep` is False. Raises UsageError for what is quantized already and for a rule that no matrix's name matches, CheckpointError for what
+    is damaged.
 
     The store of the plan stays open.
     """
@@ -160,12 +162,20 @@ def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True) -> Conversi
     store = open_store(folder, wide="f32", kept=lambda name: stays and recipe.ruled(name) is None)
     try:
         jobs = tuple(_jobs(check_tensors(config, store, getattr(store, "container", None)), recipe))
+        _check_rules(recipe, jobs)
     except BaseException:
         store.close()
         raise
     read = {(job.info.file, job.info.offset) for job in jobs}  # the first part of a tensor that is split begins where it does
     unused = tuple(name for name, info in store.tensors.items() if (info.file, info.offset) not in read)
     return ConversionPlan(folder, config, store, recipe, jobs, _files(jobs), unused)
+
+
+def _check_rules(recipe: Recipe, jobs: Sequence[Job]) -> None:
+    names = [job.name for job in jobs if kind_of(job.role) in MATRICES and len(job.shape) == 2]
+    for pattern, _ in recipe.rules:
+        if not any(re.search(pattern, name) for name in names):
+            raise UsageError(f"no matrix of this model has a name that {pattern!r} matches", f"names are like {names[-1]}")
 
 
 def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe) -> Iterable[Job]:

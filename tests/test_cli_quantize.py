@@ -160,6 +160,7 @@ def test_an_eval_text_is_read_before_the_work(tmp_path: Path) -> None:
     (("--bits", "4", "--tensor-type", "down_proj"), "down_proj"),
     (("--bits", "4", "--tensor-type", "(=4bit"), "regular expression"),
     (("--bits", "4", "--tensor-type", "down_proj=tiny"), "tiny"),
+    (("--bits", "4", "--tensor-type", "down_prj=8bit"), "no matrix of this model has a name that 'down_prj' matches"),
     (("--bits", "4", "--method", "magic"), "magic"),
 ])
 def test_flags_that_make_no_sense(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
