@@ -30,6 +30,7 @@ KLD_EXAMPLES = """examples
 
   effllm eval kld fable --text story.txt
   effllm eval kld ./my-model --against ./my-model-original --text story.txt --json
+  effllm eval kld fable --text story.txt --kv 4bit --by-token
 """
 
 PROFILE_EXAMPLES = """examples
@@ -49,6 +50,7 @@ Seconds = Annotated[float | None, flag(TEXT, "--seconds", "S", "time to take at 
 Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 Samples = Annotated[int, flag(TEXT, "--samples", "N", "texts with facts and questions at each distance (8)")]
 Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one as it is stored, with a 32-bit cache)")]
+ByToken = Annotated[bool, flag(TEXT, "--by-token", "", "one token at a time, as an answer is written; slower than a prompt's pages")]
 
 
 def register(app: typer.Typer) -> None:
@@ -78,7 +80,7 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
 
 
 def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, against: Against = None,
-        json: Json = False) -> None:
+        by_token: ByToken = False, json: Json = False) -> None:
     """KL divergence of the next-token distributions from a reference, token by token."""
     from dataclasses import replace
 
@@ -93,8 +95,8 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         reference = open_with_progress(reference_ref.folder, replace(options, kv="32bit", kv_ram=None, kv_read="exact"), screen)
         try:
-            result = last(follow(compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
-                                 KldResult))
+            comparing = compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text), by_token)
+            result = last(follow(comparing, screen, KldResult))
         finally:
             reference.close()
     if json:

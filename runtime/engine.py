@@ -297,11 +297,13 @@ class Engine:
         """Run `ids` after what is held; logits float32 [len(ids), V], a view. For measurements."""
         return self.model.logits(self._forward(ids))
 
-    def score(self, ids: Sequence[int], pages: int | None = None, known: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+    def score(self, ids: Sequence[int], pages: int | None = None, known: int = 0,
+              by_token: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         """Run `ids` from an empty cache; yields (position, logits float32 [n, V]) for every position. A view: copy what you keep.
 
         `pages` cuts the text into chunks of so many pages instead of the engine's. The logits of the first `known` positions are not
-        asked for: as many of them as the cache already holds are not run again.
+        asked for: as many of them as the cache already holds are not run again. `by_token` runs one token at a time, as an answer is
+        written; what is yielded is cut the same way.
         """
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
@@ -312,7 +314,7 @@ class Engine:
             self.reset()
         for piece in self._passes(len(ids) - held, pages):
             start = len(self.tokens)
-            if self.cache.pool.picks:  # as an answer is written
+            if by_token or self.cache.pool.picks:  # pages are picked for an answer alone
                 for row in range(start, start + piece, LOGIT_ROWS):
                     made = [self.forward_logits([token])[0].copy() for token in ids[row : min(row + LOGIT_ROWS, start + piece)]]
                     yield row, np.stack(made)

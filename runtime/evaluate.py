@@ -110,10 +110,11 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
 
 
 def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int,
-        source: str = "the text") -> Iterator[Progress | KldResult]:
+        source: str = "the text", by_token: bool = False) -> Iterator[Progress | KldResult]:
     """Compare `engine` with `reference` on the same tokens; yields Progress per piece and the result last.
 
-    With a packed cache the text is run page by page, as an answer would read it, and a token is scored where it reads a packed page.
+    With a packed cache the text is run page by page, so that a page is packed before the next one reads it, and a token is scored where it
+    reads a packed page. `by_token` runs `engine` one token at a time, with the kernels of an answer in the place of a prompt's.
     """
     if engine.config.vocab_size != reference.config.vocab_size:
         raise UsageError(f"vocabularies differ: {engine.config.vocab_size} and {reference.config.vocab_size} tokens",
@@ -129,7 +130,8 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
     divergence, loss, loss_ref, same = [], [], [], []
     bits = 0.0
     for window in cut:
-        for (start, logits), (_, wanted) in zip(engine.score(window, pages), reference.score(window, pages), strict=True):
+        scored = engine.score(window, pages, by_token=by_token)
+        for (start, logits), (_, wanted) in zip(scored, reference.score(window, pages), strict=True):
             engine.demand_finite(logits)
             reference.demand_finite(wanted)
             targets = np.array(window[start + 1 : start + 1 + len(logits)], np.int64)
