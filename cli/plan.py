@@ -111,7 +111,8 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
         raise ModelNotFound(f"{absent.message}; what it takes cannot be told before: {run.unknown}", absent.hint)
     if engine.draft is not None or engine.predict_neurons:
         screen.note(f"{reference.text} is not here: drafts and predictors are left out of this plan")
-    if reference.file and spec:  # it comes as it is, and a run quantizes what came
+    settled = "bits" in weights.settled and reference.variant is None  # gives way to codes that a file holds
+    if reference.file and spec and not (settled and run.prepared.container is not None):  # it comes as it is; a run quantizes what came
         run = replace(run, prepared=prepare_config(run.prepared.config, spec, run.prepared.options))
     return replace(plan, run=run)
 

@@ -165,15 +165,20 @@ def test_a_tag_means_the_one_file_that_states_it(hub: Hub, person: Person) -> No
     assert "2 files of Q8_0" in said and WHOLE in said
 
 
-def test_bits_of_the_settings_quantize_a_file_when_it_is_here(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = person.types("plan", WHOLE, "--no-probe", "--bits", "2", "--json").json
+def test_bits_quantize_a_file_when_it_is_here_and_those_of_the_settings_leave_its_codes(hub: Hub, person: Person,
+                                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan before the pull, the run and a plan after it agree."""
+    own, typed = (person.types("plan", WHOLE, "--no-probe", "--json", *bits).json for bits in ((), ("--bits", "2")))
+    assert typed["weights_bytes"] < 3_000_000 < own["weights_bytes"] and typed["pull"]["bits"] is None
     monkeypatch.setenv("EFFLLM_BITS", "2")
-    absent = person.types("plan", WHOLE, "--no-probe", "--json").json
-    assert absent["weights_bytes"] == typed["weights_bytes"] < 3_000_000 and absent["pull"]["bits"] is None
+    assert person.types("plan", WHOLE, "--no-probe", "--json").json["weights_bytes"] == own["weights_bytes"]
     ran = person.types("run", WHOLE, "Once", "--raw", "-n", "1", "-y")
-    assert ran.code == 0 and "quantized on load to 3.05 bits" in ran.err, ran.err
+    assert ran.code == 0 and "bits of EFFLLM_BITS is left out" in ran.err and "quantized on load" not in ran.err, ran.err
     here = person.types("plan", WHOLE, "--no-probe", "--json").json
-    assert abs(here["weights_bytes"] - typed["weights_bytes"]) < 0.01 * typed["weights_bytes"]
+    assert abs(here["weights_bytes"] - own["weights_bytes"]) < 0.01 * own["weights_bytes"]
+    monkeypatch.delenv("EFFLLM_BITS")
+    ran = person.types("run", WHOLE, "Once", "--raw", "-n", "1", "--bits", "2")
+    assert ran.code == 0 and "quantized on load to 3.05 bits" in ran.err, ran.err
 
 
 def test_a_tag_in_a_folder_of_ones_own(person: Person, hub: Hub) -> None:

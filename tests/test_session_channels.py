@@ -58,13 +58,13 @@ class Scripted:
     """An engine's place: it says what it is told, a token at a time, and remembers what it was asked to read."""
 
     def __init__(self, engine, ids):
-        self._engine, self._ids, self.read = engine, list(ids), []
+        self._engine, self._ids, self.prompt = engine, list(ids), []
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     def prefill(self, ids):
-        self.read = list(ids)
+        self.prompt = list(ids)
         return self._engine.prefill(ids)
 
     def generate(self, sampler, max_tokens, stop_ids, ignore_eos=False):
@@ -101,11 +101,11 @@ def test_analysis_is_reasoning_and_final_is_the_answer(engine, tokenizer):
     events = list(session.ask("Is it?"))
     assert said(events, "thinking") == THOUGHT and said(events) == ANSWER
     assert session.messages[-1] == {"role": "assistant", "content": ANSWER} and session.stats.finish_reason == "stop"
-    prompt = tokenizer.decode(session.engine.read, skip_special_tokens=False)
+    prompt = tokenizer.decode(session.engine.prompt, skip_special_tokens=False)
     assert prompt.endswith("<|start|>user<|message|>Is it?<|end|><|start|>assistant") and "Reasoning: medium" in prompt
     session.engine = Scripted(engine, tokenizer.encode("<|channel|>final<|message|>No.<|return|>", add_special_tokens=False))
     assert said(session.ask("Sure?")) == "No."
-    prompt = tokenizer.decode(session.engine.read, skip_special_tokens=False)
+    prompt = tokenizer.decode(session.engine.prompt, skip_special_tokens=False)
     assert f"<|channel|>final<|message|>{ANSWER}<|end|>" in prompt and THOUGHT not in prompt
 
 
@@ -119,13 +119,13 @@ def test_a_call_of_a_tool_ends_the_turn_and_is_no_answer(engine, tokenizer):
 def test_thinking_is_asked_for_as_an_effort(engine, tokenizer, think, effort):
     session = begun(engine, tokenizer, think=think)
     list(session.ask("Is it?"))
-    assert f"Reasoning: {effort}<|end|>" in tokenizer.decode(session.engine.read, skip_special_tokens=False)
+    assert f"Reasoning: {effort}<|end|>" in tokenizer.decode(session.engine.prompt, skip_special_tokens=False)
 
 
 def test_a_system_prompt_is_where_the_template_puts_it(engine, tokenizer):
     session = begun(engine, tokenizer, system="Be brief.")
     list(session.ask("Is it?"))
-    assert "<|start|>developer<|message|>Be brief.<|end|><|start|>user" in tokenizer.decode(session.engine.read, skip_special_tokens=False)
+    assert "<|start|>developer<|message|>Be brief.<|end|><|start|>user" in tokenizer.decode(session.engine.prompt, skip_special_tokens=False)
 
 
 def test_an_answer_may_be_cut_anywhere_and_goes_on(engine, tokenizer):
@@ -136,7 +136,7 @@ def test_an_answer_may_be_cut_anywhere_and_goes_on(engine, tokenizer):
         first = list(session.ask("Is it?"))
         session.max_tokens = 200
         second = list(session.continue_())
-        assert session.engine.read[-cut:] == script[:cut], "the tokens themselves are gone on with"
+        assert session.engine.prompt[-cut:] == script[:cut], "the tokens themselves are gone on with"
         assert said(first) + said(second) == ANSWER == session.messages[-1]["content"], cut
         assert said(first, "thinking") + said(second, "thinking") == THOUGHT, cut
 
@@ -147,7 +147,7 @@ def test_an_answer_that_was_changed_goes_on_on_its_own_channel(engine, tokenizer
     session.messages[-1] = {"role": "assistant", "content": "Perhaps"}
     session.engine = Scripted(engine, tokenizer.encode(" not.<|return|>", add_special_tokens=False))
     assert said(session.continue_()) == " not." and session.messages[-1]["content"] == "Perhaps not."
-    assert tokenizer.decode(session.engine.read, skip_special_tokens=False).endswith("<|start|>assistant<|channel|>final<|message|>Perhaps")
+    assert tokenizer.decode(session.engine.prompt, skip_special_tokens=False).endswith("<|start|>assistant<|channel|>final<|message|>Perhaps")
 
 
 def test_a_raw_text_is_continued_as_it_stands(engine, tokenizer):

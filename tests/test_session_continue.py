@@ -70,13 +70,13 @@ class Scripted:
     """An engine's place: it says what it is told, a token at a time, and remembers what it was asked to read."""
 
     def __init__(self, engine, ids):
-        self._engine, self._ids, self.read = engine, ids, []
+        self._engine, self._ids, self.prompt = engine, ids, []
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     def prefill(self, ids):
-        self.read = list(ids)
+        self.prompt = list(ids)
         return self._engine.prefill(ids)
 
     def generate(self, sampler, max_tokens, stop_ids, ignore_eos=False):
@@ -100,7 +100,7 @@ def test_the_border_between_reasoning_and_answer_may_lie_in_the_second_half(sess
         first = list(session.ask(QUESTION))
         session.max_tokens = len(script)
         second = list(session.continue_())
-        assert session.engine.read[-cut:] == script[:cut], "the tokens themselves are gone on with"
+        assert session.engine.prompt[-cut:] == script[:cut], "the tokens themselves are gone on with"
         assert session.messages[-1]["content"] == said(first) + said(second) == "Once upon a time", cut
         thought = said(first, "thinking") + said(second, "thinking")
         assert thought.startswith("The fox is sly") and "Once" not in thought, cut

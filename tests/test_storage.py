@@ -322,7 +322,8 @@ def test_bash_completes_names_with_a_colon(person: Person) -> None:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m effllm "$@"\n')
     program.chmod(0o755)
     env = {**os.environ, **person.env, "PATH": f"{program.parent}:{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
-    script = subprocess.run([program, "--show-completion", "bash"], env=env, capture_output=True, text=True, check=True).stdout
+    shown = ["bash", "-c", "effllm --show-completion; exit $?"]  # the shell that asks is the one that is meant
+    script = subprocess.run(shown, env=env, capture_output=True, text=True, check=True).stdout
     (person.home / "rc").write_text(script + "\nbind 'set enable-bracketed-paste off'\nPS1='ready> '\n")
     for breaks in (":", "COMP_WORDBREAKS=${COMP_WORDBREAKS//:}"):
         bash = pexpect.spawn("bash", ["--noprofile", "--rcfile", str(person.home / "rc"), "-i"], env=env, encoding="utf-8", timeout=60,
