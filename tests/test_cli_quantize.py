@@ -118,6 +118,7 @@ def test_eval_scores_before_and_after(tmp_path: Path) -> None:
     assert "before" in again.out and "KL divergence" in again.out
 
 
+@pytest.mark.slow
 def test_a_target_chooses_formats_tensor_by_tensor(tmp_path: Path) -> None:
     flags = ("quantize", "fable", "-o", tmp_path / "out", "--target", "4bpw", "--tensor-type", "embed_tokens=4bit", "--calib-tokens", "512")
     planned, done = Ran(*flags, "--dry-run", "--json").json, Ran(*flags, "--json").json
@@ -129,6 +130,7 @@ def test_a_target_chooses_formats_tensor_by_tensor(tmp_path: Path) -> None:
     assert recorded["spec"].startswith("4bpw") and recorded["bits_per_weight"] == pytest.approx(done["bits_per_weight"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_calibration_text_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "text").write_text(STORY * 5)
     flags = ("--bits", "3", "--calib", tmp_path / "text", "--calib-tokens", "512")

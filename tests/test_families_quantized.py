@@ -194,6 +194,7 @@ def test_positions_that_were_never_learned_are_refused(tmp_path: Path) -> None:
 # -- through the command line --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_gemma_through_every_command(tmp_path: Path) -> None:
     """Asked with a system prompt that its template has no role for, planned, shown, quantized with calibration, measured, asked again."""
     folder, out, text = tmp_path / "gemma", tmp_path / "gemma-4bit", tmp_path / "text.txt"

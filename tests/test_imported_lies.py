@@ -30,7 +30,7 @@ def parts_of(name: str) -> dict[str, torch.Tensor]:
 def read(folder: Path, name: str, parts: dict[str, torch.Tensor], low_bit: bool) -> np.ndarray:
     """The bytes of the weight."""
     save_file({BASE + key: value.contiguous() for key, value in parts.items()}, folder / "model.safetensors")
-    with ImportedStore(TensorStore.open(folder), CASES[name][0], "f32", low_bit) as store:
+    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f32", low_bit) as store:
         return store.read(store.tensors[f"{BASE}weight"])
 
 

@@ -80,6 +80,7 @@ def test_bits_go_to_the_heads_that_remember(profile: Profile) -> None:
     assert apart[..., 1].mean() <= 3
 
 
+@pytest.mark.slow
 def test_a_recording_is_the_same_twice(engine: Engine, tokenizer: Tokenizer, profile: Profile) -> None:
     *_, again = record(engine, tokenizer, TEXT, "some weights", seconds=1e6)
     assert again.hash == profile.hash
