@@ -125,7 +125,8 @@ def test_thinking_is_asked_for_as_an_effort(engine, tokenizer, think, effort):
 def test_a_system_prompt_is_where_the_template_puts_it(engine, tokenizer):
     session = begun(engine, tokenizer, system="Be brief.")
     list(session.ask("Is it?"))
-    assert "<|start|>developer<|message|>Be brief.<|end|><|start|>user" in tokenizer.decode(session.engine.prompt, skip_special_tokens=False)
+    prompt = tokenizer.decode(session.engine.prompt, skip_special_tokens=False)
+    assert "<|start|>developer<|message|>Be brief.<|end|><|start|>user" in prompt
 
 
 def test_an_answer_may_be_cut_anywhere_and_goes_on(engine, tokenizer):
@@ -147,7 +148,8 @@ def test_an_answer_that_was_changed_goes_on_on_its_own_channel(engine, tokenizer
     session.messages[-1] = {"role": "assistant", "content": "Perhaps"}
     session.engine = Scripted(engine, tokenizer.encode(" not.<|return|>", add_special_tokens=False))
     assert said(session.continue_()) == " not." and session.messages[-1]["content"] == "Perhaps not."
-    assert tokenizer.decode(session.engine.prompt, skip_special_tokens=False).endswith("<|start|>assistant<|channel|>final<|message|>Perhaps")
+    prompt = tokenizer.decode(session.engine.prompt, skip_special_tokens=False)
+    assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>Perhaps")
 
 
 def test_a_raw_text_is_continued_as_it_stands(engine, tokenizer):
