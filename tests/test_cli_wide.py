@@ -68,10 +68,11 @@ class Screen:
 
 
 def typed(text: str, *flags: str) -> str:
-    """What `run` writes to a terminal, both streams, where the answer is `text`."""
+    """What `run` writes to a terminal, both streams, where the answer is `text`. The width is said twice: pexpect sets that of the terminal
+    when the program has begun, which on a busy machine is after it asked."""
     terminal = pexpect.spawn(sys.executable, ["-P", "-c", CHILD.format(text=text), "run", "fable", "Hi", "-n", "600", "--temp", "0",
                                               "--device", "cpu", *flags], encoding="utf-8", timeout=MINUTE, dimensions=(24, WIDTH),
-                             env={**os.environ, "TERM": "xterm-256color", "PYTHONUTF8": "1"})
+                             env={**os.environ, "TERM": "xterm-256color", "PYTHONUTF8": "1", "COLUMNS": str(WIDTH)})
     terminal.expect(pexpect.EOF)
     terminal.close()
     assert terminal.exitstatus == 0, terminal.before

@@ -89,17 +89,18 @@ def on_card_sealed(pages) -> int:
     return pages.records.nbytes if hasattr(pages, "records") else pages.sealed.nbytes
 
 
-def test_low_bit_layers_run_on_the_card_as_codes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [pytest.param({}, marks=pytest.mark.slow), pytest.param({"device": "cuda"}, marks=pytest.mark.slow),
+                                   {"gpu_layers": 2, "exact": True}])
+def test_low_bit_layers_run_on_the_card_as_codes(tmp_path: Path, asked: dict[str, object]) -> None:
     """As on the CPU with float32 activations (`--exact`); their bytes there are those of the file."""
     run(FABLE, tmp_path / "small", options("4bit"))
     exact = logits(opened(tmp_path / "small", None, exact=True)[0])
-    for asked in ({}, {"device": "cuda"}, {"gpu_layers": 2, "exact": True}):
-        card = simulated()
-        engine, _ = opened(tmp_path / "small", card, **asked)
-        count = asked.get("gpu_layers", LAYERS)
-        low = sum(own.nbytes for layer in range(LAYERS - count, LAYERS) for own in engine.model.tensors[layer].values())
-        assert engine.placement.devices.count("cuda") == count and low <= card.crossed.placed < low * 1.02
-        assert divergence(logits(engine), exact) < 1e-4
+    card = simulated()
+    engine, _ = opened(tmp_path / "small", card, **asked)
+    count = asked.get("gpu_layers", LAYERS)
+    low = sum(own.nbytes for layer in range(LAYERS - count, LAYERS) for own in engine.model.tensors[layer].values())
+    assert engine.placement.devices.count("cuda") == count and low <= card.crossed.placed < low * 1.02
+    assert divergence(logits(engine), exact) < 1e-4
 
 
 @pytest.mark.parametrize("case", [Case("llama", RELU, dtype="bfloat16"), Case("llama", {**RELU, "mlp_bias": True}),
