@@ -53,7 +53,7 @@ def planned(folder: Path, card: SimulatedDevice | None, **asked: object):
 # -- the forward pass ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 4, LAYERS])
+@pytest.mark.parametrize("count", [1, 4, pytest.param(LAYERS, marks=pytest.mark.slow)])
 def test_layers_on_the_card_answer_alike_and_the_stream_crosses_once(count: int) -> None:
     card = simulated()
     engine, said = opened(FABLE, card, gpu_layers=count)
@@ -71,7 +71,7 @@ def test_layers_on_the_card_answer_alike_and_the_stream_crosses_once(count: int)
     assert np.abs(found - on_cpu()).max() < 2e-3 * np.abs(on_cpu()).max()
 
 
-@pytest.mark.parametrize("kv", ["32bit", "8bit", "4bit"])
+@pytest.mark.parametrize("kv", ["32bit", pytest.param("8bit", marks=pytest.mark.slow), "4bit"])
 def test_every_cache_lives_where_its_layer_is_computed(kv: str) -> None:
     card = simulated()
     engine, _ = opened(FABLE, card, gpu_layers=3, kv=kv)
@@ -251,7 +251,7 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- layers that are copied for a pass -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["fable", "4bit", "mixture"])
+@pytest.mark.parametrize("folder", ["fable", pytest.param("4bit", marks=pytest.mark.slow), "mixture"])
 def test_long_passes_copy_the_hosts_layers(folder: str, tmp_path: Path) -> None:
     """Prompts are multiplied on the card, answers where the weights lie; keys and values never move. Every matrix crosses once a pass."""
     path = FABLE

@@ -37,7 +37,8 @@ def planned(person: Person, *words: str) -> dict:
     return json.loads(out)
 
 
-@pytest.mark.parametrize("flags", [("-c", "700", "--kv", "4bit"), ("--bits", "4"), ("--ram", "2G")])
+@pytest.mark.parametrize("flags", [("-c", "700", "--kv", "4bit"), *(pytest.param(flags, marks=pytest.mark.slow)
+                                                                  for flags in (("--bits", "4"), ("--ram", "2G")))])
 def test_the_plan_before_a_pull_is_the_one_after_it(hub: Hub, person: Person, flags: tuple[str, ...]) -> None:
     before = planned(person, REPO, *flags)
     assert not hub.asked("model-0") and not hub.asked("tokenizer.json"), "weights or tokenizer were loaded to plan"

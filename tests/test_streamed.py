@@ -96,7 +96,7 @@ def test_what_is_pinned_between_changes_nothing(spec: str, keep: int, folders, e
     assert np.array_equal(streamed(folders(spec), keep=keep, ring=1 << 20), expected(spec))
 
 
-@pytest.mark.parametrize("spec", ("bf16", "4bit", "8bit"))
+@pytest.mark.parametrize("spec", ("bf16", "4bit", pytest.param("8bit", marks=pytest.mark.slow)))
 def test_products_in_float32_give_the_same_bits(spec: str, folders, small_parts: None) -> None:
     assert np.array_equal(streamed(folders(spec), exact=True, kv="32bit"), resident(folders(spec), exact=True, kv="32bit"))
 
