@@ -65,8 +65,6 @@ def main() -> None:
             print(f"{folder.name} {kv}: {prompt.kld:.3e} and {answer.kld:.3e}", file=sys.stderr, flush=True)
             figures += [Figure(f"prompt_{key}", f"KLD, {kv}, page by page", conditions, prompt.kld, "nats"),
                         Figure(f"answer_{key}", f"KLD, {kv}, token by token", conditions, answer.kld, "nats"),
-                        Figure(f"flips_{key}", f"flips, {kv}, page by page and token by token",
-                               f"{100 * prompt.flips:.3f}% and {100 * answer.flips:.3f}%", answer.flips / max(prompt.flips, 1e-9), "×"),
                         Figure(f"ratio_{key}", f"{kv}, token by token against page by page", conditions, answer.kld / prompt.kld, "×")]
     publish("kv-answers", "What an answer's kernels add to what a packed cache loses", __doc__.split("\n\n")[1], figures,
             keep=not options.no_results)
