@@ -1,11 +1,16 @@
-"""What every test shares: the person's own folders are not this machine's."""
+"""What every test shares: the person's own folders are not this machine's; a hub on the loopback, and someone who types to it."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub, running
+from pulls import Person
 
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME")
@@ -24,3 +29,14 @@ def folders_of_nobody() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def person(tmp_path: Path, hub: Hub) -> Person:
+    return Person(tmp_path, hub.endpoint)

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ import pytest
 from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, running
+from hub_server import Hub
 from pulls import FABLE, MINUTE, Person, sharded
 
 from effllm.runtime import devices
@@ -135,17 +134,6 @@ COVERED = {
         "test_trial.py::test_a_child_that_is_ended_by_a_signal_is_a_no",
         "test_instruction_sets.py::test_loops_are_right_and_of_the_instructions_of"),
 }
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
-
-
-@pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
 
 
 def test_every_test_of_the_table_is_there() -> None:

@@ -3,14 +3,13 @@
 import re
 import resource
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, running
+from hub_server import Hub
 from pulls import FABLE, MINUTE, Person, Typed, on_disk, tiny
 from streamed_models import streaming
 from test_hardware import GIB, machine, tree, v1, v2
@@ -29,17 +28,6 @@ code = main(sys.argv[1:])
 print([line for line in open("/proc/self/status") if line.startswith("VmHWM")][0], file=sys.stderr)
 sys.exit(code)
 """
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
-
-
-@pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
 
 
 @pytest.mark.parametrize("version", [1, 2])

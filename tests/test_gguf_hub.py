@@ -46,11 +46,6 @@ def hub(files: dict[str, bytes]) -> Iterator[Hub]:
         yield hub
 
 
-@pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
-
-
 WHOLE, SPLIT = f"{REPO}:fable-Q8_0.gguf", f"{REPO}:Q4_0/fable-Q4_0-00001-of-00003.gguf"
 
 

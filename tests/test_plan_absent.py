@@ -25,11 +25,6 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-@pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
-
-
 def planned(person: Person, *words: str) -> dict:
     """In a process of its own, because what that has in memory is a part of its plan."""
     out, err = (process := person.starts("plan", *words, "--no-probe", "--device", "cpu", "--json")).communicate(timeout=MINUTE)

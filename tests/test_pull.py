@@ -2,22 +2,15 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, Reply, Request, always, etag, running
+from hub_server import Hub, Reply, Request, always, etag
 from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
 
 REPO = "org/name"
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
 
 
 @pytest.fixture

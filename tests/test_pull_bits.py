@@ -35,11 +35,6 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
-@pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
-
-
 @pytest.fixture(scope="module")
 def from_folder(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The weights that `quantize` makes."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, Reply, Request, running
+from hub_server import Hub, Reply, Request
 from pulls import FABLE, MINUTE, Person, on_disk, sharded, tiny
 
 from effllm.offload.size import parse_size
@@ -26,17 +26,6 @@ REPO = "org/name"
 WEIGHTS = 6_000_000
 FULL = re.compile(r"the disk of (\S+) is full: ([\d.]+ \w+) are still to come, ([\d.]+ \w+) are free\n"
                   r"hint: make room for ([\d.]+ \w+), then ")
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
-
-
-@pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
 
 
 def mounted(*words: str) -> bool:

@@ -1,7 +1,6 @@
 """What a pull of a GGUF file says beforehand, from the beginning of the file: memory, speed, and whether it will run at all."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -9,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
-from hub_server import Hub, running
+from hub_server import Hub
 from pulls import FABLE, Person
 
 from effllm.offload.gguf import read_gguf_keys
@@ -18,12 +17,6 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.pull.gguf_head import HEAD_NBYTES, chosen
 
 REPO, FILE = "org/name", "fable.gguf"
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, running
+from hub_server import Hub
 from pulls import Person, sharded
 from test_imported import written
 from test_pull_bits import REPO, allocated, kept, weights, weights_served
@@ -21,12 +20,6 @@ from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import pull_model
 from effllm.runtime.pull.shards import most_held
 from effllm.runtime.reference import parse_reference
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
 
 
 @pytest.fixture

@@ -2,23 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
-from hub_server import Hub, Repo, always, running
+from hub_server import Hub, Repo, always
 from pulls import FABLE, Person, measure_nothing, on_disk, tiny
 
 REPO = "org/name"
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, running
+from hub_server import Hub
 from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
 
 from effllm.offload.predict import KindRate
@@ -20,12 +20,6 @@ from effllm.runtime.pull import reckon
 REPO = "org/name"
 LACKING = reckon.lacking
 CATALOGUED = "Qwen/Qwen3-0.6B"
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, Reply, Request, etag, running
+from hub_server import Hub, Reply, Request, etag
 from pulls import MINUTE, Person, on_disk, tiny
 
 from effllm.offload import transfer
@@ -31,17 +30,6 @@ from effllm.runtime.reference import parse_reference
 REPO = "org/name"
 SHARDS, SHARD_NBYTES = 3, 12_000_000
 IN_FLIGHT = 1 << 20  # that a server has sent and a killed reader has not seen
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
-
-
-@pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
 
 
 def large(nbytes: int = SHARD_NBYTES) -> dict[str, bytes]:

@@ -5,13 +5,12 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, running
+from hub_server import Hub
 from pulls import FABLE, Person
 
 from effllm import UsageError
@@ -177,12 +176,6 @@ def test_a_sound_machine_is_sound_whatever_the_settings_say(place: Path, monkeyp
 
 
 # ---- what is cheap is judged first
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
 
 
 WRONG = [(("--temp", "-1"), 2, "temperature"), (("--top-p", "2"), 2, "top_p"), (("--stop", ""), 2, "stop string"),

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, running
+from hub_server import Hub
 from pulls import FABLE, Person, sharded, tiny
 
 from effllm import EffllmError, UsageError
@@ -27,17 +26,6 @@ from effllm.runtime.listing import local_models, model_names
 from effllm.runtime.reference import parse_reference
 
 REPO = "org/name"
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running() as hub:
-        yield hub
-
-
-@pytest.fixture
-def person(tmp_path: Path, hub: Hub) -> Person:
-    return Person(tmp_path, hub.endpoint)
 
 
 # -- references ------------------------------------------------------------------------------------------------------------------
