@@ -33,8 +33,8 @@ def quantize_tiles(typingctx, x, tiles, codes, scales, totals):
         blocks, tile, _ = begin_loop(builder, "quantize", I64(0), [])
         at = builder.add(x, builder.mul(tile, I64(4 * TILE)))
         values = [load(builder, offset(builder, at, 4 * VECTOR * i), wide, 4) for i in range(parts)]
-        # Magnitudes order like their bits, and NaN lies above infinity: one comparison each, where a maximum of floats has to ask
-        # for NaN in every step (50 ns a tile became 15 on a processor of 3 GHz).
+        # Magnitudes order like their bits, and NaN lies above infinity: a few vector maxima, where a maximum of floats becomes a chain of
+        # scalar steps that each ask for NaN.
         sizes = [builder.and_(builder.bitcast(value, words), constant(words, 0x7FFFFFFF)) for value in values]
         while len(sizes) > 1:
             sizes = [builder.select(builder.icmp_unsigned(">", a, b), a, b) for a, b in zip(sizes[::2], sizes[1::2])]
