@@ -11,42 +11,29 @@ Models bring their profile (`effllm eval kv-profile`).
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from effllm.runtime.engine import Engine
-from effllm.runtime.prepare import EngineOptions
-from kv_grid import opened
-from kv_model import FIRST, Score, text_windows
-from kv_system import scored
+from kv_model import Score, text_windows
+from kv_system import OURS, engine_answers, scored
 from report import Figure, publish
 
-SETTINGS = ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit")
 CTX = 832
 
 
-def answers(engine: Engine, windows: np.ndarray, by_token: bool) -> list[np.ndarray]:
+def scores(folder: Path, kv: str, windows: Sequence[Sequence[int]], by_token: bool = False) -> list[np.ndarray]:
     """Logits [CTX - FIRST, V] of every window."""
-    made = []
-    for window in windows.tolist():
-        parts = [logits[max(0, FIRST - start) :].copy() for start, logits in engine.score(window, 1, by_token=by_token)
-                 if start + len(logits) > FIRST]
-        made.append(np.concatenate(parts))
-    return made
+    with engine_answers(folder, kv, CTX, False, by_token) as answers:
+        return [answers(window) for window in windows]
 
 
-def measured(folder: Path, windows: np.ndarray) -> Iterator[tuple[str, Score, Score]]:
+def measured(folder: Path, windows: Sequence[Sequence[int]]) -> Iterator[tuple[str, Score, Score]]:
     """A setting, page by page and token by token."""
-    with_cache = lambda kv: opened(folder, EngineOptions(device="cpu", kv=kv, ctx=CTX, force=True), False)  # noqa: E731
-    exact = with_cache("32bit")
-    wanted = answers(exact, windows, False)
-    exact.close()
-    for kv in SETTINGS:
-        engine = with_cache(kv)
-        yield kv, scored(wanted, answers(engine, windows, False)), scored(wanted, answers(engine, windows, True))
-        engine.close()
+    wanted = scores(folder, "32bit", windows)
+    for kv in OURS:
+        yield kv, *(scored(wanted, scores(folder, kv, windows, by_token)) for by_token in (False, True))
 
 
 def main() -> None:
@@ -58,7 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     figures = []
     for folder in options.models:
-        windows = text_windows(folder, options.text.read_text(encoding="utf-8"), options.windows, CTX)
+        windows = text_windows(folder, options.text.read_text(encoding="utf-8"), options.windows, CTX).tolist()
         for kv, prompt, answer in measured(folder, windows):
             conditions = f"{folder.name}, {len(windows)} windows of {CTX} tokens"
             key = f"{folder.name}_{kv}".replace("-", "_")

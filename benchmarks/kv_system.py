@@ -51,12 +51,13 @@ class Row:
 
 
 @contextmanager
-def engine_answers(folder: Path, kv: str, ctx: int, plain: bool) -> Iterator[Answers]:
+def engine_answers(folder: Path, kv: str, ctx: int, plain: bool, by_token: bool = False) -> Iterator[Answers]:
     """Logits [ctx - FIRST, V] of a window through effllm."""
     engine = opened(folder, EngineOptions(device="cpu", threads=1, kv=kv, ctx=ctx, force=True), plain)
 
     def answers(window: Sequence[int]) -> np.ndarray:
-        parts = [logits[max(0, FIRST - start) :].copy() for start, logits in engine.score(window, 1) if start + len(logits) > FIRST]
+        pieces = engine.score(window, 1, by_token=by_token)
+        parts = [logits[max(0, FIRST - start) :].copy() for start, logits in pieces if start + len(logits) > FIRST]
         return np.concatenate(parts)
 
     try:
