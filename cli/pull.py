@@ -146,7 +146,7 @@ def suffix(plan: PullPlan) -> str:
 
 def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     """The plan on stderr: stdout is for the answer of `run`, and for --json."""
-    from ..offload.size import format_size
+    from ..offload.size import format_size, several
     from .plan import tiers
 
     repository, wish, run = plan.repository, plan.wish, plan.run
@@ -158,7 +158,7 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     made = f" at {wish.bits}" if wish.bits else ""
     lines = [("model", f"{repository.repo} at {repository.commit[:12]}" + (f" ({wish.entry.alias})" if wish.entry else "")),
              ("licence", f"{plan.licence or 'not stated'}{gate}"),
-             ("download", f"{format_size(plan.to_load)} in {len(plan.files)} files{here}"),
+             ("download", f"{format_size(plan.to_load)} in {several(len(plan.files), 'file')}{here}"),
              ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
     if plan.smaller is not None:

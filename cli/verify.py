@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def verify(context: typer.Context, model: Model, json: Json = False) -> None:
     """Check a model's files against their checksums."""
-    from ..offload.size import format_size
+    from ..offload.size import format_size, several
     from ..runtime.verify import Verified
     from ..runtime.verify import verify as check
 
@@ -42,4 +42,4 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
         raise Damaged(f"{folder} is damaged: {result.kind.removesuffix('s')} {', '.join(result.damaged[:NAMED])}{more}",
                       "quantize or download it again")
     if not json:
-        screen.line(f"{result.count} {result.kind}, {format_size(result.nbytes)}: all as they were written")
+        screen.line(f"{several(result.count, result.kind.removesuffix('s'))}, {format_size(result.nbytes)}: all as they were written")

@@ -35,3 +35,8 @@ def format_size(nbytes: int) -> str:
     while value >= 1023.995 and unit < len(_UNITS) - 1:
         unit, value = unit + 1, value / 1024
     return f"{value:.2f} {_UNITS[unit]}"
+
+
+def several(count: int, noun: str) -> str:
+    """A number with its noun: `1 file`, `2 files`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -25,7 +25,7 @@ from ..kernels.threads import MOST_WORKERS, ThreadPool
 from ..offload import hardware
 from ..offload.checkpoint import CheckpointError
 from ..offload.shards import INDEX, index_json
-from ..offload.size import format_size
+from ..offload.size import format_size, several
 from ..offload.writer import FolderWriter, held_nbytes
 from ..quant import methods
 from ..quant.error import error_db
@@ -179,7 +179,8 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
         item.close()
     chosen = plan.with_recipe(found.recipe)
     counts = Counter(str(job.spec) for job in chosen.jobs if not job.spec.is_raw)
-    yield Notice(f"{options.target:g} bits per weight: " + ", ".join(f"{count} tensors {spec}" for spec, count in sorted(counts.items())))
+    shares = ", ".join(f"{several(count, 'tensor')} {spec}" for spec, count in sorted(counts.items()))
+    yield Notice(f"{options.target:g} bits per weight: {shares}")
     yield chosen
 
 

@@ -246,3 +246,20 @@ def test_the_shell_is_told_files_and_loads_little(hub: Hub, person: Person) -> N
             "assert not {'numpy', 'tokenizers', 'ssl', 'http.client'} & set(sys.modules)")
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | person.env)
     assert ran.stdout == f"{WHOLE}\n"
+
+
+def test_a_place_of_several_gguf_files_names_them(hub: Hub, person: Person, tmp_path: Path) -> None:
+    """In a repository and in a folder, what most people take first; one file is one file."""
+    whole = hub.repos[REPO].files["fable-Q8_0.gguf"]
+    hub.add("org/several", files={f"fable-{kind}.gguf": whole for kind in ("F16", "Q8_0", "Q4_K_M")})
+    said = person.types("pull", "org/several").refused(3)
+    assert said.endswith("effllm pull org/several:fable-Q4_K_M.gguf or org/several:fable-F16.gguf or org/several:fable-Q8_0.gguf"), said
+    pulled = person.types("pull", "org/several:fable-F16.gguf", "-y")
+    assert pulled.code == 0 and " in 1 file\n" in pulled.err, pulled.err
+    assert person.types("verify", "org/several:fable-F16.gguf").out.startswith("1 file, ")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for kind in ("Q8_0", "F16"):
+        (folder / f"fable-{kind}.gguf").write_bytes(whole)
+    said = person.types("show", folder).refused(3)
+    assert "holds GGUF files and no config.json" in said and f"{folder}:fable-F16.gguf" in said and f"{folder}:fable-Q8_0.gguf" in said

@@ -1,12 +1,15 @@
 """The plan against the process: what `effllm plan` says in one process, a run in another asks for too, and does not exceed."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pexpect
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -57,6 +60,29 @@ def test_a_run_stays_below_its_plan():
     peak = ran["memory"]["peak_rss_bytes"]
     assert peak <= planned["total_bytes"], f"{peak / 2**20:.0f} MiB used, {planned['total_bytes'] / 2**20:.0f} MiB planned"
     assert ran["memory"]["weights_bytes"] == planned["weights_bytes"] and ran["memory"]["kv_bytes"] <= planned["kv_bytes"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--bits", "4", "--kv", "4bit")], ids=["as published", "4 bits, packed"])
+def test_a_chat_stays_below_its_plan(flags: tuple[str, ...], tmp_path: Path):
+    """Its plan counts the line where a person types, which a run does not have: about 10 MiB, as docs/memory.md says."""
+    waits, has_line = "\x1b[?2004h", "\x1b[?2004l"
+    environment = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path)}
+    command = ["-P", "-m", "effllm", "chat", "fable", "--stats", "-n", "8", "--seed", "1", *flags]
+    terminal = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=90, dimensions=(40, 160))
+    terminal.expect_exact(waits)
+    for words in ("Tell me a story.", "The fox went to the king and said that he was hungry. " * 30):
+        terminal.send(words + "\r")
+        terminal.expect_exact(has_line)
+        terminal.expect_exact(waits)
+    most, planned = map(float, re.search(r"memory ([\d.]+) MiB at most, ([\d.]+) MiB planned", terminal.before).groups())
+    used = int(re.search(r"context (\d+) of 2048", terminal.before)[1])
+    held = psutil.Process(terminal.pid).memory_info().rss / 2**20
+    terminal.send("\x04")
+    terminal.expect(pexpect.EOF)
+    assert used > 350, "more than the tokens that stay exact, so that pages are packed"
+    assert held <= most + 1 and most <= planned, f"{most} MiB used, {planned} MiB planned"
+    if not flags:
+        assert 5 < planned - effllm("plan", "fable")["total_bytes"] / 2**20 < 20
 
 
 def test_a_plan_and_a_run_ask_for_the_same_memory(talkative: Path):

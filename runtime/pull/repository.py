@@ -145,14 +145,14 @@ def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
         return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
                              "choose another repository of this model")
     if ggufs := names.models(repository.files):
-        return ModelNotFound(f"{repository.repo} holds GGUF files alone", f"name one: effllm pull {repository.asked}:{_preferred(ggufs)}")
+        return ModelNotFound(f"{repository.repo} holds GGUF files alone",
+                             "name one: effllm pull " + " or ".join(f"{repository.asked}:{file}" for file in _preferred(ggufs)))
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in every):
         return ModelNotFound(f"{repository.repo} holds pickle weights alone: opening one runs whatever code is inside, so effllm refuses",
                              "choose a repository of this model with .safetensors")
     return ModelNotFound(f"{repository.repo} holds no weights", "choose another repository")
 
 
-def _preferred(names: Iterable[str]) -> str:
-    """What most people would take of several precisions."""
-    names = sorted(names)
-    return next((name for name in names if "q4_k_m" in name.lower()), names[0])
+def _preferred(names: Iterable[str]) -> list[str]:
+    """A few of several precisions, what most people would take first."""
+    return sorted(names, key=lambda name: ("q4_k_m" not in name.lower(), name))[:MOST_NAMED]
