@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .. import ModelNotFound, UsageError
 from ..offload.header import is_gguf
-from . import hub, storage
+from ..offload.size import format_size
+from . import hub, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
 from .gguf import names
@@ -152,7 +153,10 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
     """A repository's files, or what effllm made of them; None where neither is here."""
     found = hub.find(env, repo, revision)
     if reference.file is not None:
-        return _from_cached_file(reference, found, facts) if found else None
+        whole = _from_cached_file(reference, found, facts) if found else None
+        if whole is None:
+            _refuse_begun(reference, repo, revision, env)
+        return whole
     kept = storage.find_kept(env, repo, found.commit if found else revision, reference.variant)
     missing = hub.missing_files(found.folder) if found else ()
     if found is not None and not missing and not (reference.variant and kept):
@@ -169,7 +173,16 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
         rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise _absent(reference, repo, f"{repo} is only partly downloaded: {show(missing[0])} is missing{rest}",
                       f"to complete it: effllm pull {reference.text}")
+    _refuse_begun(reference, repo, revision, env)
     return None
+
+
+def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[str, str]) -> None:
+    """Raises Absent where a download was stopped, with how much of it is here; nothing where none was begun."""
+    for each in unfinished.meant(env, repo, revision, reference.file)[:1]:
+        what = f"{reference.file} of {repo}" if reference.file else repo
+        raise _absent(reference, repo, f"{what} is only partly downloaded: {format_size(each.held)} of {format_size(each.size)} are here",
+                      f"to complete it: effllm pull {reference.text}")
 
 
 def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[str, object]) -> ModelRef | None:
