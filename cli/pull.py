@@ -70,7 +70,7 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
     plan = plan_pull(wish, client, variables)
     say_left_out(wish, plan, screen)
     if not json:
-        show_plan(plan if dry_run else measured(plan, screen), client, screen)
+        show_plan(measured(plan, screen, at_all=not dry_run), client, screen)
     if dry_run:
         if json:
             screen.json(plan.to_json())
@@ -129,14 +129,17 @@ def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
         raise
 
 
-def measured(plan: PullPlan, screen: Screen) -> PullPlan:
-    """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once."""
+def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
+    """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once;
+    where that would begin with compiling kernels, or not `at_all`, the memory alone."""
     from ..runtime import roofs
-    from ..runtime.pull.reckon import lacking, with_roofs
+    from ..runtime.pull.reckon import lacking, roughly, with_roofs
 
-    asked = lacking(plan.run) if screen.environment.can_ask else None
-    if asked is None:
+    if not screen.environment.can_ask:
         return plan
+    asked = lacking(plan.run) if at_all else None
+    if asked is None:
+        return replace(plan, run=roughly(plan.run))
     screen.note("measuring this machine once, to say how fast the model will be")
     known = last(follow(roofs.probe(asked, plan.run.known), screen, roofs.Roofs))
     return replace(plan, run=with_roofs(plan.run, known))
@@ -179,6 +182,9 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
         lines.append(("run", f"memory and speed are not known: {run.unknown}"))
     elif run.tokens_per_s is not None:
         lines.append(("speed", f"about {run.tokens_per_s:.3g} tokens/s (± {100 * run.error:.0f}%)"))
+    elif run.rough is not None:
+        lines.append(("speed", f"about {run.rough.tokens_per_s:.2g} tokens/s (± {100 * run.rough.error:.0f}%) by the memory's rate alone: "
+                      f"{run.unknown}"))
     elif run.unknown:
         lines.append(("speed", f"not known: {run.unknown}"))
     for name, text in lines:

@@ -7,6 +7,8 @@ that filling `nbytes` costs `nbytes` rounded up to a small page, whatever the ma
 import ctypes
 import mmap
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -34,6 +36,20 @@ def discard(memory: np.ndarray) -> None:
     nbytes = (len(memory) - skip) // mmap.PAGESIZE * mmap.PAGESIZE
     if nbytes > 0 and sys.platform == "linux":
         _libc().madvise(ctypes.c_void_p(begin + skip), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
+def read_rate(threads: int, nbytes: int = 128 << 20, passes: int = 5) -> float:
+    """Bytes a second at which `threads` read memory, the best of some passes: a third of a second, and nothing has to be compiled for it.
+    What a kernel reaches may be somewhat more."""
+    area = anonymous(nbytes).view(np.uint64)
+    area[:] = 1  # untouched memory is one shared page of zeros
+    best = 0.0
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        for _ in range(passes):
+            began = time.perf_counter()
+            list(pool.map(np.maximum.reduce, np.array_split(area, max(1, threads))))
+            best = max(best, nbytes / (time.perf_counter() - began))
+    return best
 
 
 @cache
