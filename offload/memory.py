@@ -38,16 +38,17 @@ def discard(memory: np.ndarray) -> None:
         _libc().madvise(ctypes.c_void_p(begin + skip), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
-def read_rate(threads: int, nbytes: int = 128 << 20, passes: int = 5) -> float:
-    """Bytes a second at which `threads` read memory, the best of some passes: a third of a second, and nothing has to be compiled for it.
+def read_rate(threads: int, nbytes: int = 128 << 20, patience_s: float = 0.3) -> float:
+    """Bytes a second at which `threads` read memory, the best of the passes of `patience_s` seconds: nothing has to be compiled for it.
     What a kernel reaches may be somewhat more."""
     area = anonymous(nbytes).view(np.uint64)
     area[:] = 1  # untouched memory is one shared page of zeros
-    best = 0.0
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        for _ in range(passes):
+    best, parts = 0.0, np.array_split(area, max(1, threads))
+    until = time.perf_counter() + patience_s
+    with ThreadPoolExecutor(len(parts)) as pool:
+        while not best or time.perf_counter() < until:
             began = time.perf_counter()
-            list(pool.map(np.maximum.reduce, np.array_split(area, max(1, threads))))
+            list(pool.map(np.maximum.reduce, parts))
             best = max(best, nbytes / (time.perf_counter() - began))
     return best
 

@@ -103,7 +103,8 @@ def _part_of_download(reference: Reference, absent: Absent, env: Mapping[str, st
         return root
     revision = _revision(reference, env)
     found = hub.find(env, absent.repo, revision)
-    files = [] if found is None else names.meant(reference.file, hub.gguf_files(found.folder))
+    links = [] if found is None else [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*") if is_gguf(path)]
+    files = names.meant(reference.file, links)  # also those that lead nowhere
     places = {found.folder / file for file in files} or {root / "snapshots" / each.commit / each.file for each
                                                          in unfinished.meant(env, absent.repo, revision, reference.file)}
     if len({place.name for place in places}) > 1:
@@ -119,6 +120,8 @@ def _revision(reference: Reference, env: Mapping[str, str]) -> str:
 
 
 def _made_folder(text: str, folder: Path) -> Removal:
+    if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
+        raise UsageError(f"{folder} is no model", "effllm list shows the models that are here")
     if not (folder / storage.MARKER).is_file():
         raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {folder}")
     if (other := foreign(folder)) is not None:
@@ -160,7 +163,7 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
         if folder == snapshots or folder.is_dir() and any(entry not in gone for entry in folder.iterdir()):
             break
         gone |= {folder} if folder.is_dir() else set()
-    if set(snapshots.iterdir()) <= gone and set((root / "blobs").iterdir()) <= blobs:
+    if set(snapshots.iterdir()) <= gone and {root / "blobs" / name for name in hub.names_in(root / "blobs")} <= blobs:
         return Removal(text, SHARED, root, (root,), nbytes, locks, is_part)
     refs = _refs(root, commit) if snapshots / commit in gone else []
     return Removal(text, SHARED, path, (*sorted(gone, reverse=True), *refs, *sorted(blobs)), nbytes, locks, is_part)

@@ -10,6 +10,7 @@ A blob is named by its checksum, so what comes for it is too; beside the bytes a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,11 @@ class Stopped:
 def note(data: Path, name: str, revision: str, commit: str) -> None:
     """Say beside `data`, a blob's name and DATA, what it will be. Raises OSError."""
     place = data.with_name(data.name.removesuffix(DATA) + NOTE)
-    place.write_text(json.dumps({"name": name, "revision": revision, "commit": commit}), encoding="utf-8")
+    aside = place.with_name(f".{place.name}")
+    aside.unlink(missing_ok=True)  # whatever lies there: a link might show another program's file
+    with aside.open("x", encoding="utf-8") as file:
+        file.write(json.dumps({"name": name, "revision": revision, "commit": commit}))
+    os.replace(aside, place)
 
 
 def parts(env: Mapping[str, str], repo: str) -> Iterator[Part]:

@@ -19,6 +19,7 @@ from .. import hub, storage
 from ..aliases import CatalogEntry, catalog
 from ..catalog import find_entry
 from ..config import ModelConfig, parse_config
+from ..config_reader import show
 from ..expected import ExpectedStore
 from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
@@ -110,6 +111,9 @@ def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = Non
         from ..catalog import resolve
 
         resolve(reference.text, env)  # says what was probably meant
+    if not hub.is_repo(repo):
+        raise ModelNotFound(f"{show(repo)} cannot be the name of a repository",
+                            "org/name, as its page is called: letters, digits, dashes and dots")
     return Wish(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits, keep)
 
 
