@@ -321,7 +321,7 @@ class Session:
         finally:
             if history is not None and (tokens or said):
                 history.append({"role": "assistant", "content": "".join(shown)})
-        origin = _process_start() if self.from_process_start else started
+        origin = time.monotonic() - hardware.process_age() if self.from_process_start else started
         self.from_process_start = False
         took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.sampling_s), before)]
         self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids),
@@ -380,10 +380,3 @@ class Session:
         """Read a conversation back. Raises EffllmError for a file that is not one; the current conversation is then untouched."""
         history = load_conversation(path)
         self.messages, self.system, self.settings = history.messages, history.system, history.settings
-
-
-def _process_start() -> float:
-    """When this process began, on the clock of `time.monotonic`."""
-    import psutil
-
-    return time.monotonic() - (time.time() - psutil.Process().create_time())

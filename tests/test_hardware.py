@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -264,3 +265,20 @@ def test_memory_of_cards_as_the_tool_tells_it() -> None:
     assert parse(told) == (Gpu("NVIDIA H200", 143771 << 20, 143161 << 20), Gpu("NVIDIA GB10"),
                            Gpu("Tesla, Special", 16384 << 20, 9 << 20))
     assert parse("") == () and parse("No devices were found\n") == (Gpu("No devices were found"),)
+
+# -- time ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_as_old_as_it_is() -> None:
+    """Not up to a second older, as the whole second in which the machine started would have it."""
+    code = "import time; from effllm.offload.hardware import process_age; print(time.monotonic() - process_age(), time.monotonic())"
+    before = time.monotonic()
+    done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True)
+    began, asked = map(float, done.stdout.split())
+    assert before - 0.02 <= began < asked <= time.monotonic()
+
+
+def test_the_name_of_a_program_may_look_like_a_field(tmp_path: Path) -> None:
+    began = int((time.clock_gettime(time.CLOCK_BOOTTIME) - 5) * os.sysconf("SC_CLK_TCK"))
+    root = tree(tmp_path, {"proc/self/stat": f"7 (a) (b 9) S {' '.join(['1'] * 18)} {began} 0 0\n"})
+    assert hardware.process_age(root) == pytest.approx(5, abs=0.1)
