@@ -23,11 +23,11 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     """The models on this machine."""
     from ..offload.size import format_size
     from ..runtime.catalog import catalog
-    from ..runtime.listing import local_models
+    from ..runtime.listing import incomplete_models, local_models
 
     screen = Screen(context.obj)
     variables = screen.environment.variables
-    here = local_models(variables)
+    here, incomplete = local_models(variables), incomplete_models(variables)
     names = {model.name for model in here}
     absent = [entry for entry in catalog(variables) if entry.alias not in names and entry.repo] if all else []
     if json:
@@ -36,6 +36,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
                         "bits_per_weight": round(model.bits, 4), "context": model.context, "licence": model.licence,
                         "revision": model.revision, "chat_template": model.has_template, "source": model.source,
                         "folder": str(model.folder)} for model in here],
+            "incomplete": [{"name": each.name, "bytes_here": each.held, "bytes_total": each.size} for each in incomplete],
             "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,
                         "licence": entry.licence, "gated": entry.gated} for entry in absent]})
         return
@@ -47,6 +48,11 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
         screen.table(("model", "family", "parameters", "bits", "size", "context", "licence", "from"),
                      [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
                        str(model.context), model.licence or "", model.source) for model in here], right=(2, 3, 4, 5))
+    if incomplete:
+        screen.line()
+        screen.table(("incomplete", "here", "of"), [(each.name, format_size(each.held), format_size(each.size)) for each in incomplete],
+                     right=(1, 2))
+        screen.note("`effllm pull NAME` goes on with what is incomplete, `effllm rm NAME` removes it")
     if absent:
         screen.line()
         screen.table(("not here", "repository", "parameters", "size", "licence", ""),

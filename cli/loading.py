@@ -73,8 +73,8 @@ def at_hand(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptio
     if not isinstance(found, Absent):
         return found
     bits = wanted_bits(found.reference.text, found.reference.variant, weights)
-    bits = None if found.reference.file else bits  # a file comes as it is, and is quantized when it is here
-    return offer(found, bits, screen, yes, replace(options, draft=None))  # whose vocabulary is compared when the model is here
+    options = replace(options, draft=None)  # whose vocabulary is compared when the model is here
+    return offer(found, bits, "bits" in weights.settled and found.reference.variant is None, screen, yes, options)
 
 
 def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None:
@@ -113,7 +113,7 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     from .settings import origin
 
     how = made.spec_text if made else "by another tool"
-    screen.note(f"{ref.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is left out")
+    screen.note_once(f"{ref.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is left out")
     return None
 
 

@@ -90,9 +90,9 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
     """The plan of a model that is not here, from what the hub says of it: some kilobytes. Raises the error itself where there is no
     network, ModelNotFound where the hub does not tell what a run would take, DoesNotFit."""
     from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
-    from ..runtime.forecast import prepare_config
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import plan_pull, wish_of
+    from ..runtime.pull.plan import plan_pull, wish_of_run
+    from .pull import say_left_out
 
     variables, reference = screen.environment.variables, absent.reference
     spec = wanted_bits(reference.text, reference.variant, weights)
@@ -100,10 +100,12 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
     if client.offline:
         raise absent
     try:
-        plan = plan_pull(wish_of(reference, variables, None if reference.file else spec), client, variables, engine.options())
+        wish = wish_of_run(reference, variables, spec, "bits" in weights.settled and reference.variant is None)
+        plan = plan_pull(wish, client, variables, engine.options())
     except DownloadFailed as error:
         screen.note(error.message)
         raise absent from error
+    say_left_out(wish, plan, screen)
     run = plan.run
     if run.prepared is None and run.memory is not None:
         raise DoesNotFit(run.memory.reason, run.memory.hint)
@@ -111,10 +113,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
         raise ModelNotFound(f"{absent.message}; what it takes cannot be told before: {run.unknown}", absent.hint)
     if engine.draft is not None or engine.predict_neurons:
         screen.note(f"{reference.text} is not here: drafts and predictors are left out of this plan")
-    settled = "bits" in weights.settled and reference.variant is None  # gives way to codes that a file holds
-    if reference.file and spec and not (settled and run.prepared.container is not None):  # it comes as it is; a run quantizes what came
-        run = replace(run, prepared=prepare_config(run.prepared.config, spec, run.prepared.options))
-    return replace(plan, run=run)
+    return plan
 
 
 def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Path | None = None) -> Roofs:

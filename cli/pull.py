@@ -13,6 +13,7 @@ from .flags import add_command, flag, is_typed
 from .loading import follow, last
 from .options import MEMORY, OUTPUT, Json, Model, Yes
 from .screen import Screen
+from .settings import origin
 
 if TYPE_CHECKING:
     from ..runtime.catalog import Absent, ModelRef
@@ -56,16 +57,20 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
     reference = parse_reference(model, variables)
     if reference.path is not None:
         raise UsageError(f"{model} is a path, and pull fetches from the hub", "give an alias or org/repo: effllm list --all")
-    bits = bits if reference.variant is None or is_typed(context, "bits") else None  # a variable gives way to the name
+    gives_way = bits is not None and not is_typed(context, "bits")
+    if gives_way and reference.file is not None and reference.variant is None:
+        screen.note(f"{model}: a file of a repository is pulled as it is: bits of {origin(screen.environment, 'bits')} is left out")
+    bits = None if gives_way and (reference.variant or reference.file) else bits  # also to a name that states a format
     keep = keep and (is_typed(context, "keep") or bits is not None or reference.variant is not None)
-    wish = wish_of(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep)
+    wish = replace(wish_of(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep), gives_way=gives_way)
     client = Client(variables, offline)
     if client.offline and (here := present(wish, screen)) is not None:
         say_done(here, None, None, screen, json)
         return
     plan = plan_pull(wish, client, variables)
+    say_left_out(wish, plan, screen)
     if not json:
-        show_plan(plan if dry_run else measured(plan, screen), client, screen)
+        show_plan(measured(plan, screen, at_all=not dry_run), client, screen)
     if dry_run:
         if json:
             screen.json(plan.to_json())
@@ -124,14 +129,17 @@ def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
         raise
 
 
-def measured(plan: PullPlan, screen: Screen) -> PullPlan:
-    """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once."""
+def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
+    """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once;
+    where that would begin with compiling kernels, or not `at_all`, the memory alone."""
     from ..runtime import roofs
-    from ..runtime.pull.reckon import lacking, with_roofs
+    from ..runtime.pull.reckon import lacking, roughly, with_roofs
 
-    asked = lacking(plan.run) if screen.environment.can_ask else None
-    if asked is None:
+    if not screen.environment.can_ask:
         return plan
+    asked = lacking(plan.run) if at_all else None
+    if asked is None:
+        return replace(plan, run=roughly(plan.run))
     screen.note("measuring this machine once, to say how fast the model will be")
     known = last(follow(roofs.probe(asked, plan.run.known), screen, roofs.Roofs))
     return replace(plan, run=with_roofs(plan.run, known))
@@ -161,6 +169,8 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
              ("download", f"{format_size(plan.to_load)} in {len(plan.files)} files{here}"),
              ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
+    if wish.on_load:
+        lines.append(("on load", f"quantized to {wish.on_load}"))
     if plan.smaller is not None:
         bits, nbytes = plan.smaller
         lines.append(("smaller", f"--bits {bits} keeps {format_size(nbytes)} of it"))
@@ -172,6 +182,9 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
         lines.append(("run", f"memory and speed are not known: {run.unknown}"))
     elif run.tokens_per_s is not None:
         lines.append(("speed", f"about {run.tokens_per_s:.3g} tokens/s (± {100 * run.error:.0f}%)"))
+    elif run.rough is not None:
+        lines.append(("speed", f"about {run.rough.tokens_per_s:.2g} tokens/s (± {100 * run.rough.error:.0f}%) by the memory's rate alone: "
+                      f"{run.unknown}"))
     elif run.unknown:
         lines.append(("speed", f"not known: {run.unknown}"))
     for name, text in lines:
@@ -204,18 +217,27 @@ def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, scree
                     + (f":{plan.wish.bits}" if plan.wish.bits and not plan.wish.reference.variant else ""))
 
 
-def offer(absent: Absent, bits: str | None, screen: Screen, yes: bool, options: EngineOptions) -> ModelRef:
-    """The model after a pull that a person agreed to, at the terminal or by -y; without either the error stands. `options`: of the run
-    that is to follow. -y does not load what that could not run."""
+def say_left_out(wish: Wish, plan: PullPlan, screen: Screen) -> None:
+    """Say that the bits of the settings are left out, where the plan came to that."""
+    if (wish.bits or wish.on_load) and not (plan.wish.bits or plan.wish.on_load):
+        screen.note_once(f"{wish.reference.text} is quantized already (by another tool): bits of {origin(screen.environment, 'bits')} is "
+                         "left out")
+
+
+def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes: bool, options: EngineOptions) -> ModelRef:
+    """The model after a pull that a person agreed to, at the terminal or by -y; without either the error stands. `bits` `gives_way` where
+    the settings ask for it. `options`: of the run that is to follow. -y does not load what that could not run."""
     from ..runtime.catalog import resolve
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import plan_pull, wish_of
+    from ..runtime.pull.plan import plan_pull, wish_of_run
 
     variables = screen.environment.variables
     client = Client(variables)
     if not yes and not screen.environment.can_ask:
         raise absent
-    plan = plan_pull(wish_of(absent.reference, variables, bits), client, variables, options)
+    wish = wish_of_run(absent.reference, variables, bits, gives_way)
+    plan = plan_pull(wish, client, variables, options)
+    say_left_out(wish, plan, screen)
     show_plan(measured(plan, screen), client, screen)
     if plan.run.memory is not None and not plan.run.memory.fits:
         confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{suffix(plan)} -y loads it anyway")

@@ -15,6 +15,7 @@ EXAMPLES = """examples
 
   effllm rm llama3:4bit
   effllm rm org/repo@v1.0 --dry-run
+  effllm rm org/repo:Q4_K_M           # of a GGUF file, whole or partly downloaded, and no other
 """
 
 DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "say what would go and remove nothing")]
@@ -41,7 +42,8 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
         screen.note(f"{size} would be freed; nothing was removed")
         return
     if removal.owner == SHARED and not yes:
-        what = f"{removal.folder} ({size}) is in the hub cache, which other programs share"
+        part = ", partly downloaded," if removal.is_part else ""
+        what = f"{removal.folder} ({size}){part} is in the hub cache, which other programs share"
         if not screen.environment.can_ask:
             raise UsageError(what, f"-y removes it: effllm rm {model} -y")
         if not screen.ask(f"{what}. Remove it?", bare=False):
@@ -51,4 +53,5 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
     if json:
         screen.json({**removal.to_json(), "removed": True})
     else:
-        screen.note(f"{removal.folder}: removed, {size} freed")
+        what = "what had come of its download was removed" if removal.is_part else "removed"
+        screen.note(f"{removal.folder}: {what}, {size} freed")

@@ -9,11 +9,12 @@ import typer
 
 from .. import UsageError
 from .errors import INTERRUPTED
-from .flags import add_command, flag
+from .flags import add_command, flag, is_typed
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
 from .screen import Screen
+from .settings import origin
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
@@ -43,6 +44,10 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     """Write one answer to stdout; without a prompt, chat."""
     screen = Screen(context.obj, show.markdown)
     model = model or offer_default(screen, yes)
+    if prompt is None and file is None and screen.environment.is_terminal(screen.environment.stdin):  # a chat
+        raw, ignore_eos = (asked and without_prompt(context, name, screen) for name, asked in (("raw", raw), ("ignore_eos", ignore_eos)))
+    if raw and not is_typed(context, "raw"):
+        raw = holds(answer, saving, screen)
     if raw:
         answer, saving = beside_raw(answer, saving, screen)
     found = find_or_absent(model, screen, yes)
@@ -65,10 +70,27 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         return converse(screen, ref, answer, sampling, engine, saving, show)
 
 
+def without_prompt(context: typer.Context, name: str, screen: Screen) -> bool:
+    """Whether a flag of a single answer holds where a chat is begun: that of a variable gives way."""
+    if is_typed(context, name):
+        return True
+    key = name.replace("_", "-")
+    screen.note(f"no prompt, so this is a chat: {key} of {origin(screen.environment, key)} is left out")
+    return False
+
+
+def holds(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> bool:
+    """Whether the --raw of a variable does: it gives way, in words, to what was typed and has no place in raw text."""
+    typed = [f"--{key}" for key, flags in (("system", answer), ("session", saving))
+             if getattr(flags, key) is not None and key not in flags.settled]
+    if typed:
+        were = "was" if len(typed) == 1 else "were"
+        screen.note(f"{' and '.join(typed)} {were} typed: raw of {origin(screen.environment, 'raw')} is left out")
+    return not typed
+
+
 def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tuple[AnswerFlags, SessionFlags]:
     """The flags that go with --raw: a system prompt or a session of a person's settings is left out. Raises UsageError for typed ones."""
-    from .settings import origin
-
     left = []
     if answer.system is not None:
         if "system" not in answer.settled:

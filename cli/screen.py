@@ -36,6 +36,7 @@ class Screen:
         self._answer_open = False  # the last thing written to stdout did not end a line
         self._dim_open = False  # the same for thinking on stderr
         self._status = ""
+        self._noted: set[str] = set()
         self._phase, self._phase_began, self._drawn = "", 0.0, -math.inf
         if markdown:
             self.markdown = True
@@ -130,6 +131,12 @@ class Screen:
             self.environment.write("\n")
             self._answer_open = False
         self._stderr(self._dim(sanitize(text).replace("\n", " ")) + "\n")
+
+    def note_once(self, text: str) -> None:
+        """A line that several steps of a command have reason to write."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.note(text)
 
     def thinking(self, text: str) -> None:
         text = self._thinking_filter.push(text) if self._thinking_filter else text

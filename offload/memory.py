@@ -7,6 +7,8 @@ that filling `nbytes` costs `nbytes` rounded up to a small page, whatever the ma
 import ctypes
 import mmap
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -34,6 +36,21 @@ def discard(memory: np.ndarray) -> None:
     nbytes = (len(memory) - skip) // mmap.PAGESIZE * mmap.PAGESIZE
     if nbytes > 0 and sys.platform == "linux":
         _libc().madvise(ctypes.c_void_p(begin + skip), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
+def read_rate(threads: int, nbytes: int = 128 << 20, patience_s: float = 0.3) -> float:
+    """Bytes a second at which `threads` read memory, the best of the passes of `patience_s` seconds: nothing has to be compiled for it.
+    What a kernel reaches may be somewhat more."""
+    area = anonymous(nbytes).view(np.uint64)
+    area[:] = 1  # untouched memory is one shared page of zeros
+    best, parts = 0.0, np.array_split(area, max(1, threads))
+    until = time.perf_counter() + patience_s
+    with ThreadPoolExecutor(len(parts)) as pool:
+        while not best or time.perf_counter() < until:
+            began = time.perf_counter()
+            list(pool.map(np.maximum.reduce, parts))
+            best = max(best, nbytes / (time.perf_counter() - began))
+    return best
 
 
 @cache

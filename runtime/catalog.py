@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .. import ModelNotFound, UsageError
 from ..offload.header import is_gguf
-from . import hub, storage
+from ..offload.size import format_size
+from . import hub, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
 from .gguf import names
@@ -152,7 +153,10 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
     """A repository's files, or what effllm made of them; None where neither is here."""
     found = hub.find(env, repo, revision)
     if reference.file is not None:
-        return _from_cached_file(reference, found, facts) if found else None
+        whole = _from_cached_file(reference, found, facts) if found else None
+        if whole is None:
+            _refuse_begun(reference, repo, revision, env)
+        return whole
     kept = storage.find_kept(env, repo, found.commit if found else revision, reference.variant)
     missing = hub.missing_files(found.folder) if found else ()
     if found is not None and not missing and not (reference.variant and kept):
@@ -168,8 +172,17 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
     if missing:
         rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise _absent(reference, repo, f"{repo} is only partly downloaded: {show(missing[0])} is missing{rest}",
-                      f"to complete it: effllm pull {reference.text}")
+                      f"to complete it: effllm pull {reference.to_pull}")
+    _refuse_begun(reference, repo, revision, env)
     return None
+
+
+def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[str, str]) -> None:
+    """Raises Absent where a download was stopped, with how much of it is here; nothing where none was begun."""
+    for each in unfinished.meant(env, repo, revision, reference.file)[:1]:
+        what = f"{reference.file} of {repo}" if reference.file else repo
+        raise _absent(reference, repo, f"{what} is only partly downloaded: {format_size(each.held)} of {format_size(each.size)} are here",
+                      f"to complete it: effllm pull {reference.to_pull}")
 
 
 def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[str, object]) -> ModelRef | None:
@@ -179,7 +192,7 @@ def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[
         return None
     if lost := [part for part in names.all_parts(name) if not (found.folder / part).exists()]:
         raise _absent(reference, found.repo, f"{name} of {found.repo} is only partly downloaded: {lost[0]} is missing"
-                      + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""), f"to complete it: effllm pull {reference.text}")
+                      + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""), f"to complete it: effllm pull {reference.to_pull}")
     own = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts} or {"licence": hub.stated_licence(found.folder)}
     return _from_gguf(reference, found.folder / name, repo=found.repo, revision=found.commit, **own)
 
@@ -194,7 +207,7 @@ def _absent_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, s
     label = entry.repo if entry.repo == reference.name else f"{entry.alias} ({entry.repo})"
     at = f" at {reference.revision}" if reference.revision else ""
     return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {entry.size_bytes / 1e9:.3g} GB to load, licence "
-                   f"{entry.licence}" + (", gated" if entry.gated else ""), pull_hint(entry, reference.text), entry)
+                   f"{entry.licence}" + (", gated" if entry.gated else ""), pull_hint(entry, reference.to_pull), entry)
 
 
 def pull_hint(entry: CatalogEntry, text: str = "") -> str:
@@ -206,7 +219,7 @@ def pull_hint(entry: CatalogEntry, text: str = "") -> str:
 
 def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> ModelNotFound:
     name, repos = reference.name, {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.kept_models(env)}
-    pull = f"effllm pull {reference.text}"
+    pull = f"effllm pull {reference.to_pull}"
     if reference.revision and name in repos:
         return _absent(reference, name, f"{name} is here, but not at revision {reference.revision}", pull)
     if name in repos and (reference.file or reference.variant):

@@ -101,15 +101,21 @@ def find(env: Mapping[str, str], repo: str, revision: str = "main") -> Snapshot 
     return Snapshot(repo, revision, commit, root / "snapshots" / commit) if commit in commits else None
 
 
-def snapshots(env: Mapping[str, str]) -> Iterator[Snapshot]:
-    """One snapshot per repository, in alphabetical order: that of `main`, or of the only commit where there is no such branch."""
+def repos(env: Mapping[str, str]) -> Iterator[str]:
+    """The repositories of which something lies in the cache, in alphabetical order."""
     for name in names_in(cache_folder(env)):
         repo = name.removeprefix("models--").replace("--", "/")
         if name == "models--" + repo.replace("/", "--"):
-            commits = names_in(cache_folder(env) / name / "snapshots")
-            found = find(env, repo) or (find(env, repo, commits[0]) if len(commits) == 1 else None)
-            if found is not None:
-                yield found
+            yield repo
+
+
+def snapshots(env: Mapping[str, str]) -> Iterator[Snapshot]:
+    """One snapshot per repository, in alphabetical order: that of `main`, or of the only commit where there is no such branch."""
+    for repo in repos(env):
+        commits = names_in(repo_folder(env, repo) / "snapshots")
+        found = find(env, repo) or (find(env, repo, commits[0]) if len(commits) == 1 else None)
+        if found is not None:
+            yield found
 
 
 def missing_files(folder: Path) -> tuple[str, ...]:

@@ -141,6 +141,11 @@ def may_run_from_codes(section: Mapping[str, object]) -> bool:
     return layout in ("awq", "packed", "integers") or (layout == "gptq" and section.get("bits") in groups.BITS)
 
 
+def is_quantized(section: Mapping[str, object]) -> bool:
+    """Whether weights of a `quantization_config` will, as far as it says, run from the codes of whoever quantized them."""
+    return section.get("quant_method") == "mxfp4" or may_run_from_codes(section)
+
+
 def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
     """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
     method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.header import is_gguf
-from . import hub, storage
+from . import hub, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
 from .catalog import find_entry, resolve
 from .config_reader import show
@@ -59,6 +59,24 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
     return [model for model in found if model is not None]
 
 
+@dataclass(frozen=True)
+class Incomplete:
+    """A model of which a download was stopped. `name` is what to type to go on with it or to remove it. Bytes: `held` of `size`."""
+
+    name: str
+    held: int
+    size: int
+
+
+def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
+    """What `pull` would go on with, in the order of their repositories."""
+    entries, found = catalog(env), []
+    for each in unfinished.all_stopped(env):
+        name = _revision_name(each.repo, each.revision, entries)
+        found.append(Incomplete(name if each.file is None else f"{name}:{each.file}", each.held, each.size))
+    return found
+
+
 def model_names(env: Mapping[str, str]) -> list[str]:
     """What can be typed for a model that is here, without a look into any: for the shell, which waits."""
     entries = catalog(env)
@@ -77,10 +95,15 @@ def _cached(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> Iterator
 
 
 def _cached_name(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> str:
-    if snapshot.revision != "main":
-        return f"{snapshot.repo}@{snapshot.commit[:12]}"
-    entry = find_entry(entries, snapshot.repo)
-    return entry.alias if entry and entry.revision == "main" else snapshot.repo
+    return _revision_name(snapshot.repo, "main" if snapshot.revision == "main" else snapshot.commit, entries)
+
+
+def _revision_name(repo: str, revision: str, entries: Iterable[CatalogEntry]) -> str:
+    """What to type for a repository at a branch, a tag or a commit."""
+    if revision != "main":
+        return f"{repo}@{revision[:12] if hub.COMMIT.fullmatch(revision) else revision}"
+    entry = find_entry(entries, repo)
+    return entry.alias if entry and entry.revision == "main" else repo
 
 
 def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:

@@ -39,6 +39,11 @@ class Reference:
         named = self.name if self.path is None else str(self.path)
         return named + (f"@{self.revision}" if self.revision else "")
 
+    @property
+    def to_pull(self) -> str:
+        """What `pull` takes: a file of a repository comes as it is, and gets its format when it is loaded."""
+        return f"{self.base}:{self.file}" if self.file else self.text
+
 
 def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
     """Raises UsageError for what has no such form."""

@@ -2,7 +2,7 @@
 
 In effllm's own folder it is the model's folder; in a folder that `quantize -o` made, the files that effllm wrote there; in the hub cache,
 which other tools share, the repository, or with `@revision` that revision and the blobs that no other one shows, or with `:FILE` the links
-to that file's parts and the blobs that nothing else shows.
+to that file's parts and the blobs that nothing else shows, or what has come of it where its download was stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.header import is_gguf
-from . import hub, storage
+from . import hub, storage, unfinished
 from .aliases import catalog
 from .catalog import Absent, find_entry, resolve
 from .gguf import names
@@ -29,7 +29,8 @@ OWN, FOLDER, SHARED = "effllm", "folder", "hub cache"
 
 @dataclass(frozen=True)
 class Removal:
-    """`owner` is effllm, folder or hub cache; `paths` are files, links and folders that go, `nbytes` what the disk gets back."""
+    """`owner` is effllm, folder or hub cache; `paths` are files, links and folders that go, `nbytes` what the disk gets back. `is_part`: a
+    download of it was stopped, and nothing of it could run."""
 
     name: str
     owner: str
@@ -37,6 +38,7 @@ class Removal:
     paths: tuple[Path, ...]
     nbytes: int
     locks: Path | None = None
+    is_part: bool = False
 
     def to_json(self) -> dict[str, object]:
         return {"name": self.name, "owner": self.owner, "folder": str(self.folder), "paths": [str(path) for path in self.paths],
@@ -60,7 +62,7 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
         left = (source_folder(folder),) if source_folder(folder).is_dir() else ()
         return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated, left)))
     if is_gguf(folder) and not folder.is_dir() and hub.repo_of(env, folder) is not None:
-        return _file_from_cache(text, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
+        return _file_from_cache(reference, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
     if repo is not None and hub.cache_folder(env) in folder.parents:
         return _from_cache(text, reference, repo, folder, env)
     entry = find_entry(catalog(env), reference.name) if reference.path is None else None
@@ -92,19 +94,34 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
 
 
 def _part_of_download(reference: Reference, absent: Absent, env: Mapping[str, str]) -> Path | None:
-    """What of an absent model is here: the repository, or a part of the file that was asked for."""
+    """What of an absent model is here: the repository, or a part of the file that was asked for. Raises ModelNotFound where a tag means
+    several files that are partly here."""
     root = hub.repo_folder(env, absent.repo)
     if reference.variant or not root.is_dir():
         return None
     if reference.file is None:
         return root
-    revision = reference.revision or (absent.entry.revision if absent.entry else "main")
+    revision = _revision(reference, env)
     found = hub.find(env, absent.repo, revision)
-    files = [] if found is None else names.meant(reference.file, hub.gguf_files(found.folder))
-    return found.folder / files[0] if len(files) == 1 else None
+    links = [] if found is None else [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*") if is_gguf(path)]
+    files = names.meant(reference.file, links)  # also those that lead nowhere
+    places = {found.folder / file for file in files} or {root / "snapshots" / each.commit / each.file for each
+                                                         in unfinished.meant(env, absent.repo, revision, reference.file)}
+    if len({place.name for place in places}) > 1:
+        raise ModelNotFound(f"{absent.repo} has {len(places)} files of {reference.file}",
+                            "name one: " + " or ".join(f"{reference.base}:{place.name}" for place in sorted(places)))
+    return min(places, default=None)
+
+
+def _revision(reference: Reference, env: Mapping[str, str]) -> str:
+    """The branch, tag or commit that a name means."""
+    entry = find_entry(catalog(env), reference.name)
+    return reference.revision or (entry.revision if entry else "main")
 
 
 def _made_folder(text: str, folder: Path) -> Removal:
+    if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
+        raise UsageError(f"{folder} is no model", "effllm list shows the models that are here")
     if not (folder / storage.MARKER).is_file():
         raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {folder}")
     if (other := foreign(folder)) is not None:
@@ -125,26 +142,31 @@ def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: M
     return Removal(text, SHARED, folder, (folder, *_refs(root, folder.name), *gone), sum(blob.stat().st_size for blob in gone), locks)
 
 
-def _file_from_cache(text: str, path: Path, repo: str, env: Mapping[str, str]) -> Removal:
-    """The parts of a GGUF file, what was measured of them, and their blobs, as far as nothing else shows them; of folders what would be
-    empty, and the repository where nothing would be left of it."""
-    root = Path(os.path.abspath(hub.repo_folder(env, repo)))
+def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[str, str]) -> Removal:
+    """The parts of a GGUF file, what was measured of them, and their blobs, as far as nothing else shows them, and what a download of it
+    that was stopped has left; of folders what would be empty, and the repository where nothing would be left of it."""
+    text, root = reference.text, Path(os.path.abspath(hub.repo_folder(env, repo)))
     locks, snapshots = hub.cache_folder(env) / ".locks" / root.name, root / "snapshots"
+    commit, *inner = path.relative_to(snapshots).parts
     parts = [path.with_name(name) for name in names.all_parts(path.name)]
     beside = [part.with_name(name) for part in parts for own in MEASURED for name in (f"{part.name}.{own}", f".{part.name}.{own}.partial")]
     gone = {each for each in (*parts, *beside) if os.path.lexists(each)}
     shown = set(_blobs(snapshots, gone))
     blobs = {blob for link in gone for blob in _shown_by(link) if blob not in shown and blob.parent == root / "blobs"}
     nbytes = sum(each.stat().st_size for each in (*blobs, *gone) if each.is_file() and not each.is_symlink())
+    is_part, file = not all(part.exists() for part in parts), "/".join(inner)
+    at = {commit} if reference.path is not None else {commit, _revision(reference, env)}
+    stopped = {part for revision in at for each in unfinished.meant(env, repo, revision, file) for part in each.parts}
+    blobs |= {each for part in stopped for each in part.paths}
+    nbytes += sum(part.held for part in stopped)
     for folder in path.parents:
-        if folder == snapshots or any(entry not in gone for entry in folder.iterdir()):
+        if folder == snapshots or folder.is_dir() and any(entry not in gone for entry in folder.iterdir()):
             break
-        gone.add(folder)
-    if set(snapshots.iterdir()) <= gone and set((root / "blobs").iterdir()) <= blobs:
-        return Removal(text, SHARED, root, (root,), nbytes, locks)
-    commit = snapshots / path.relative_to(snapshots).parts[0]
-    refs = _refs(root, commit.name) if commit in gone else []
-    return Removal(text, SHARED, path, (*sorted(gone, reverse=True), *refs, *sorted(blobs)), nbytes, locks)
+        gone |= {folder} if folder.is_dir() else set()
+    if set(snapshots.iterdir()) <= gone and {root / "blobs" / name for name in hub.names_in(root / "blobs")} <= blobs:
+        return Removal(text, SHARED, root, (root,), nbytes, locks, is_part)
+    refs = _refs(root, commit) if snapshots / commit in gone else []
+    return Removal(text, SHARED, path, (*sorted(gone, reverse=True), *refs, *sorted(blobs)), nbytes, locks, is_part)
 
 
 def _refs(root: Path, commit: str) -> list[Path]:
@@ -176,7 +198,9 @@ def _check_unlocked(locks: Path, name: str) -> None:
 
 
 def _nbytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Bytes that the disk gets back: what is still to come of a file that is partly here is a hole."""
+    return sum(min(path.stat().st_size, 512 * path.stat().st_blocks) if path.name.endswith(unfinished.DATA) else path.stat().st_size
+               for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def _remove_empty(folder: Path, root: Path) -> None:

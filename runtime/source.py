@@ -87,13 +87,13 @@ def is_low_bit(path: Path, low_bit: bool = True) -> bool:
 
 
 def _imports_codes(path: Path) -> bool:
-    from .import_config import may_run_from_codes
+    from .import_config import is_quantized
 
     try:
         section = quantization_of(path)
     except EffllmError:
         return False
-    return section is not None and (section.get("quant_method") == "mxfp4" or may_run_from_codes(section))
+    return section is not None and is_quantized(section)
 
 
 def _is_rearranged(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """What a pull says before it loads: what fits where, what else there is, and the run that is to follow it."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,7 +164,13 @@ def test_a_machine_that_nobody_measured_is_measured_for_the_question(hub: Hub, p
     for words, answers in ((("pull", REPO, "--dry-run"), "y\n"), (("pull", REPO, "--json"), "y\n"), (("pull", REPO), None)):
         assert "measuring" not in person.types(*words, answers=answers).err
     monkeypatch.setattr(roofs, "is_cold", lambda lacking: True)
-    assert "doctor was not run" in person.types("pull", REPO, answers="y\n").err
+    for words in (("pull", REPO, "--dry-run"), ("pull", REPO)):
+        said = person.types(*words, answers="y\n").err
+        assert "doctor was not run: effllm doctor measures this machine" in said and "measuring" not in said
+        speed = re.search(r"speed     about ([\d.e+]+) tokens/s \(± (\d+)%\) by the memory's rate alone: ", said)
+        weights = person.types("pull", REPO, "--dry-run", "--json").json["memory"]["weights_bytes"]
+        assert speed and 0.5e9 < float(speed[1]) * weights < 1e12 and int(speed[2]) >= 45, said
+    assert len(asked) == 1 and person.types("pull", REPO, "--dry-run").err.count("speed     not known: doctor was not run") == 1
     monkeypatch.setattr(roofs, "known", lambda wanted: roofs.Roofs(machine, None))  # what is known is not measured again
     monkeypatch.setattr(roofs, "is_cold", lambda lacking: False)
     assert "speed     about " in person.types("pull", REPO, answers="y\n").err and len(asked) == 1

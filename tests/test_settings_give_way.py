@@ -11,10 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
-from pulls import FABLE, Person
+from pulls import FABLE, Person, Terminal
 
 from effllm import UsageError
-from effllm.cli import doctor
+from effllm.cli import chat, doctor
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.runtime import draft_model, on_load
@@ -63,6 +63,37 @@ def test_raw_text_leaves_out_a_system_prompt_and_a_session_of_the_settings(place
     assert "--raw: system of EFFLLM_SYSTEM is left out" in Ran("run", "fable", STORY, "--raw", *FEW).err
     for typed in (("-s", "Be brief."), ("--session", "x")):
         assert Ran("run", "fable", STORY, "--raw", *typed, *FEW).code == 2, "what is typed in one line still contradicts itself"
+
+
+def test_raw_of_a_variable_gives_way_to_what_is_typed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brief = Ran("run", "fable", STORY, "-s", "Be brief.", *FEW)
+    monkeypatch.setenv("EFFLLM_RAW", "1")
+    ran = Ran("run", "fable", STORY, "-s", "Be brief.", *FEW)
+    assert ran.code == 0 and ran.out == brief.out and "--system was typed: raw of EFFLLM_RAW is left out" in ran.err
+    both = Ran("run", "fable", STORY, "-s", "Be brief.", "--session", "tale", *FEW)
+    assert both.code == 0 and "--system and --session were typed: raw of EFFLLM_RAW is left out" in both.err
+    assert len(list(place.rglob("tale.json"))) == 1
+    monkeypatch.setenv("EFFLLM_SYSTEM", "Be long.")
+    ran = Ran("run", "fable", STORY, *FEW)
+    assert ran.code == 0 and "--raw: system of EFFLLM_SYSTEM is left out" in ran.err, "of two variables, raw text has no room for the other"
+    said = Ran("run", "fable", STORY, "--raw", "-s", "Be brief.", *FEW)
+    assert said.code == 2 and "--system has no place in --raw text" in said.err
+
+
+@pytest.mark.parametrize("key", ["raw", "ignore-eos"])
+def test_a_chat_leaves_out_what_variables_say_of_one_answer(place: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    name = "EFFLLM_" + key.upper().replace("-", "_")
+    monkeypatch.setenv("EFFLLM_SYSTEM", "Be brief.")
+    told: list[str | None] = []
+    monkeypatch.setattr(chat, "converse", lambda screen, ref, answer, *rest: told.append(answer.system) or 0)
+    environment = Environment(Terminal(), Terminal(), Terminal(), dict(os.environ))
+    with monkeypatch.context() as patched:
+        patched.setenv(name, "1")
+        assert main(["run", "fable", *FEW], environment) == 0
+    said = environment.stderr.getvalue()
+    assert f"no prompt, so this is a chat: {key} of {name} is left out" in said and told == ["Be brief."]
+    typed = Environment(Terminal(""), Terminal(), Terminal(), dict(os.environ))
+    assert main(["run", "fable", f"--{key}", *FEW], typed) == 2 and "no prompt" in typed.stderr.getvalue()
 
 
 def test_bits_give_way_to_a_name_and_to_weights_that_are_quantized(place: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def _check_target(out: Path, replace: bool) -> None:
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent}", f"mkdir -p {out.parent}")
     if not is_gguf(out):
-        raise UsageError(f"{out.name} does not end in .gguf, by which such files are known", f"-o {out.name}.gguf")
+        raise UsageError(f"{out.name or out} does not end in .gguf, by which such files are known", f"-o {out.name or 'model'}.gguf")
     if os.path.lexists(out) and not (replace and out.is_file() and not out.is_symlink()):
         raise UsageError(f"{out} exists", "--force replaces a file, or give another place with -o")
 

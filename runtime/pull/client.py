@@ -287,7 +287,7 @@ class Client:
             raise self.gated(repo)
         if code == "RevisionNotFound":
             raise ModelNotFound(f"{repo} has no such revision", f"its branches and tags are at {self.page(repo)}/tree/main")
-        if code == "EntryNotFound":
+        if code == "EntryNotFound" or status == 404 and not code and name:
             raise NoSuchFile(f"{repo} has no file {name or 'of that name'}", f"its files are at {self.page(repo)}/tree/main")
         if "Invalid credentials" in said or status == 401 and self.has_token and code != "RepoNotFound":
             raise ModelNotFound(f"the hub does not accept the token that is set here (for {repo})", "hf auth login, or unset HF_TOKEN")

@@ -40,6 +40,9 @@ def speaking(folder: Path, variable: str, missing: Callable[[], int]) -> Iterato
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise EffllmError(f"{error.filename or folder} cannot be written: {error.strerror.lower()}",
                               f"set {variable} to a folder that you may write") from error
+        if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+            raise EffllmError(f"{error.filename or folder} is in the way: it is not what a cache has in its place",
+                              "move it away, then run the same command again") from error
         raise EffllmError(f"{error.filename or folder}: {error.strerror or error}", f"check the disk of {folder}") from error
 
 

@@ -1,6 +1,6 @@
 """Files of a plan into the hub cache, laid out as other tools expect them and locked as they lock.
 
-    models--org--name/blobs/<etag>                   the bytes; while they come `<etag>.effllm.incomplete` and a journal beside it
+    models--org--name/blobs/<etag>                   the bytes; while they come see `unfinished.py`
     models--org--name/snapshots/<commit>/<name>      links to blobs
     models--org--name/refs/<branch>                  the commit
     .locks/models--org--name/<etag>.lock             held by whoever writes a blob
@@ -19,12 +19,12 @@ from ...offload.transfer import Complete, Received, Trouble, Wanted, transfer
 from .. import hub
 from ..config_reader import show
 from ..events import Notice, Progress
+from ..unfinished import DATA, JOURNAL, NOTE, note
 from .client import Client, DownloadFailed, RemoteFile
 from .disk import Rate, locked, speaking
 from .repository import Repository, companions
 
 PHASE = "downloading"
-DATA, JOURNAL = ".effllm.incomplete", ".effllm-journal.incomplete"
 
 
 class Place(Protocol):
@@ -44,13 +44,15 @@ class CacheFolder:
         self.blobs, self.snapshot = self.root / "blobs", self.root / "snapshots" / repository.commit
         self.locks = hub.cache_folder(env) / ".locks" / self.root.name
         self._ref = self.root / "refs" / repository.revision if repository.revision != repository.commit else None
-        self._commit = repository.commit
+        self._revision, self._commit = repository.revision, repository.commit
 
     def blob(self, file: RemoteFile) -> Path:
         return self.blobs / file.etag
 
     def part(self, file: RemoteFile) -> PartFile:
-        return PartFile(self.blobs / (file.etag + DATA), self.blobs / (file.etag + JOURNAL), file.size, file.digest)
+        data = self.blobs / (file.etag + DATA)
+        note(data, file.name, self._revision, self._commit)
+        return PartFile(data, self.blobs / (file.etag + JOURNAL), file.size, file.digest)
 
     def is_here(self, file: RemoteFile) -> bool:
         try:
@@ -67,6 +69,7 @@ class CacheFolder:
 
     def link(self, file: RemoteFile) -> None:
         """Let the snapshot show a blob that is here."""
+        (self.blobs / (file.etag + NOTE)).unlink(missing_ok=True)
         place = self.snapshot / file.name
         if self._is_linked(file):
             return

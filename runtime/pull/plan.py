@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from .. import hub, storage
 from ..aliases import CatalogEntry, catalog
 from ..catalog import find_entry
 from ..config import ModelConfig, parse_config
+from ..config_reader import show
 from ..expected import ExpectedStore
 from ..reference import Reference
 from .client import Client, DownloadFailed, Gated, RemoteFile
@@ -38,7 +40,9 @@ TOKEN_NBYTES = 800  # and for a token, of which the length in a file is not know
 
 @dataclass(frozen=True)
 class Wish:
-    """What a person asked for: a repository, one format or file of it. `keep`: the published weights too. `bits` is 4bit or None."""
+    """What a person asked for: a repository, one format or file of it. `keep`: the published weights too. `bits` is 4bit or None; `on_load`
+    the same of a file, which comes as it is and is quantized by the run that follows. `gives_way`: the format stands in a variable or a
+    file of settings, and is left out where the published weights are quantized already."""
 
     reference: Reference
     repo: str
@@ -46,6 +50,8 @@ class Wish:
     entry: CatalogEntry | None = None
     bits: str | None = None
     keep: bool = False
+    on_load: str | None = None
+    gives_way: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ class PullPlan:
     def to_json(self) -> dict[str, object]:
         run, memory = self.run, self.run.memory
         return {"model": self.wish.reference.text, "repo": self.repository.repo, "revision": self.repository.commit,
-                "bits": self.wish.bits, "files": [file.name for file in self.files], "folder": str(self.folder),
+                "bits": self.wish.bits, "bits_on_load": self.wish.on_load,
+                "files": [file.name for file in self.files], "folder": str(self.folder),
                 "bytes_total": self.total_bytes, "bytes_here": self.held_bytes, "bytes_to_load": self.to_load,
                 "bytes_kept": self.kept_bytes, "disk_needed_bytes": self.disk_bytes, "disk_free_bytes": self.disk_free,
                 "licence": self.licence, "gated": self.repository.gated, "parameters": self.repository.parameters,
@@ -93,7 +100,8 @@ def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = Non
     if bits is not None:
         QuantSpec.parse(bits)
     if bits and reference.file:
-        raise UsageError(f"{reference.text}: a file of a repository is pulled as it is", f"effllm pull {reference.base}:{reference.file}")
+        raise UsageError(f"{reference.text}: a file of a repository is pulled as it is",
+                         f"effllm pull {reference.to_pull}; effllm run {reference.to_pull}:{bits} quantizes it as it is loaded")
     entry = find_entry(catalog(env), reference.name)
     if entry is not None and entry.repo is None:
         raise UsageError(f"{entry.alias} needs no download: it is at {entry.path}" if entry.own else
@@ -103,7 +111,17 @@ def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = Non
         from ..catalog import resolve
 
         resolve(reference.text, env)  # says what was probably meant
+    if not hub.is_repo(repo):
+        raise ModelNotFound(f"{show(repo)} cannot be the name of a repository",
+                            "org/name, as its page is called: letters, digits, dashes and dots")
     return Wish(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits, keep)
+
+
+def wish_of_run(reference: Reference, env: Mapping[str, str], bits: str | None, gives_way: bool) -> Wish:
+    """What has to come for a run at `bits`: a repository can be quantized as it comes, a file of one is when it is loaded."""
+    if reference.file is None:
+        return replace(wish_of(reference, env, bits), gives_way=gives_way)
+    return replace(wish_of(replace(reference, text=reference.to_pull, variant=None), env), on_load=bits, gives_way=gives_way)
 
 
 def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: EngineOptions | None = None) -> PullPlan:
@@ -133,11 +151,15 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
                     nbytes_read)
     if config is None:
         return replace(made, run=Run(unknown=head.unknown))
+    if wish.gives_way and _is_quantized(head, section):
+        wish = replace(wish, bits=None, keep=False, on_load=None)
+        made = replace(made, wish=wish)
     smaller, finished = _smaller(made, config), False
     if wish.bits is not None:
         made = _with_bits(made, config, section is not None, client, env)
         finished = (made.folder / storage.MARKER).is_file() and (not wish.keep or place.is_whole(files))
-    run = _run(made, config, head.store or _expected(wish, config, section), options)
+    store = _expected(wish, config, section) if head.store is None or wish.on_load else head.store
+    run = _run(made, config, store, options)
     return replace(made, smaller=smaller, run=run, is_done=finished)
 
 
@@ -201,10 +223,23 @@ def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | N
     """The tensors of the finished model."""
     from ..import_config import METHODS, expected_formats
 
-    if wish.bits is not None:
-        return ExpectedStore(config, QuantSpec.parse(wish.bits))
+    if bits := wish.bits or wish.on_load:
+        return ExpectedStore(config, QuantSpec.parse(bits))
     foreign = section is not None and section.get("quant_method") in METHODS
     return ExpectedStore(config, formats=expected_formats(section) if foreign else None)
+
+
+def _is_quantized(head: GgufHead, section: Mapping[str, object] | None) -> bool:
+    """Whether the published weights will run from codes, as `source.is_low_bit` says of those that are here. Of a GGUF file most of them
+    must: which types it has is reckoned from its length."""
+    from ..import_config import is_quantized
+
+    if section is not None:
+        return is_quantized(section)
+    if head.store is None or head.store.container is None:
+        return False
+    sizes = [(prod(tensor.shape), not tensor.spec.is_raw) for tensor in head.store.container.tensors.values()]
+    return 2 * sum(size for size, low in sizes if low) > sum(size for size, _ in sizes)
 
 
 def _run(plan: PullPlan, config: ModelConfig, store: ExpectedStore, options: EngineOptions | None) -> Run:

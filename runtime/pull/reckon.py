@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ... import DoesNotFit
 
 if TYPE_CHECKING:
+    from ...offload.predict import Prediction
     from ..config import ModelConfig
     from ..expected import ExpectedStore
     from ..forecast import Forecast
@@ -44,13 +45,14 @@ class Memory:
 @dataclass(frozen=True)
 class Run:
     """A run of the finished model as it is planned now. `memory` and `prepared` are None where nothing can be told; `unknown` says why
-    there is no speed."""
+    there is no speed; `rough` is one by the memory's rate alone, where nothing else could be measured."""
 
     memory: Memory | None = None
     prepared: Prepared | None = None
     forecast: Forecast | None = None
     known: Roofs | None = None
     unknown: str = ""
+    rough: Prediction | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -101,6 +103,18 @@ def lacking(run: Run) -> Wanted | None:
     kinds = {part.kind for part in parts if 2 * part.nbytes >= max(each.nbytes for each in parts)}
     asked = replace(wanted(run.prepared), kinds=tuple(sorted(kinds)), kv=(), file=None)
     return None if roofs.is_cold(asked) else asked
+
+
+def roughly(run: Run) -> Run:
+    """The same with what the memory's rate alone tells of a machine of which nothing is known: a third of a second, also where kernels
+    have yet to be compiled. Nothing of it is kept."""
+    from ...offload.memory import read_rate
+    from ...offload.predict import Rates, decode
+    from ..prepare import worker_count
+
+    if run.prepared is None or run.unknown != NOT_MEASURED:
+        return run
+    return replace(run, rough=decode(run.forecast.work, Rates(read_rate(worker_count(run.prepared.options)), 0.0, 0.0)))
 
 
 def nearest(folder: Path) -> Path:
