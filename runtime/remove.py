@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.header import is_gguf
+from ..offload.writer import partial_folder
 from . import hub, storage, unfinished
 from .aliases import catalog
 from .catalog import Absent, find_entry, resolve
@@ -52,6 +53,8 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
         ref = resolve(text, env)
         folder, repo, variant = ref.folder, ref.repo, ref.variant
     except Absent as absent:
+        if (half := _half_made(reference, absent.repo, env)) is not None:
+            return half
         folder, repo, variant = _part_of_download(reference, absent, env), absent.repo, None
         if folder is None:
             raise
@@ -91,6 +94,19 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
     except OSError as error:
         raise EffllmError(f"{error.filename} cannot be removed: {error.strerror}",
                           f"check its permissions: ls -ld {removal.folder}") from error
+
+
+def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Removal | None:
+    """What a stopped `pull --bits` has left of a format; None where there is nothing of it."""
+    if not reference.variant or reference.file or not hub.is_repo(repo):
+        return None
+    root = storage.models_folder(env) / repo.replace("/", "--")
+    for commit in hub.names_in(root):
+        out = root / commit / reference.variant
+        left = tuple(each for each in (source_folder(out), partial_folder(out)) if each.is_dir())
+        if left and (reference.revision is None or commit.startswith(reference.revision)):
+            return Removal(reference.text, OWN, out, left, sum(map(allocated, left)), out.parent, is_part=True)
+    return None
 
 
 def _part_of_download(reference: Reference, absent: Absent, env: Mapping[str, str]) -> Path | None:

@@ -1,5 +1,6 @@
 """A pull that was stopped: what it left is listed, told of, gone on with and removed by the name of the file alone."""
 
+import fcntl
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, Reply, Request, running, sha256
-from pulls import FABLE, Person, tiny
+from pulls import FABLE, Person, sharded, tiny
 
 from effllm.offload import transfer
 from effllm.runtime.unfinished import NOTE
@@ -151,3 +152,19 @@ def test_a_note_that_leads_elsewhere_is_not_believed(hub: Hub, person: Person, f
         place.write_bytes(torn)
         assert incomplete(person) == {}
     assert person.types("rm", REPO, "-y").code == 0 and left(person) == []
+
+
+def test_what_a_stopped_pull_of_bits_has_left_goes_by_the_name_of_the_format(hub: Hub, person: Person) -> None:
+    repo = hub.add("org/other", files=sharded(FABLE))
+    hub.disturb = lambda request: (451, {}, b"") if "00003-of" in request.path and hub.served["model-00002-of-00003.safetensors"] else None
+    for name in ("org/other:4bit", f"org/other@{repo.commit[:9]}:4bit"):
+        person.types("pull", "org/other", "--bits", "4").refused(6)
+        place = person.home / "data" / "effllm" / "models" / "org--other" / repo.commit
+        lock = place / ".4bit.lock"
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert "is being downloaded" in person.types("rm", name).refused(1) and (place / ".4bit.source").is_dir()
+        person.types("rm", "org/other:3bit").refused(3)
+        removed = person.types("rm", name)
+        assert removed.code == 0 and "what had come of its download was removed" in removed.err and not place.exists()
+        person.types("rm", name).refused(3)

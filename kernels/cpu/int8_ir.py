@@ -13,6 +13,8 @@ everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
+
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -40,6 +42,7 @@ BYTES, WORDS, FLOATS = ir.VectorType(I8, WIDTH), ir.VectorType(I32, LANES), ir.V
 HALVES = ir.VectorType(I16, WIDTH // 2)
 SPLIT_SEEDS = OFFSET_WHEN_WIDE = INSTRUCTION_SET == "avx2"
 assert ROWS == LANES * PIECES
+Emitting = Generator[None, None, ir.Value]  # gives a value; pauses where instructions of another such may come first
 
 
 def function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], name: str) -> ir.Function:
@@ -161,7 +164,27 @@ def _pairs(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most
     return total
 
 
-def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value | None = None) -> ir.Value:
+def side_by_side(emitting: Iterable[Emitting]) -> list[ir.Value]:
+    """What each gives, their instructions by turns. A chain of dot products waits five cycles for each link, and a processor looks only
+    some hundred instructions ahead: chains that follow one another run at four fifths of the rate of chains that lie side by side. Sixteen
+    registers have no room for them; there one follows the other.
+    """
+    turns = [list(emitting)] if INSTRUCTION_SET == "avx512" else [[each] for each in emitting]
+    given = []
+    for together in turns:
+        waiting, found = dict(enumerate(together)), {}
+        while waiting:
+            for index, each in list(waiting.items()):
+                try:
+                    next(each)
+                except StopIteration as end:
+                    found[index] = end.value
+                    del waiting[index]
+        given += [found[index] for index in range(len(together))]
+    return given
+
+
+def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value | None = None) -> Emitting:
     """The products of some quads, summed per row, as floats; codes are up to `most` (above 127: see `dot`). Times `steps`, in their form,
     if given: a whole number below 2**24 still.
 
@@ -175,6 +198,7 @@ def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], m
     for j, (quad, own) in enumerate(zip(quads, x)):
         which = 2 * j // len(quads) if len(quads) > 4 else 0
         parts[which] = dot(builder, parts[which], quad, own, most > 127)
+        yield
     total = to_floats(builder, builder.add(*parts))
     return total if steps is None else builder.fmul(total, steps)
 
@@ -231,7 +255,7 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
 
 
 def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value],
-                 steps: tuple[ir.Value, ir.Value], halved: bool = False) -> ir.Value:
+                 steps: tuple[ir.Value, ir.Value], halved: bool = False) -> Emitting:
     """The sum over a tile's two groups of step * (levels . x), as floats, exact but for one rounding; `quads` hold levels + 64.
 
     A group's product with its step is below 2**24, so floats hold it, and a fused multiply-add rounds the sum of two once, as converting
@@ -240,13 +264,16 @@ def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value]
     back; `seed_of` makes them. `halved`: quads hold numbers up to 63 that are 32 above what they mean.
     """
     if INSTRUCTION_SET != "avx2":
-        parts = []
-        for group in (0, 1):
-            own = builder.ashr(seeds[group], constant(WORDS, 1)) if halved else seeds[group]
-            for j in range(4 * group, 4 * group + 4):
-                own = dot(builder, own, quads[j], x[j], False)
-            parts.append(to_floats(builder, own))
-        return fma(builder, parts[1], steps[1], builder.fmul(parts[0], steps[0]))
+        parts = [builder.ashr(seed, constant(WORDS, 1)) if halved else seed for seed in seeds]
+        for j in range(4):
+            yield
+            parts = [dot(builder, part, quads[4 * group + j], x[4 * group + j], False) for group, part in enumerate(parts)]
+        yield
+        parts = [to_floats(builder, part) for part in parts]
+        yield
+        first = builder.fmul(parts[0], steps[0])
+        yield
+        return fma(builder, parts[1], steps[1], first)
     scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
     sums = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
     sums = sums if halved else builder.shl(sums, constant(WORDS, 1))

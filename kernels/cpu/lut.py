@@ -30,14 +30,12 @@ from .packed import (
     STRETCH,
     SUMS_AT,
     TABLE_AT,
-    TABLES,
     TILES,
     WEIGHT,
     WHOLE,
     X_AT,
     ZERO_AT,
 )
-from .packed_formats import columns_of
 
 RUN_NBYTES = 131_072  # of a pair of row blocks that is read on end
 
@@ -76,28 +74,16 @@ def _pair_sums(a, m, pair, run, pairs, scratch, sums):
 
 
 @inlined()
-def _block_sums(a, m, block, tokens, scratch, x_nbytes, sums):
+def _block_sums(a, m, block, tokens, scratch, records, sums):
     """One row block of matrix m times several columns -> float32 [tokens][16] at `sums`."""
-    kind, tiles = a[m + KIND], a[m + TILES]
-    scales = a[m + SCALES] + block * packed._scale_nbytes(a, m)
-    zeros, zero_shift = packed._zeros(a, m, block, scratch + ZERO_AT)
-    x = i64_at(scratch + X_AT)
-    base0, base1, base2 = x[0], x[1], x[2]
-    clean = f32_at(sums)
-    for i in range(tokens * ROWS):
+    bits, tiles, clean = a[m + KIND] >> SCHEME_SHIFT, a[m + TILES], f32_at(sums)
+    for i in range((tokens + packed.ABREAST - 1) // packed.ABREAST * packed.ABREAST * ROWS):
         clean[i] = float32(0.0)
     for begin in range(0, tiles, STRETCH):
         end = min(begin + STRETCH, tiles)
-        bits = kind >> SCHEME_SHIFT
         expand_tiles(bits, a[m + WEIGHT] + pair_at(bits, tiles, block, begin), end - begin, scratch + QUADS_AT)
-        t = 0
-        while t < tokens:
-            four = t + 4 <= tokens
-            x[0], x[1], x[2] = base0 + t * x_nbytes, base1 + t * x_nbytes, base2 + t * x_nbytes
-            columns_of(kind, four, scratch + QUADS_AT, a[m + TABLES], scales, zeros, scratch + X_AT, x_nbytes, begin, end, a[m + SHIFT],
-                       zero_shift, sums + 4 * ROWS * t)
-            t += 4 if four else 1
-    x[0], x[1], x[2] = base0, base1, base2
+        ahead = a[m + WEIGHT] + pair_at(bits, tiles, block, end)
+        packed.multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, sums)
 
 
 @kernel()
@@ -113,6 +99,7 @@ def looked_up_columns(args, worker, counter):
     columns = scratch + COLUMNS_AT
     totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
     x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
+    records = columns + tokens * x_nbytes
     x[3] = (columns + x_nbytes + 63) // 64 * 64
     groups = 1 if mode == GATED else matrices
     ready, seeded = False, int64(-1)
@@ -138,7 +125,9 @@ def looked_up_columns(args, worker, counter):
                 packed.quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at)
                 if tokens > 1:
                     packed.make_seeds(WHOLE, totals + at, x[2] + at, padded // TILE)
-            if tokens == 1:
+            if tokens > 1:
+                packed.make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
+            else:
                 loops.make_tables(x[0], padded // TILE, x[3])
             ready = True
         begin = work * ABREAST * run
@@ -148,7 +137,7 @@ def looked_up_columns(args, worker, counter):
             for own, to in ((m, sums), (up, others)):
                 if own == m or mode == GATED:
                     if tokens > 1:
-                        _block_sums(a, own, 2 * begin + step, tokens, scratch, x_nbytes, to)
+                        _block_sums(a, own, 2 * begin + step, tokens, scratch, records, to)
                         continue
                     if seeded != a[own + KIND] >> SCHEME_SHIFT:
                         seeded = a[own + KIND] >> SCHEME_SHIFT

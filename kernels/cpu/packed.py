@@ -34,7 +34,7 @@ from .int8_ir import seed_of
 from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u16_at, u32_at
 from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .packed_formats import columns_of, expand_of, single_of
-from .packed_loops import STREAMS
+from .packed_loops import RECORD, STREAMS
 from .packed_vectors import put_block, quantize_tiles, scale_rows
 
 # Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
@@ -42,10 +42,11 @@ from .packed_vectors import put_block, quantize_tiles, scale_rows
 WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, FIELDS = range(15)
 MOST_COLUMNS = 16
 STREAM_NBYTES = 131_072
-STRETCH = 8  # tiles that are expanded at once: 4 KiB
+STRETCH = 16  # tiles that are expanded at once: 8 KiB
+ABREAST = 4  # columns that are multiplied side by side, where so many are left
 PAD = SUPER_BLOCK  # inputs of a column are padded with zeros to whole groups of the longest kind
 WHOLE, BOOK, HALF = 0, 1, 2  # sums are scaled by whole tiles, as a codebook's, by halves of tiles
-# Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns.
+# Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns, then their records.
 TABLE_AT, X_AT, ZERO_AT, SUMS_AT, QUADS_AT = 0, 256, 320, 384, 384 + 8 * ROWS * MOST_COLUMNS
 COLUMNS_AT = QUADS_AT + STRETCH * 512
 
@@ -56,9 +57,10 @@ def kind_of(bits: int, scheme: int) -> int:
 
 
 def column_nbytes(depth: int) -> int:
-    """Bytes of one quantized column: int8 values, float32 scales per 32, int32 sums and seeds per 16, the normed float32 values."""
+    """Bytes of one quantized column: int8 values, float32 scales per 32, int32 sums and seeds per 16, the normed float32 values; and what
+    of it lies in records once more (`packed_loops.columns`)."""
     padded = -(-depth // PAD) * PAD
-    return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
+    return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded + padded // TILE * RECORD
 
 
 def seeds_way(scheme: str, group: int) -> int:
@@ -92,6 +94,31 @@ def make_seeds(way, totals, seeds, tiles):
             seed[2 * tile], seed[2 * tile + 1] = total[2 * tile], total[2 * tile + 1]
         else:
             seed[2 * tile] = total[2 * tile] + total[2 * tile + 1]
+
+
+@inlined()
+def _abreast(left):
+    """How many columns are multiplied side by side where so many are left: ABREAST, though one of them be of no use, or one."""
+    return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
+
+
+@inlined()
+def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
+    """Columns, `x_nbytes` apart in all three parts, as `packed_loops.columns` reads them. What ABREAST lack is the last column again."""
+    t = int64(0)
+    while t < tokens:
+        count = _abreast(tokens - t)
+        for c in range(count):
+            at = min(t + c, tokens - 1) * x_nbytes
+            code, scale, seed = i64_at(codes + at), i32_at(scales + at), i64_at(seeds + at)
+            for tile in range(tiles):
+                record = records + (t * tiles + tile * count) * RECORD
+                own = i64_at(record + 32 * c)
+                for i in range(4):
+                    own[i] = code[4 * tile + i]
+                i32_at(record + 32 * count + 4 * c)[0] = scale[tile]
+                i64_at(record + 36 * count + 8 * c)[0] = seed[tile]
+        t += count
 
 
 @inlined()
@@ -137,29 +164,35 @@ def _scale_nbytes(a, m):
 
 
 @inlined()
-def _block_sums(a, m, block, tokens, scratch, x_nbytes, sums):
-    """One row block of matrix m times several columns -> float32 [tokens][16] at `sums`."""
-    kind, tiles, shift = a[m + KIND], a[m + TILES], a[m + SHIFT]
-    tile = _tile_nbytes(a, m)
-    codes = a[m + WEIGHT] + block * tiles * tile
+def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, sums):
+    """Adds tiles [begin, end) of a row block, expanded in scratch, times several columns to float32 [tokens][16] at `sums`, with room for
+    whole ABREASTs. `ahead`: where the codes that are expanded next lie."""
     scales = a[m + SCALES] + block * _scale_nbytes(a, m)
     zeros, zero_shift = _zeros(a, m, block, scratch + ZERO_AT)
-    x = i64_at(scratch + X_AT)
-    base0, base1, base2 = x[0], x[1], x[2]
-    clean = f32_at(sums)
-    for i in range(tokens * ROWS):
+    column = (a[DEPTH] + PAD - 1) // PAD * PAD // TILE * RECORD
+    # every turn asks for its share of the next stretch
+    turns = (tokens + 1) // ABREAST if (tokens + 1) % ABREAST < 2 else tokens // ABREAST + tokens % ABREAST
+    share = _tile_nbytes(a, m) // turns
+    t = int64(0)
+    while t < tokens:
+        count = _abreast(tokens - t)
+        columns_of(a[m + KIND], count > 1, scratch + QUADS_AT, a[m + TABLES], scales, zeros, records + t * column, begin, end, a[m + SHIFT],
+                   zero_shift, sums + 4 * ROWS * t, ahead, share)
+        ahead += share * STRETCH
+        t += count
+
+
+@inlined()
+def _block_sums(a, m, block, tokens, scratch, records, sums):
+    """One row block of matrix m times several columns -> float32 [tokens][16] at `sums`."""
+    kind, tiles, tile = a[m + KIND], a[m + TILES], _tile_nbytes(a, m)
+    codes, clean = a[m + WEIGHT] + block * tiles * tile, f32_at(sums)
+    for i in range((tokens + ABREAST - 1) // ABREAST * ABREAST * ROWS):
         clean[i] = float32(0.0)
     for begin in range(0, tiles, STRETCH):
         end = min(begin + STRETCH, tiles)
         expand_of(kind, codes + begin * tile, a[m + TABLES], end - begin, scratch + QUADS_AT)
-        t = 0
-        while t < tokens:
-            four = t + 4 <= tokens
-            x[0], x[1], x[2] = base0 + t * x_nbytes, base1 + t * x_nbytes, base2 + t * x_nbytes
-            columns_of(kind, four, scratch + QUADS_AT, a[m + TABLES], scales, zeros, scratch + X_AT, x_nbytes, begin, end, shift,
-                     zero_shift, sums + 4 * ROWS * t)
-            t += 4 if four else 1
-    x[0], x[1], x[2] = base0, base1, base2
+        multiply_stretch(a, m, block, tokens, scratch, records, begin, end, codes + end * tile, sums)
 
 
 @inlined()
@@ -229,6 +262,7 @@ def packed_columns(args, worker, counter):
     columns = scratch + COLUMNS_AT
     totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
     x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
+    records = columns + tokens * x_nbytes
     groups = 1 if mode == GATED else matrices
     ready, seeded = False, int64(-1)
     while True:
@@ -259,6 +293,8 @@ def packed_columns(args, worker, counter):
             seeded = way
             for t in range(tokens):
                 make_seeds(way, totals + t * x_nbytes, x[2] + t * x_nbytes, padded // TILE)
+            if tokens > 1 or way == HALF:
+                make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
         begin = work * STREAMS * run
         last = min(begin + STREAMS * run, blocks)
         run = (last - begin + STREAMS - 1) // STREAMS
@@ -269,9 +305,9 @@ def packed_columns(args, worker, counter):
         for step in range(last - begin if several else run):
             gates = others if several else others + 4 * ROWS * STREAMS * step
             if several:
-                _block_sums(a, written, begin + step, tokens, scratch, x_nbytes, sums)
+                _block_sums(a, written, begin + step, tokens, scratch, records, sums)
                 if mode == GATED:
-                    _block_sums(a, m, begin + step, tokens, scratch, x_nbytes, gates)
+                    _block_sums(a, m, begin + step, tokens, scratch, records, gates)
             else:
                 _stream_sums(a, written, begin + step, run, blocks, scratch, sums)
             for i in range(tokens if several else STREAMS):

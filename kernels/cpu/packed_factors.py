@@ -11,6 +11,7 @@ from .int8_ir import (
     LANES,
     OFFSET_WHEN_WIDE,
     WORDS,
+    Emitting,
     codebook_sum,
     constant,
     fma,
@@ -92,14 +93,16 @@ class _Tile:
             zeros = builder.sub(zeros, constant(WORDS, 128))
         self.below = builder.fneg(to_floats(builder, zeros))
 
-    def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> ir.Value:
+    def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         """total + x_scale * sum over groups of factor * (values . x); the seeds turn codes into values."""
         builder = self.builder
         if self.way == CODEBOOK:
-            return fma(builder, codebook_sum(builder, quads, x, seeds, self.factors), x_scale, total)
+            whole = yield from codebook_sum(builder, quads, x, seeds, self.factors)
+            yield
+            return fma(builder, whole, x_scale, total)
         groups = (range(4), range(4, 8)) if self.way == HALVES else (range(8),)
         for group, seed, factor in zip(groups, seeds, self.factors):
-            part = sum_quads(builder, [quads[j] for j in group], [x[j] for j in group], self.most)
+            part = yield from sum_quads(builder, [quads[j] for j in group], [x[j] for j in group], self.most)
             own = fma(builder, self.below, to_floats(builder, seed), part)  # exact: both are below 2**20
             total = fma(builder, builder.fmul(own, factor), x_scale, total)
         return total
@@ -115,9 +118,9 @@ class _SuperTile:
         self.factor, least = (half_scales(builder, offset(builder, record, 2 * ROWS * i), piece) for i in (0, 1))
         self.minimum = builder.fneg(builder.fmul(least, to_floats(builder, minima)))
 
-    def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> ir.Value:
+    def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
-        whole = sum_quads(builder, quads, x, self.most, self.steps)
+        whole = yield from sum_quads(builder, quads, x, self.most, self.steps)
         own = fma(builder, self.minimum, to_floats(builder, seeds[0]), builder.fmul(whole, self.factor))
         return fma(builder, own, x_scale, total)
 
@@ -130,9 +133,9 @@ class _SignedTile:
         words = (signed_bytes(builder, offset(builder, codes, ROWS * half), piece) for half in (0, 1))
         self.steps = tuple(step_form(builder, each) for each in words)
 
-    def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> ir.Value:
+    def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
-        whole = codebook_sum(builder, quads, x, seeds, self.steps, halved=True)
+        whole = yield from codebook_sum(builder, quads, x, seeds, self.steps, halved=True)
         return fma(builder, builder.fmul(whole, self.factor), x_scale, total)
 
 

@@ -91,39 +91,39 @@ def expand_of(kind, codes, tables, tiles, out):
 
 
 @inlined()
-def columns_of(kind, four, quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums):
+def columns_of(kind, four, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
     scheme = kind & SCHEME_MASK
     if scheme == SUPER:
         if four:
-            _four_super(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _four_super(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
         else:
-            _one_super(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _one_super(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif scheme == SIGNED:
         if four:
-            _four_signed(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _four_signed(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
         else:
-            _one_signed(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _one_signed(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif scheme == MXFP:
         if four:
-            _four_exponents(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _four_exponents(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
         else:
-            _one_exponents(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _one_exponents(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif scheme == BLOCK or scheme == OFFSET:
         if four:
-            _four_blocks(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _four_blocks(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
         else:
-            _one_block(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _one_block(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif scheme == CODEBOOK:
         if four:
-            _four_book(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _four_book(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
         else:
-            _one_book(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _one_book(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif shift < 0:
         if four:
-            _four_halves(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _four_halves(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
         else:
-            _one_halves(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+            _one_halves(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif four:
-        _four_plain(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+        _four_plain(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     else:
-        _one_plain(quads, tables, scales, zeros, x, stride, begin, end, shift, zero_shift, sums)
+        _one_plain(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)

@@ -39,6 +39,7 @@ from .int8_ir import (
     load_table,
     look_up,
     offset,
+    side_by_side,
     splat,
     steps_table,
     store,
@@ -51,6 +52,7 @@ STREAMS = 2  # row blocks that `single` takes side by side
 # Software prefetch, bytes ahead: a row block's arithmetic hides too little of its way from memory. A tile of 4 bits ahead with 64-byte
 # vectors (55% of the read roof without it, with four row blocks; 79% with it), four with 32-byte vectors (67% and 85%).
 AHEAD = 256 if WIDTH == 64 else 1024
+RECORD = 32 + 4 + 8  # bytes of a tile of one column: codes, scale, two seeds
 WITH_LEVELS = (CODEBOOK, EXPONENTS)
 MOST_LEVEL = 127  # levels are 64 above themselves
 
@@ -91,12 +93,13 @@ def end_loop(builder: ir.IRBuilder, blocks: tuple, counter: ir.Value, end: ir.Va
     builder.position_at_end(done)
 
 
-def _prefetch(builder: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
+def _prefetch(builder: ir.IRBuilder, address: ir.Value, nbytes: int, nearness: int = 3) -> None:
+    """Ask for bytes that will be read: into the first-level cache, or into the second with a `nearness` of 2."""
     kinds = [I8.as_pointer(), I32, I32, I32]
     fetch = function(builder, ir.VoidType(), kinds, "llvm.prefetch.p0")
     for line in range(0, nbytes, 64):
-        where = builder.inttoptr(offset(builder, address, AHEAD + line), I8.as_pointer())
-        builder.call(fetch, [where, I32(0), I32(3), I32(1)])  # for reading, into the first-level cache
+        where = builder.inttoptr(offset(builder, address, line), I8.as_pointer())
+        builder.call(fetch, [where, I32(0), I32(nearness), I32(1)])
 
 
 def _tables(builder: ir.IRBuilder, way: str, address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
@@ -133,13 +136,13 @@ def single(bits: int, way: str, streams: int = STREAMS):
                 places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
                 at = builder.add(codes[s], builder.mul(tile, I64(tile_nbytes(bits))))
                 if AHEAD:
-                    _prefetch(builder, at, tile_nbytes(bits))
+                    _prefetch(builder, offset(builder, at, AHEAD), tile_nbytes(bits))
                 for piece in range(PIECES):
                     quads = unpack_tile(builder, at, bits, piece)
                     if way in WITH_LEVELS:
                         quads = [look_up(builder, levels, each, bits) for each in quads]
                     part = tile_of(builder, way, steps, *places, piece, most)
-                    updated.append(part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece]))
+                    updated += side_by_side([part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece])])
             end_loop(builder, blocks, tile, tiles, totals, updated)
             for index, value in enumerate(updated):
                 store(builder, value, offset(builder, out, 4 * LANES * index), 4)
@@ -164,7 +167,7 @@ def expand(bits: int, way: str):
             at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
             to = builder.add(out, builder.mul(tile, I64(64 * 8)))
             if AHEAD:
-                _prefetch(builder, at, tile_nbytes(bits))
+                _prefetch(builder, offset(builder, at, AHEAD), tile_nbytes(bits))
             for piece in range(PIECES):
                 for j, quad in enumerate(unpack_tile(builder, at, bits, piece)):
                     value = look_up(builder, levels, quad, bits) if way in WITH_LEVELS else quad
@@ -181,37 +184,41 @@ def columns(way: str, count: int, most: int):
     """The loop over expanded tiles for `count` columns, codes up to `most`."""
 
     @intrinsic
-    def run(typingctx, quads, tables, scales, zeros, x, x_stride, begin, end, shift, zero_shift, sums):
+    def run(typingctx, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
         """Tiles [begin, end) of a row block, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
 
-        x: as for `single`, of the first column; the following ones lie `x_stride` bytes apart in all three parts. scales, zeros: of the
-        row block's first tile.
+        x: records of the columns' tiles, from tile 0 on: the codes of all columns, int8 [count][32], their scales, float32 [count], their
+        seeds, int32 [count][2]. scales, zeros: of the row block's first tile. `share` bytes per tile from `ahead` on are asked for
+        meanwhile: memory is idle while a stretch is multiplied, and what is unpacked next would be waited for.
         """
 
         def codegen(context, builder, signature, args):
-            quads, tables, scales, zeros, x, x_stride, begin, end, shift, zero_shift, sums = args
-            x_codes, x_scales, x_seeds = (load(builder, offset(builder, x, 8 * i), I64, 8) for i in range(3))
+            quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share = args
             _, steps = _tables(builder, way, tables)
             spots = [offset(builder, sums, 4 * LANES * (c * PIECES + piece)) for c in range(count) for piece in range(PIECES)]
             carried = [(FLOATS, load(builder, spot, FLOATS, 4)) for spot in spots]
             blocks, tile, totals = begin_loop(builder, "columns", begin, carried)
             places, updated = places_of(builder, way, scales, zeros, tile, shift, zero_shift), list(totals)
-            at = builder.add(quads, builder.mul(builder.sub(tile, begin), I64(64 * 8)))
+            passed = builder.sub(tile, begin)
+            at = builder.add(quads, builder.mul(passed, I64(64 * 8)))
+            wanted, quarter = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
+            for i in range(4):
+                _prefetch(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+            record = builder.add(x, builder.mul(tile, I64(RECORD * count)))
             for piece in range(PIECES):
                 weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
-                part = tile_of(builder, way, steps, *places, piece, most)
+                part, emitting = tile_of(builder, way, steps, *places, piece, most), []
                 for c in range(count):
-                    shifted = builder.mul(x_stride, I64(c))
-                    own = [builder.add(base, builder.add(shifted, builder.mul(tile, I64(size))))
-                           for base, size in ((x_codes, 32), (x_scales, 4), (x_seeds, 8))]
+                    own = [offset(builder, record, at) for at in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
                     x_scale = splat(builder, load(builder, own[1], F32, 4), FLOATS)
-                    index = c * PIECES + piece
-                    updated[index] = part.times(weights, _quads_of_x(builder, own[0]), _seeds(builder, way, own[2]), x_scale, totals[index])
+                    emitting.append(part.times(weights, _quads_of_x(builder, own[0]), _seeds(builder, way, own[2]), x_scale,
+                                               totals[c * PIECES + piece]))
+                updated[piece::PIECES] = side_by_side(emitting)
             end_loop(builder, blocks, tile, end, totals, updated)
             for spot, value in zip(spots, updated):
                 store(builder, value, spot, 4)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 11), codegen
+        return types.void(*[types.int64] * 12), codegen
 
     return run
