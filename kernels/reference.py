@@ -86,7 +86,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     k, v = (np.repeat(side.astype(np.float64), group, axis=1) for side in (k, v))
-    scores = np.einsum("thd,nhd->htn", q.astype(np.float64), k) * scale
+    scores = q.astype(np.float64).swapaxes(0, 1) @ k.transpose(1, 2, 0) * scale  # [H, T, n]
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
     at = position + np.arange(tokens)[:, None]
@@ -98,4 +98,4 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np
     top = np.maximum(scores.max(-1, keepdims=True), beside[:, None, None])
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True) + np.exp(beside[:, None, None] - top)
-    return np.einsum("htn,nhd->thd", weights / total, v)
+    return (weights / total @ v.swapaxes(0, 1)).swapaxes(0, 1)

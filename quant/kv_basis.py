@@ -13,6 +13,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from ..kernels.blas import one_thread
 from ..kernels.kv_layout import CHANNELS
 from .kv_bits import WIDTHS, allocate
 
@@ -80,11 +81,11 @@ class KVBasis:
 
     @cached_property
     def k_inverse(self) -> np.ndarray:
-        return np.linalg.inv(self.k_matrix.astype(np.float64)).astype(np.float32)
+        return _inverse(self.k_matrix)
 
     @cached_property
     def v_inverse(self) -> np.ndarray:
-        return np.linalg.inv(self.v_matrix.astype(np.float64)).astype(np.float32)
+        return _inverse(self.v_matrix)
 
     def widths(self, bits_k: int | Sequence[int], bits_v: int | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Bits of each group, int [H, D / 16], of K and of V, where sides have these bits on average: one number, or one a head."""
@@ -109,6 +110,12 @@ class KVBasis:
         sides = {name: None if (side := getattr(self, name)) is None else side[one] for name in
                  ("k_scale", "k_matrix", "v_matrix", "k_mean", "strength_k", "strength_v")}
         return replace(self, **sides)
+
+
+def _inverse(matrices: np.ndarray) -> np.ndarray:
+    """Of each float [H, D, D], float32. On one thread: beside a busy process two took a hundred times as long for a head of 128."""
+    with one_thread():
+        return np.linalg.inv(matrices.astype(np.float64)).astype(np.float32)
 
 
 def noise_basis(signal: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

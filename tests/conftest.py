@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import Person
 
+from effllm.kernels import blas
+
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME")
 
@@ -29,6 +31,15 @@ def folders_of_nobody() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def oracles_on_one_thread() -> Iterator[None]:
+    """NumPy and torch are references here: their small products, cut among threads that spin beside another test, take twice the time."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    with blas.one_thread():
+        yield
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """NumPy's matrix products on one thread: held and given back, whatever happens in between."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -11,10 +13,21 @@ def threads() -> int | None:
     return None if functions is None else functions[0]()
 
 
-def test_held_to_one_and_given_back():
-    before = threads()
-    if before is None:
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As in a program that nobody holds to one, as all tests are."""
+    functions = blas._functions()
+    if functions is None:
         pytest.skip("NumPy's BLAS is no OpenBLAS of its own")
+    before = functions[0]()
+    functions[1](2)
+    yield
+    functions[1](before)
+
+
+def test_held_to_one_and_given_back(two_threads):
+    before = threads()
+    assert before == 2
     with blas.one_thread():
         assert threads() == 1
         x = np.ones((64, 64), np.float32)

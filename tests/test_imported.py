@@ -184,11 +184,17 @@ def written(folder: Path, name: str) -> dict[str, np.ndarray]:
     return meant
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_weights_mean_what_their_format_says(tmp_path: Path, name: str) -> None:
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, np.ndarray]]:
+    """A case's name, its folder, for reading alone, and what its weights mean."""
+    folder = tmp_path_factory.mktemp("imported") / "m"
+    return request.param, folder, written(folder, request.param)
+
+
+def test_weights_mean_what_their_format_says(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
     """To the last bit, whole and by rows."""
-    meant = written(tmp_path / "m", name)
-    with open_store(tmp_path / "m", wide="f32") as store:
+    _, folder, meant = checkpoint
+    with open_store(folder, wide="f32") as store:
         assert set(store.tensors) == set(meant)
         for tensor, values in meant.items():
             info = store.tensors[tensor]
@@ -201,15 +207,14 @@ CODES = ("gptq 4", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 sca
          "bytes, a scale per row", "bytes, zero points", "bytes, one scale", "bytes of 4 bits", "bytes, whole blocks")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_codes_of_the_kernels_lose_nothing(tmp_path: Path, name: str) -> None:
+def test_codes_of_the_kernels_lose_nothing(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
     """To the last bit; what has no such form stays wide."""
-    meant = written(tmp_path / "m", name)
-    store, container = open_weights(tmp_path / "m")
+    name, folder, meant = checkpoint
+    store, container = open_weights(folder)
     with store:
         found = {} if container is None else container.tensors
         assert len(found) == (42 if name in CODES else 0)
-        assert is_low_bit(tmp_path / "m") == (name in (*CODES, "gptq 4, act order", "bytes, blocks"))
+        assert is_low_bit(folder) == (name in (*CODES, "gptq 4, act order", "bytes, blocks"))
         for tensor, stored in found.items():
             blob = store.read(store.tensors[tensor])
             assert blob.nbytes == stored.nbytes == store.tensors[tensor].nbytes
@@ -221,17 +226,17 @@ def test_codes_of_the_kernels_lose_nothing(tmp_path: Path, name: str) -> None:
             assert {str(stored.spec) for stored in found.values()} == {"offset4:64"}
 
 
-@pytest.mark.parametrize("name", ["gptq 4", "gptq 4, act order", "awq", "int4, zero points", "bytes, a scale per row", "bytes, blocks",
-                                  "float-quantized", "fp8 blocks"])
-def test_they_run_and_are_announced(tmp_path: Path, name: str) -> None:
-    meant = written(tmp_path / "m", name)
+@pytest.mark.parametrize("checkpoint", ["gptq 4", "gptq 4, act order", "awq", "int4, zero points", "bytes, a scale per row",
+                                        "bytes, blocks", "float-quantized", "fp8 blocks"], indirect=True)
+def test_they_run_and_are_announced(tmp_path: Path, checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
+    name, written_folder, meant = checkpoint
     plain = tmp_path / "plain"
     plain.mkdir()
     save_file({tensor: torch.from_numpy(values).to(torch.float16 if "_proj" in tensor and name not in CODES else torch.float32)
                for tensor, values in meant.items()}, plain / "model.safetensors")
     (plain / "config.json").write_bytes((FABLE / "config.json").read_bytes())
     logits = []
-    for folder in (tmp_path / "m", plain):
+    for folder in (written_folder, plain):
         items = list(open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=name in CODES)))
         engine, said = items[-1], [item.text for item in items if isinstance(item, Notice)]
         what = "order of the kernels" if name in CODES else "widened to f16"
@@ -243,7 +248,7 @@ def test_they_run_and_are_announced(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(*logits)
         return
     assert np.abs(logits[0] - logits[1]).max() < 2e-5 * np.abs(logits[1]).max()
-    *_, engine = open_engine(tmp_path / "m", EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1))
+    *_, engine = open_engine(written_folder, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1))
     assert np.abs(engine.forward_logits(IDS) - logits[1]).max() < 0.05 * np.abs(logits[1]).max()
     engine.close()
 

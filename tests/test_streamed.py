@@ -22,7 +22,7 @@ from streamed_models import random_model, streaming
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
 
-def logits(engine: Engine, prompt: int = 150, answer: int = 20) -> np.ndarray:
+def logits(engine: Engine, prompt: int = 188, answer: int = 8) -> np.ndarray:
     """Of every position of a prompt in chunks (one of few tokens), then token by token over the end of a page, then few at once."""
     vocabulary = engine.config.vocab_size
     ids = np.random.default_rng(7).integers(0, vocabulary, prompt + answer + 8).tolist()
