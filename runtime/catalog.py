@@ -84,7 +84,8 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         path = path / (_meant(reference, path, show(str(path))) or reference.file)
     try:
         if path.is_dir():
-            if not (path / "config.json").is_file() and (files := names.models(hub.gguf_files(path))):
+            files = [] if (path / "config.json").is_file() else names.models(hub.gguf_files(path, deep=False))  # "/" is a path too
+            if files:
                 raise ModelNotFound(f"{show(text)} holds GGUF files and no config.json", f"name one: {_listed(reference, files)}")
             return _of_folder(ModelRef(text, path, variant=reference.variant))
         present = path.exists()

@@ -134,9 +134,11 @@ def missing_files(folder: Path) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def gguf_files(folder: Path) -> list[str]:
-    """The GGUF files of a folder and of those in it, three deep, by the names that can be typed; links that lead nowhere are left out."""
-    found = (path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern) if path.name.lower().endswith(SUFFIX))
+def gguf_files(folder: Path, deep: bool = True) -> list[str]:
+    """The GGUF files of a folder, where `deep` also those of the folders in it, three deep, by the names that can be typed; links that lead
+    nowhere are left out."""
+    patterns = ("*", "*/*", "*/*/*") if deep else ("*",)
+    found = (path for pattern in patterns for path in folder.glob(pattern) if path.name.lower().endswith(SUFFIX))
     each = {path.relative_to(folder).as_posix(): path for path in found}
     return sorted(name for name, path in each.items() if GGUF_PATH.fullmatch(name) and path.is_file())
 
