@@ -32,11 +32,14 @@ class Figure:
 
 
 def commit() -> str:
-    """The commit of this checkout, marked where files differ from it."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=10"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-    )
-    return described.stdout.strip() or "none"
+    """The commit of this checkout, marked where files differ from it; results that another benchmark has just written are none of it."""
+    def git(*arguments: str) -> str:
+        made = subprocess.run(["git", *arguments], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=False)
+        return made.stdout.strip()
+
+    here = git("describe", "--always", "--abbrev=10")
+    differs = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return here + ("-dirty" if differs else "") or "none"
 
 
 def context() -> dict[str, str]:
