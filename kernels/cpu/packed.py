@@ -57,10 +57,9 @@ def kind_of(bits: int, scheme: int) -> int:
 
 
 def column_nbytes(depth: int) -> int:
-    """Bytes of one quantized column: int8 values, float32 scales per 32, int32 sums and seeds per 16, the normed float32 values; and what
-    of it lies in records once more (`packed_loops.columns`)."""
+    """Bytes of one quantized column: int8 values, float32 scales per 32, int32 sums and seeds per 16, the normed float32 values."""
     padded = -(-depth // PAD) * PAD
-    return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded + padded // TILE * RECORD
+    return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
 
 
 def seeds_way(scheme: str, group: int) -> int:
@@ -69,8 +68,9 @@ def seeds_way(scheme: str, group: int) -> int:
 
 
 def scratch_nbytes(depth: int, tokens: int) -> int:
-    """Scratch of one worker."""
-    return 64 + COLUMNS_AT + tokens * column_nbytes(depth)
+    """Scratch of one worker: columns, and their records in whole ABREASTs."""
+    records = -(-tokens // ABREAST) * ABREAST * (-(-depth // PAD) * PAD // TILE) * RECORD
+    return 64 + COLUMNS_AT + tokens * column_nbytes(depth) + records
 
 
 @inlined()
@@ -103,6 +103,13 @@ def _abreast(left):
 
 
 @inlined()
+def _turns(tokens):
+    """How many times `_abreast` is asked for so many columns."""
+    left = tokens % ABREAST
+    return tokens // ABREAST + (1 if _abreast(left) > 1 else left)
+
+
+@inlined()
 def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
     """Columns, `x_nbytes` apart in all three parts, as `packed_loops.columns` reads them. What ABREAST lack is the last column again."""
     t = int64(0)
@@ -110,14 +117,14 @@ def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
         count = _abreast(tokens - t)
         for c in range(count):
             at = min(t + c, tokens - 1) * x_nbytes
-            code, scale, seed = i64_at(codes + at), i32_at(scales + at), i64_at(seeds + at)
+            code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)  # records lie on words
             for tile in range(tiles):
                 record = records + (t * tiles + tile * count) * RECORD
-                own = i64_at(record + 32 * c)
-                for i in range(4):
-                    own[i] = code[4 * tile + i]
+                own, seeded = i32_at(record + 32 * c), i32_at(record + 36 * count + 8 * c)
+                for i in range(8):
+                    own[i] = code[8 * tile + i]
                 i32_at(record + 32 * count + 4 * c)[0] = scale[tile]
-                i64_at(record + 36 * count + 8 * c)[0] = seed[tile]
+                seeded[0], seeded[1] = seed[2 * tile], seed[2 * tile + 1]
         t += count
 
 
@@ -170,9 +177,7 @@ def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, s
     scales = a[m + SCALES] + block * _scale_nbytes(a, m)
     zeros, zero_shift = _zeros(a, m, block, scratch + ZERO_AT)
     column = (a[DEPTH] + PAD - 1) // PAD * PAD // TILE * RECORD
-    # every turn asks for its share of the next stretch
-    turns = (tokens + 1) // ABREAST if (tokens + 1) % ABREAST < 2 else tokens // ABREAST + tokens % ABREAST
-    share = _tile_nbytes(a, m) // turns
+    share = _tile_nbytes(a, m) // _turns(tokens)  # every turn asks for its part of the next stretch
     t = int64(0)
     while t < tokens:
         count = _abreast(tokens - t)

@@ -209,7 +209,7 @@ def columns(way: str, count: int, most: int):
                 weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
                 part, emitting = tile_of(builder, way, steps, *places, piece, most), []
                 for c in range(count):
-                    own = [offset(builder, record, at) for at in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
+                    own = [offset(builder, record, place) for place in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
                     x_scale = splat(builder, load(builder, own[1], F32, 4), FLOATS)
                     emitting.append(part.times(weights, _quads_of_x(builder, own[0]), _seeds(builder, way, own[2]), x_scale,
                                                totals[c * PIECES + piece]))
