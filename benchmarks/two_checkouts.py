@@ -7,8 +7,8 @@ so many tokens (from 100 on: a prompt); ratios are taken within a round, figures
     git worktree add /somewhere/effllm COMMIT
     python benchmarks/two_checkouts.py /somewhere/effllm [--model DIR] [--tokens 1 2 4 8 16] [--rounds 25]
 
-The other side is this checkout; both folders have to be called `effllm`. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another instruction set
-on both. Without `--model` it takes the random weights of 4 bits that compare_llamacpp.py makes.
+The other side is this checkout; both folders have to be called `effllm`. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another instruction
+set on both. Without `--model` it takes the random weights of 4 bits that compare_llamacpp.py makes.
 """
 
 import argparse
