@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ... import ModelNotFound, UsageError
 from ...quant.spec import QuantSpec
-from .. import hub, storage
+from .. import half_made, hub, storage
 from ..aliases import CatalogEntry, catalog
 from ..catalog import find_entry
 from ..config import ModelConfig, parse_config
@@ -158,6 +158,8 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     if wish.bits is not None:
         made = _with_bits(made, config, section is not None, client, env)
         finished = (made.folder / storage.MARKER).is_file() and (not wish.keep or place.is_whole(files))
+    if finished:
+        made = replace(made, held_bytes=total, disk_bytes=0)
     store = _expected(wish, config, section) if head.store is None or wish.on_load else head.store
     run = _run(made, config, store, options)
     return replace(made, smaller=smaller, run=run, is_done=finished)
@@ -205,7 +207,10 @@ def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client
         return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + made)
     together, count = at_once(plan.repository, shards, client) if parted else (max((file.size for file in shards), default=0), 0)
     needed = together + result + 2 * beside
-    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)),
+    distinct = {file.etag: file for file in plan.files}.values()
+    here = [file for file in distinct if place.is_here(file)]
+    held = sum(file.size for file in here) + half_made.held_nbytes(folder, [file for file in distinct if file not in here])
+    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)), held_bytes=held,
                    disk_free=free_nbytes(folder), nbytes_read=plan.nbytes_read + count)
 
 
