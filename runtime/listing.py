@@ -56,7 +56,8 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
     named = []
     for entry in entries:
         if entry.path and (known := others.pop(os.path.abspath(entry_folder(entry)), None)) is not None:
-            named.append(replace(known, name=entry.alias, licence=known.licence or entry.licence))  # the same thing once, under the shorter name
+            # The same thing once, under the shorter name.
+            named.append(replace(known, name=entry.alias, licence=known.licence or entry.licence))
         elif entry.path:
             named.append(_local(entry.alias, entry_folder(entry), "folder" if entry.own else "effllm", entry.licence))
     return [model for model in (*named, *others.values()) if model is not None]
