@@ -237,12 +237,22 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
         return _absent(reference, name, f"{name} is here, but {reference.file or reference.variant} of it is not", pull)
     if name in repos:
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
-    near = _near(name, [entry.alias for entry in entries] + [entry.repo for entry in entries if entry.repo] + sorted(repos))
+    near = _near(name, _known(entries, repos))
     if near:
         return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(near)}?")
     if "/" in name and hub.is_repo(name):
         return _absent(reference, name, f"{name} is not on this machine", pull)
     return ModelNotFound(f"there is no model {show(name)}", LOOK)
+
+
+def near_names(name: str, env: Mapping[str, str]) -> list[str]:
+    """At most three names, of the catalog or of what is here, that were probably meant by one that leads nowhere."""
+    repos = {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.kept_models(env)}
+    return [near for near in _near(name, _known(catalog(env), repos)) if near != name]
+
+
+def _known(entries: Iterable[CatalogEntry], repos: Iterable[str]) -> list[str]:
+    return [entry.alias for entry in entries] + [entry.repo for entry in entries if entry.repo] + sorted(repos)
 
 
 def _near(name: str, known: list[str]) -> list[str]:

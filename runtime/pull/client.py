@@ -48,6 +48,10 @@ class NoSuchFile(ModelNotFound):
     """The repository has no file of that name."""
 
 
+class NoSuchRepository(ModelNotFound):
+    """The hub shows none of that name: there is none, or it is private, which hubs do not tell apart."""
+
+
 class Gated(ModelNotFound):
     """The repository asks for consent first."""
 
@@ -295,7 +299,8 @@ class Client:
             raise ModelNotFound(f"{repo} was disabled by the hub", "choose another model: effllm list --all")
         if code == "RepoNotFound" or status in (401, 404):
             private = "or the token may not see it" if self.has_token else "or it is private: hf auth login"
-            raise ModelNotFound(f"there is no repository {show(repo)} at {self._home.authority}", f"check the spelling, {private}")
+            raise NoSuchRepository(f"{self._home.authority} shows no repository {show(repo)}: there is none, or it is private",
+                                   f"check the spelling, {private}")
         if status == 403:
             raise ModelNotFound(f"the hub does not let this token read {repo}", f"see {self.page(repo)}, then hf auth login")
         if status == 407:
