@@ -139,6 +139,20 @@ def test_a_kept_copy_is_found_after_its_model_was_measured(person: Person) -> No
     assert "weights of 2bit from" not in person.types("run", folder, *words).err, "another model"
 
 
+def test_every_revision_that_is_here_is_listed_and_can_be_removed(hub: Hub, person: Person) -> None:
+    commits = []
+    for branch in ("v1", "v2", "main"):
+        made = hub.add(REPO, FABLE, files={"LICENSE": branch.encode()}, branches=(branch,))
+        assert person.types("pull", f"{REPO}@{branch}").code == 0
+        commits.append(made.commit)
+    older = {f"{REPO}@{commit[:12]}": commit for commit in commits[:2]}
+    listed = {each["name"]: each["revision"] for each in person.types("list", "--json").json["models"] if each["source"] == "hub cache"}
+    assert listed == {REPO: commits[2], **older} and set(listed) <= set(model_names(person.env))
+    for name, commit in older.items():
+        assert resolve(name, person.env).revision == commit and person.types("rm", name, "-y").code == 0
+    assert [each["name"] for each in person.types("list", "--json").json["models"] if each["source"] == "hub cache"] == [REPO]
+
+
 def test_what_keep_has_kept_of_a_file_or_a_folder_is_named_shown_and_removed(person: Person) -> None:
     file, folder = person.home / "m.gguf", person.home / "own"
     assert person.types("export", "fable", "-o", file, "--type", "Q8_0").code == 0
