@@ -132,6 +132,12 @@ class Screen:
             self._answer_open = False
         self._stderr(self._dim(sanitize(text).replace("\n", " ")) + "\n")
 
+    def fitted_note(self, text: str, hang: int = 2) -> None:
+        """A note that nobody pastes: where a terminal is narrower, it is broken between words and goes on `hang` columns in."""
+        terminal = self.environment.is_terminal(self.environment.stderr)
+        for line in broken(text, self.environment.width, hang) if terminal else [text]:
+            self.note(line)
+
     def note_once(self, text: str) -> None:
         """A line that several steps of a command have reason to write."""
         if text not in self._noted:
@@ -201,6 +207,20 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
         return blank + cell if right else cell + blank
 
     return ["  ".join(padded(cell, width, index in flush) for index, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+
+
+def broken(text: str, width: int, hang: int) -> list[str]:
+    """A line as lines of at most `width` columns, broken at its spaces; a word that is longer stands alone. Lines after the first begin
+    with `hang` spaces."""
+    words = text.lstrip(" ").split(" ")
+    lines, line = [], " " * (len(text) - len(text.lstrip(" "))) + words[0]
+    for word in words[1:]:
+        longer = f"{line} {word}"
+        if word and cell_width(longer) > width:
+            lines.append(line.rstrip())
+            longer = " " * hang + word
+        line = longer
+    return [*lines, line]
 
 
 def cell_width(text: str) -> int:

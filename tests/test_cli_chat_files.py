@@ -203,6 +203,8 @@ def test_forty_columns(folder: Path) -> None:
     chat.say(STORY)
     shown = chat.status()
     assert re.match(r"\d+ of 2048 tokens", shown) and len(shown) < 40
+    for said in (chat.say("/help"), chat.say("/stats")):
+        assert len(said.splitlines()) > 4 and max(map(len, said.splitlines())) <= 40, "broken between words alone"
     chat.say("\x1b[200~🦊狐\nsecond\x1b[201~")
     assert chat.messages()[0]["content"].startswith("wide.txt:\n```\n狐狸 🦊\n```")
     assert chat.messages()[2]["content"] == "🦊狐\nsecond"

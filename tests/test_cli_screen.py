@@ -14,7 +14,7 @@ from effllm import UsageError
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
 from effllm.cli.prompt import read_prompt
-from effllm.cli.screen import Screen
+from effllm.cli.screen import Screen, broken, cell_width
 from effllm.runtime.events import Progress
 
 
@@ -74,6 +74,26 @@ def test_a_note_never_lands_in_a_line_of_the_answer() -> None:
     piped.answer("half a line")
     piped.note("a remark")
     assert texts(piped) == ("half a line", "a remark\n"), "into a file no line break is added for the sake of a screen"
+
+
+@given(st.text(alphabet="ab 狐é", max_size=60), st.integers(4, 30), st.integers(0, 3))
+def test_a_line_is_broken_between_words_alone(text: str, width: int, hang: int) -> None:
+    lines = broken(text, width, hang)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", ""), "every word is there, whole and once"
+    assert [word for line in lines for word in line.split()] == text.split()
+    for index, line in enumerate(lines):
+        alone = len(line.split()) < 2
+        assert cell_width(line.rstrip()) <= width or alone, (line, width)
+        assert not index or not line.strip() or line.startswith(" " * hang)
+
+
+def test_a_pipe_gets_a_line_whole() -> None:
+    figures = "prompt 17 tokens · answer 90 tokens · first token 1.74 s · load 0.65 s · seed 4 · and more than fits in a line"
+    piped, shown = screen(), screen(err=Terminal(), NO_COLOR="1")
+    piped.fitted_note(figures)
+    shown.fitted_note(figures)
+    assert texts(piped)[1] == figures + "\n"
+    assert len(texts(shown)[1].splitlines()) > 1 and texts(shown)[1].replace("\n  ", " ") == figures + "\n"
 
 
 def ticking(shown: Screen) -> Screen:
