@@ -62,6 +62,17 @@ def test_what_has_no_such_form(text: str, said: str) -> None:
         parse_reference(text, {})
 
 
+@pytest.mark.parametrize(("address", "name"), [
+    ("https://huggingface.co/org/name", "org/name"), ("https://huggingface.co/org/name/", "org/name"),
+    ("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M"), ("https://hub.example/org/name/tree/v1.0", "org/name@v1.0"),
+    ("https://huggingface.co/org/name/tree/main", "org/name"),
+    ("http://hf.co/org/name/blob/main/sub/m-Q8_0.gguf?download=true", "org/name:sub/m-Q8_0.gguf")])
+def test_an_address_of_a_browser_is_answered_with_the_name_in_it(person: Person, address: str, name: str) -> None:
+    for command in (("pull",), ("show",), ("run",), ("rm",)):
+        assert f"did you mean '{name}'?" in person.types(*command, address).refused(2)
+    assert parse_reference(name, person.env).name == "org/name"
+
+
 @given(st.text(max_size=40))
 def test_any_text_is_a_reference_or_one_line(text: str) -> None:
     try:
