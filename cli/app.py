@@ -79,10 +79,10 @@ def build(only: str | None = None) -> typer.Typer:
 
 
 def say_unknown_variables(command: Any, environment: Environment) -> None:
-    """A misspelled variable does nothing: better said than wondered about. The flags of other commands are built only for a name that
-    this one does not know."""
+    """A misspelled variable does nothing: better said than wondered about, by the commands that take settings. The flags of all the
+    others are built only for a name that this one does not know."""
     given = {name for name in environment.variables if name.startswith("EFFLLM_")} - variables_of(command)
-    if not given or "_EFFLLM_COMPLETE" in environment.variables:
+    if not given or "_EFFLLM_COMPLETE" in environment.variables or not takes_settings(command):
         return
     known = variables_of(typer.main.get_command(build()))
     for name in sorted(given - known):
@@ -92,6 +92,12 @@ def say_unknown_variables(command: Any, environment: Environment) -> None:
 
         close = get_close_matches(name, known, 1)
         Screen(environment).note(f"{name} is the variable of no flag{f', did you mean {close[0]}?' if close else ''}")
+
+
+def takes_settings(command: Any) -> bool:
+    """Whether a command or one beneath it has flags that files of settings may hold, or lists them."""
+    beneath = getattr(command, "commands", {})
+    return bool(getattr(command, "grouped", ())) or "config" in beneath or any(map(takes_settings, beneath.values()))
 
 
 def variables_of(command: Any) -> set[str]:

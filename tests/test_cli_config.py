@@ -61,7 +61,8 @@ def test_a_variable_of_no_flag_is_said_and_one_of_another_command_is_not(place: 
     said = [line for line in ran.err.splitlines() if "variable of no flag" in line]
     assert ran.code == 0 and len(said) == 2
     assert said[0] == "EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?" and "EFFLLM_ZQX" in said[1]
-    assert "variable" not in Ran("list", "--json", EFFLLM_TEMP="0.3").err
+    assert "did you mean EFFLLM_TEMP?" in Ran("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
+    assert "variable" not in Ran("plan", "fable", "--no-probe", EFFLLM_TEMP="0.3", EFFLLM_PREDICTOR="8").err
 
 
 def test_a_context_may_be_written_in_thousands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
