@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import ModelNotFound, UsageError
 from ..offload.header import is_gguf
 from ..offload.size import format_size
-from . import half_made, hub, storage, unfinished
+from . import hub, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
 from .gguf import names
@@ -185,7 +185,11 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
 
 def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[str, str]) -> None:
     """Raises Absent where a download was stopped, with how much of it is here; nothing where none was begun."""
-    begun = half_made.meant(env, repo, revision, reference.variant) if reference.variant and not reference.file else []
+    begun = []
+    if reference.variant and not reference.file:
+        from . import half_made  # not for the shell, which waits for names
+
+        begun = half_made.meant(env, repo, revision, reference.variant)
     for each in begun[:1]:
         raise _absent(reference, repo, f"{repo}:{each.spec} is only partly made: {format_size(each.held)} of {format_size(each.size)} have "
                       "come",

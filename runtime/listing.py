@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.header import is_gguf
-from . import half_made, hub, storage, unfinished
+from . import hub, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
 from .catalog import find_entry, resolve
 from .config_reader import show
@@ -74,11 +74,13 @@ class Incomplete:
 
 def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
     """What `pull` would go on with, in the order of their repositories, downloads first, then what was being quantized as it came."""
+    from .half_made import half_made
+
     entries, found = catalog(env), []
     for each in unfinished.all_stopped(env):
         name = _revision_name(each.repo, each.revision, entries)
         found.append(Incomplete(name if each.file is None else f"{name}:{each.file}", each.held, each.size))
-    for each in half_made.half_made(env):
+    for each in half_made(env):
         found.append(Incomplete(f"{_revision_name(each.repo, each.revision, entries)}:{each.spec}", each.held, each.size))
     return found
 
