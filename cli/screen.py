@@ -177,7 +177,7 @@ class Screen:
         self._drawn = now
         text = describe(event, elapsed)
         if self._redraws:
-            self._status = text[: self.environment.width - 1]
+            self._status = cut(text, self.environment.width - 1)
             self._stderr(f"\r\x1b[K{self._dim(self._status)}")
         else:
             self._stderr(text + "\n")
@@ -237,6 +237,14 @@ def broken(text: str, width: int, hang: int) -> list[str]:
             longer = " " * hang + word
         line = longer
     return [*lines, line]
+
+
+def cut(text: str, width: int) -> str:
+    """As much of a line's beginning as `width` columns show."""
+    text = text[:width]
+    while cell_width(text) > width:
+        text = text[:-1]
+    return text
 
 
 def cell_width(text: str) -> int:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 SETTINGS = names_and_types(SamplingFlags)
 
 
+EDITED_SHOWN = 12  # lines of a message from the editor
+
+
 class Leave(Exception):
     """The person wants to go."""
 
@@ -223,7 +226,13 @@ def attach(chat: Conversation, rest: str) -> None:
 
 
 def edit(chat: Conversation, rest: str) -> None:
-    chat.send(written_in_editor(rest, chat.screen.environment.variables, chat.output))
+    message = written_in_editor(rest, chat.screen.environment.variables, chat.output)
+    lines = message.splitlines()
+    for line in lines[:EDITED_SHOWN]:  # so that the terminal keeps what was asked, as of a message that was typed
+        chat.screen.note(f"… {line}")
+    if len(lines) > EDITED_SHOWN:
+        chat.screen.note(f"… and {len(lines) - EDITED_SHOWN} more lines")
+    chat.send(message)
 
 
 def export(chat: Conversation, rest: str) -> None:

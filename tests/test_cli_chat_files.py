@@ -120,7 +120,7 @@ def test_the_editor_writes_the_message(chat: Chat) -> None:
     wanted, code = chat.folder / "wanted.txt", chat.folder / "code.txt"
     wanted.write_text("One line,\nand another.\n")
     code.write_text("0")
-    assert len(chat.say("/edit a beginning")) > 5
+    assert "… One line,\n… and another.\n" in chat.say("/edit a beginning"), "the question stands above its answer"
     assert (chat.folder / "seen.txt").read_text() == "a beginning"
     assert chat.messages()[0]["content"] == "One line,\nand another."
     code.write_text("3")

@@ -126,6 +126,15 @@ def test_progress_is_redrawn_on_a_terminal_and_taken_away() -> None:
     assert err.endswith("\r\x1b[K"), "the line is cleared before the answer"
 
 
+def test_progress_of_wide_characters_stays_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = ticking(screen(err=Terminal(), NO_COLOR="1"))
+    for done in (0, 1 << 20):
+        shown.progress(Progress("狐狸" * 10, done, 4 << 20, "bytes"))
+    drawn = texts(shown)[1].split("\x1b[K")[-1]
+    assert 37 < cell_width(drawn) <= 39, "a line that the terminal wraps is not taken away by a carriage return"
+
+
 def test_progress_in_a_log_is_rare_and_plain() -> None:
     shown = ticking(screen())
     for done in range(40):
