@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..runtime.events import Progress
     from .markdown import MarkdownStream
 
+LEAST_FOLDED = 10  # columns of a terminal that a folded cell needs to be read
 REDRAW_S = 0.1
 PATIENCE_S = 0.4  # a phase shorter than this flashes by unseen
 PLAIN_PATIENCE_S, PLAIN_EVERY_S = 2.0, 15.0  # for logs
@@ -95,8 +96,17 @@ class Screen:
                 lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
             self.clear()
             self.environment.write("".join(f"{line}\n" for line in lines))
+        elif self._safe and any(headings) and is_cramped(headings, cells, self.environment.width):
+            self._paragraphs(headings, cells)
         else:
             self._drawn_table(headings, cells, right)
+
+    def _paragraphs(self, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A row at a time: its first cell, then the others behind their headings, broken between words."""
+        for first, *others in rows:
+            named = " · ".join(f"{heading} {cell}" for heading, cell in zip(headings[1:], others) if cell)
+            for line in (first, *broken(f"  {named}", self.environment.width, 2)):
+                self.line(line)
 
     def _drawn_table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> None:
         """By the library, which knows how wide characters are and where to break them."""
@@ -207,6 +217,12 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
         return blank + cell if right else cell + blank
 
     return ["  ".join(padded(cell, width, index in flush) for index, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+
+
+def is_cramped(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> bool:
+    """Whether a table could only be had with words cut to pieces: its two widest columns can be folded, the others have to fit."""
+    widths = sorted(max(map(cell_width, column)) for column in zip(headings, *rows))
+    return sum(widths[:-2]) + 2 * len(widths) + 2 * LEAST_FOLDED > width
 
 
 def broken(text: str, width: int, hang: int) -> list[str]:

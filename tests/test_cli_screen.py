@@ -96,6 +96,20 @@ def test_a_pipe_gets_a_line_whole() -> None:
     assert len(texts(shown)[1].splitlines()) > 1 and texts(shown)[1].replace("\n  ", " ") == figures + "\n"
 
 
+def test_a_table_that_no_folding_fits_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    headings, rows = ("model", "family", "parameters", "size", "licence"), [("fable", "llama", "5.8M", "11.01 MiB", "Apache-2.0"),
+                                                                           ("狐狸", "qwen2", "", "1.00 GiB", "MIT")]
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = screen(out=Terminal(), NO_COLOR="1")
+    shown.table(headings, rows, right=(2, 3))
+    assert texts(shown)[0] == ("fable\n  family llama · parameters 5.8M · size\n  11.01 MiB · licence Apache-2.0\n"
+                               "狐狸\n  family qwen2 · size 1.00 GiB · licence\n  MIT\n")
+    monkeypatch.setenv("COLUMNS", "60")
+    wide = screen(out=Terminal(), NO_COLOR="1")
+    wide.table(headings, rows, right=(2, 3))
+    assert texts(wide)[0].splitlines()[0].split() == list(headings)
+
+
 def ticking(shown: Screen) -> Screen:
     """A clock that moves on by a second each time it is asked."""
     shown.environment.clock = map(float, itertools.count()).__next__
