@@ -104,8 +104,9 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         if reference.file and folder.is_dir() and not is_gguf(path):
             raise ModelNotFound(f"{show(text)}: no name of a GGUF file in {folder} states {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it away: {reference.base}")
+        near = [] if others else _siblings(path)
         raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}",
-                            f"name one: {_listed(reference, others)}" if others else LOOK)
+                            f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(near)}?" if near else LOOK)
     if is_gguf(path):
         return _from_gguf(reference, path)
     raise UsageError(f"{show(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}")
@@ -241,7 +242,7 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
         return _absent(reference, name, f"{name} is here, but {reference.file or reference.variant} of it is not", pull)
     if name in repos:
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
-    near = _near(name, _known(entries, repos))
+    near = _near(name, _known(entries, repos)) or (_siblings(Path(name)) if "/" not in name else [])
     if near:
         return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(near)}?")
     if "/" in name and hub.is_repo(name):
@@ -257,6 +258,13 @@ def near_names(name: str, env: Mapping[str, str]) -> list[str]:
 
 def _known(entries: Iterable[CatalogEntry], repos: Iterable[str]) -> list[str]:
     return [entry.alias for entry in entries] + [entry.repo for entry in entries if entry.repo] + sorted(repos)
+
+
+def _siblings(path: Path) -> list[str]:
+    """The names of at most three models beside a path that is not there, nearly its own."""
+    around = hub.names_in(path.parent) if exists(path.parent) else []
+    beside = [name for name in around if is_gguf(Path(name)) or exists(path.parent / name / "config.json")]
+    return [show(name) for name in _near(path.name, beside)]
 
 
 def _near(name: str, known: list[str]) -> list[str]:
