@@ -103,10 +103,14 @@ def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
     """Markdown, which a terminal shows as it is and a page renders."""
     from ..offload.size import format_size
 
-    cells = [("model", "size", "params", "backend", "threads", "kv", "test", "t/s", "predicted", "read", "of the roof", "memory")]
-    for row in rows:
+    # As llama-bench does, what was asked for beside the usual has a column of its own.
+    asked = {name: [str(getattr(row, field)) for row in rows]
+             for name, field, usual in (("ngl", "n_gpu_layers", 0), ("columns", "columns", 1))
+             if any(getattr(row, field) != usual for row in rows)}
+    cells = [("model", "size", "params", "backend", "threads", *asked, "kv", "test", "t/s", "predicted", "read", "of the roof", "memory")]
+    for index, row in enumerate(rows):
         cells.append((row.model_type, format_size(row.model_size), f"{row.model_n_params / 1e6:.2f} M", row.backends, str(row.n_threads),
-                      row.type_k, row.test, f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+                      *(column[index] for column in asked.values()), row.type_k, row.test, f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
                       "" if row.predicted_ts is None else f"{row.predicted_ts:.2f}",
                       f"{format_size(round(row.read_bandwidth))}/s" if row.n_gen else "",
                       f"{100 * row.roof_fraction:.0f}%" if row.n_gen else "", format_size(row.peak_rss_bytes)))

@@ -265,6 +265,9 @@ def test_bench_speaks_markdown_json_and_csv() -> None:
     table = Ran("bench", *flags).out.splitlines()
     assert len(table) == 4 and len({len(line) for line in table}) == 1 and "tg4" in table[3]
     assert table[0].split("|")[-2].strip() == "memory" and parse_size(table[3].split("|")[-2].replace(" ", "")) > rows[1]["model_size"]
+    assert "columns" not in table[0] and "ngl" not in table[0]
+    heading, _, *measured = Ran("bench", "fable", "-p", "0", "-n", "4", "-r", "1", "--columns", "2").out.splitlines()
+    assert [cell.strip() for cell in heading.split("|")][6] == "columns" and [line.split("|")[6].strip() for line in measured] == ["2"]
     header, *lines = Ran("bench", *flags, "-o", "csv").out.splitlines()
     assert len(lines) == 2 and header.split(",")[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends",
                                                          "model_filename", "model_type", "model_size", "model_n_params"]
