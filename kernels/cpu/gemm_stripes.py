@@ -54,8 +54,9 @@ from .lut_order import expand_tiles, pair_at
 CODES, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, BITS, SCHEME, GROUP, LOOKED_UP, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(15)
 SCALED, GROUPED = 0, 1
 # A whole number of stripes, also when one half is another matrix's. All of them see a panel while it lies in the second-level cache.
-BLOCK_ROWS = max(2 * STRIPE, 128)
-SPAN = 256  # inputs expanded at a time, a multiple of 128: half a first-level cache for a stripe
+BLOCK_ROWS = max(2 * STRIPE, 64)
+# Inputs expanded at a time, a multiple of 128. A stripe of many rows is to lie in the first-level cache; narrow ones gain nothing by it.
+SPAN = 256 if STRIPE >= 64 else 2048
 MOST = float32(127.0)
 
 # Scratch of a worker, byte offsets.
