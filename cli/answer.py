@@ -48,29 +48,33 @@ def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
     """Why an answer ended, where neither the model nor a notice of the session said it."""
     count = len(stats.token_ids)
     if stats.finish_reason in ENDINGS and (stats.finish_reason != "length" or count == session.max_tokens):
-        screen.note(ENDINGS[stats.finish_reason].format(tokens=f"{count} token{'' if count == 1 else 's'}"))
+        screen.note(ENDINGS[stats.finish_reason].format(tokens=counted(count)))
 
 
 def say_cost(stats: Stats, screen: Screen) -> None:
     """`--stats`: four lines on stderr, one more where tokens were drafted."""
     from ..offload.size import format_size
 
-    cached = f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
-    screen.note(" · ".join((f"prompt {stats.prompt_tokens} tokens{cached}{rate(stats.prefill_tps)}",
-                            f"answer {len(stats.token_ids)} tokens{rate(stats.decode_tps)}",
-                            f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
-    screen.note(" · ".join((f"memory {format_size(stats.peak_rss_bytes)} at most, {format_size(stats.planned_bytes)} planned",
-                            f"weights {format_size(stats.weights_bytes)}", f"read {format_size(stats.disk_bytes_read)}",
-                            f"layers {placed(stats.placement)}")))
-    screen.note(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
-                            f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",
-                            f"{stats.kv_bits_per_value:.1f} bits a value over all")))
+    say, cached = screen.fitted_note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
+    say(" · ".join((f"prompt {counted(stats.prompt_tokens)}{cached}{rate(stats.prefill_tps)}",
+                    f"answer {counted(len(stats.token_ids))}{rate(stats.decode_tps)}",
+                    f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
+    say(" · ".join((f"memory {format_size(stats.peak_rss_bytes)} at most, {format_size(stats.planned_bytes)} planned",
+                    f"weights {format_size(stats.weights_bytes)}", f"read {format_size(stats.disk_bytes_read)}",
+                    f"layers {placed(stats.placement)}")))
+    say(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
+                    f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",
+                    f"{stats.kv_bits_per_value:.1f} bits a value over all")))
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
-        screen.note(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
-                    f"needed were there ({experts['policy']}), {experts['guesses_used']} of {experts['guessed']} read on a guess were used")
+        say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
+            f"needed were there ({experts['policy']}), {experts['guesses_used']} of {experts['guessed']} read on a guess were used")
     if stats.speculation is not None:
-        screen.note("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass".format(**stats.speculation))
-    screen.note(foreseen(stats.placement))
+        say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass".format(**stats.speculation))
+    say(foreseen(stats.placement))
+
+
+def counted(tokens: int) -> str:
+    return f"{tokens} token{'' if tokens == 1 else 's'}"
 
 
 def placed(placement: Mapping[str, object]) -> str:

@@ -160,7 +160,7 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     repository, wish, run = plan.repository, plan.wish, plan.run
     if repository.repo != repository.asked:
         screen.note(f"{repository.asked} is called {repository.repo} now")
-    other = f"; about the same size without a gate: {wish.entry.alternative}" if wish.entry and wish.entry.alternative else ""
+    other = f"; about the same size without a gate: {plan.alternative}" if plan.alternative else ""
     gate = f", gated: your token must have access{other}" if repository.gated else ""
     here = f", {format_size(plan.held_bytes)} of it here already" if plan.held_bytes else ""
     made = f" at {wish.bits}" if wish.bits else ""

@@ -162,8 +162,9 @@ def profile(folder: Path, text: str | None, threads: int | None, screen: Screen)
     """Record where a packed KV cache of the new model needs its bits. A failure here is no failure of the conversion."""
     from ..runtime.calibrate import built_in_text
     from ..runtime.kv_profile import Profile
-    from ..runtime.kv_profile_run import recorded
+    from ..runtime.kv_profile_run import SECONDS, recorded
 
+    screen.note(f"where a packed cache needs its bits is recorded now: {SECONDS:.0f} s at most, about (--no-kv-profile leaves it out)")
     try:
         last(follow(recorded(folder, text or built_in_text(), threads=threads, source="the calibration text"), screen, Profile))
     except EffllmError as error:

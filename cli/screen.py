@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..runtime.events import Progress
     from .markdown import MarkdownStream
 
+LEAST_FOLDED = 10  # columns of a terminal that a folded cell needs to be read
 REDRAW_S = 0.1
 PATIENCE_S = 0.4  # a phase shorter than this flashes by unseen
 PLAIN_PATIENCE_S, PLAIN_EVERY_S = 2.0, 15.0  # for logs
@@ -95,8 +96,17 @@ class Screen:
                 lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
             self.clear()
             self.environment.write("".join(f"{line}\n" for line in lines))
+        elif self._safe and any(headings) and is_cramped(headings, cells, self.environment.width):
+            self._paragraphs(headings, cells)
         else:
             self._drawn_table(headings, cells, right)
+
+    def _paragraphs(self, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """A row at a time: its first cell, then the others behind their headings, broken between words."""
+        for first, *others in rows:
+            named = " · ".join(f"{heading} {cell}" for heading, cell in zip(headings[1:], others) if cell)
+            for line in (first, *broken(f"  {named}", self.environment.width, 2)):
+                self.line(line)
 
     def _drawn_table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> None:
         """By the library, which knows how wide characters are and where to break them."""
@@ -132,6 +142,12 @@ class Screen:
             self._answer_open = False
         self._stderr(self._dim(sanitize(text).replace("\n", " ")) + "\n")
 
+    def fitted_note(self, text: str, hang: int = 2) -> None:
+        """A note that nobody pastes: where a terminal is narrower, it is broken between words and goes on `hang` columns in."""
+        terminal = self.environment.is_terminal(self.environment.stderr)
+        for line in broken(text, self.environment.width, hang) if terminal else [text]:
+            self.note(line)
+
     def note_once(self, text: str) -> None:
         """A line that several steps of a command have reason to write."""
         if text not in self._noted:
@@ -161,7 +177,7 @@ class Screen:
         self._drawn = now
         text = describe(event, elapsed)
         if self._redraws:
-            self._status = text[: self.environment.width - 1]
+            self._status = cut(text, self.environment.width - 1)
             self._stderr(f"\r\x1b[K{self._dim(self._status)}")
         else:
             self._stderr(text + "\n")
@@ -201,6 +217,34 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
         return blank + cell if right else cell + blank
 
     return ["  ".join(padded(cell, width, index in flush) for index, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows]
+
+
+def is_cramped(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> bool:
+    """Whether a table could only be had with words cut to pieces: its two widest columns can be folded, the others have to fit."""
+    widths = sorted(max(map(cell_width, column)) for column in zip(headings, *rows))
+    return sum(widths[:-2]) + 2 * len(widths) + 2 * LEAST_FOLDED > width
+
+
+def broken(text: str, width: int, hang: int) -> list[str]:
+    """A line as lines of at most `width` columns, broken at its spaces; a word that is longer stands alone. Lines after the first begin
+    with `hang` spaces."""
+    words = text.lstrip(" ").split(" ")
+    lines, line = [], " " * (len(text) - len(text.lstrip(" "))) + words[0]
+    for word in words[1:]:
+        longer = f"{line} {word}"
+        if word and cell_width(longer) > width:
+            lines.append(line.rstrip())
+            longer = " " * hang + word
+        line = longer
+    return [*lines, line]
+
+
+def cut(text: str, width: int) -> str:
+    """As much of a line's beginning as `width` columns show."""
+    text = text[:width]
+    while cell_width(text) > width:
+        text = text[:-1]
+    return text
 
 
 def cell_width(text: str) -> int:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 SETTINGS = names_and_types(SamplingFlags)
 
 
+EDITED_SHOWN = 12  # lines of a message from the editor
+
+
 class Leave(Exception):
     """The person wants to go."""
 
@@ -34,9 +37,11 @@ class SlashCommand:
 
 def show_help(chat: Conversation, rest: str) -> None:
     width = max(len(command.usage) for command in COMMANDS)
+    hang = 2 + width + 2 if chat.screen.environment.width >= 2 * (2 + width + 2) else 6
     for command in COMMANDS:
-        chat.screen.note(f"  {command.usage:<{width}}  {command.meaning}")
-    chat.screen.note("Alt-Enter or a \\ at the end of a line starts a new line; \"\"\" begins and ends a block. Ctrl-C stops an answer.")
+        chat.screen.fitted_note(f"  {command.usage:<{width}}  {command.meaning}", hang)
+    chat.screen.fitted_note("Alt-Enter or a \\ at the end of a line starts a new line; "
+                            "\"\"\" begins and ends a block. Ctrl-C stops an answer.")
 
 
 def leave(chat: Conversation, rest: str) -> None:
@@ -221,7 +226,13 @@ def attach(chat: Conversation, rest: str) -> None:
 
 
 def edit(chat: Conversation, rest: str) -> None:
-    chat.send(written_in_editor(rest, chat.screen.environment.variables, chat.output))
+    message = written_in_editor(rest, chat.screen.environment.variables, chat.output)
+    lines = message.splitlines()
+    for line in lines[:EDITED_SHOWN]:  # so that the terminal keeps what was asked, as of a message that was typed
+        chat.screen.note(f"… {line}")
+    if len(lines) > EDITED_SHOWN:
+        chat.screen.note(f"… and {len(lines) - EDITED_SHOWN} more lines")
+    chat.send(message)
 
 
 def export(chat: Conversation, rest: str) -> None:

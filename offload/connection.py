@@ -19,14 +19,17 @@ from urllib.request import proxy_bypass_environment
 TIMEOUT_S = 30.0  # without a byte
 CONNECT_TIMEOUT_S = 10.0
 Key = tuple[str, str, int]
+TUNNEL = "Tunnel connection failed: "  # how http.client begins what a proxy answered to CONNECT
+CREDENTIAL = "put them into HTTPS_PROXY: http://name:password@host:port"
+TRUST = "a network that inspects what passes has a certificate of its own: set SSL_CERT_FILE to a file that holds it"
 
 
 class ConnectionFailed(Exception):
-    """No answer, or one that broke off. `reason` is for a person."""
+    """No answer, or one that broke off. `reason` is for a person, and so is `step`, where what helps is known."""
 
-    def __init__(self, reason: str, again: bool = True) -> None:
+    def __init__(self, reason: str, again: bool = True, step: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.again = reason, again
+        self.reason, self.again, self.step = reason, again, step
 
 
 @dataclass(frozen=True)
@@ -206,9 +209,12 @@ class Network:
                 connection.sock.settimeout(self._timeout_s)
             except (OSError, http.client.HTTPException) as error:
                 self._release(url.origin, connection, reuse=False)
-                again = not isinstance(error, ssl.SSLCertVerificationError)
+                if proxy and str(error).startswith(f"{TUNNEL}407"):
+                    wants = f"the proxy {proxy.host}:{proxy.port} asks for a name and password"
+                    raise ConnectionFailed(wants, False, CREDENTIAL) from error
+                trusted = not isinstance(error, ssl.SSLCertVerificationError)
                 via = f" through the proxy {proxy.host}:{proxy.port}" if proxy else ""
-                raise ConnectionFailed(f"{url.authority}{via}: {described(error)}", again) from error
+                raise ConnectionFailed(f"{url.authority}{via}: {described(error)}", trusted, "" if trusted else TRUST) from error
         return connection, used
 
     def _new(self, url: Url, proxy: Proxy | None) -> http.client.HTTPConnection:
@@ -243,6 +249,8 @@ def described(error: Exception) -> str:
         return f"its certificate is not trusted ({error.verify_message})"
     if isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected):
         return "the connection was cut"
+    if str(error).startswith(TUNNEL):
+        return f"it answered {str(error).removeprefix(TUNNEL)}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

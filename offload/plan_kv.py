@@ -54,8 +54,10 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     else:
         most = (spill.ram - demand.kv_fixed - spill.ring) // page
         if most < 0:
-            raise DoesNotFit(f"{format_size(spill.ram)} hold no cache on the disk: its exact tokens take {format_size(demand.kv_fixed)}, "
-                             f"reading {format_size(spill.ring)}", f"--kv-ram {-(-(demand.kv_fixed + spill.ring) // 2**20)}Mi")
+            needed = demand.kv_fixed + spill.ring
+            raise DoesNotFit(f"--kv-ram {format_size(spill.ram)} is too small: {format_size(needed)} of the cache are in memory wherever "
+                             f"the rest lies ({format_size(demand.kv_fixed)} for the first and newest tokens, {format_size(spill.ring)} "
+                             "to read pages with)", f"--kv-ram {-(-needed // 2**20)}Mi")
     least = demand.baseline + demand.workspace + spill.workspace + demand.kv_fixed + spill.ring
     weights = sum(block.nbytes for block in demand.weights)
     if with_slack(least + weights) <= budget.ram:

@@ -207,7 +207,7 @@ class _Work:
                 reason, asked = error.reason, error.after
             except ConnectionFailed as error:
                 if not error.again:
-                    raise DownloadFailed(error.reason, "check the network, then run the same command again") from error
+                    raise DownloadFailed(error.reason, error.step or "check the network, then run the same command again") from error
                 reason = error.reason
             failures = 1 if piece.begin > before else failures + 1
             if self._stopping:

@@ -7,7 +7,7 @@ library costs a tenth of a second, which is a tenth of the time to the first wor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -22,6 +22,7 @@ ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
 PARAMS = re.compile(r"[0-9]+(\.[0-9]+)?[MB]")
 BITS = (2, 3, 4, 5, 6, 8, 16)
 FILE = "models.yaml"
+SAME_SIZE = 1.6  # times as large, at most
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,14 @@ def catalog(env: Mapping[str, str] | None = None) -> tuple[CatalogEntry, ...]:
     own = own_aliases(env) if env is not None else ()
     taken = {entry.alias for entry in own}
     return (*(entry for entry in packaged() if entry.alias not in taken), *own)
+
+
+def open_alternative(entries: Iterable[CatalogEntry], nbytes: int) -> str | None:
+    """The alias of the model without a gate whose 16-bit weights are nearest to `nbytes`; None where none is of about the same size."""
+    open_ones = [entry for entry in entries if not entry.gated and entry.repo is not None and entry.default_bits < 16]
+    sizes = {entry.alias: max(entry.size_bytes / nbytes, nbytes / entry.size_bytes) for entry in open_ones if entry.size_bytes and nbytes}
+    nearest = min(sizes, key=sizes.__getitem__, default=None)
+    return nearest if nearest is not None and sizes[nearest] <= SAME_SIZE else None
 
 
 def entry_folder(entry: CatalogEntry) -> Path:

@@ -48,14 +48,22 @@ class ModelRef:
 
 
 def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
-    """MODEL as typed -> a folder that is there. Raises Absent where `pull` would help, ModelNotFound with the next step, UsageError."""
-    reference = parse_reference(text, env)
+    """MODEL as typed -> a folder that is there; with a format, what was kept in it. Raises Absent where `pull` would help, ModelNotFound
+    with the next step, UsageError."""
+    ref = _resolve(parse_reference(text, env), env)
+    if ref.variant is None:
+        return ref
+    kept = storage.kept_folder(storage.models_folder(env), ref.folder, ref.variant, ref.repo or ref.alias, ref.revision)
+    return replace(ref, folder=kept, variant=None) if (kept / storage.MARKER).is_file() else ref
+
+
+def _resolve(reference: Reference, env: Mapping[str, str]) -> ModelRef:
     if reference.path is not None:
         return _from_path(reference, reference.path)
     entries = catalog(env)
     entry = find_entry(entries, reference.name)
     if entry is not None and entry.path is not None:
-        return _from_path_entry(reference, entry, env)
+        return _from_path_entry(reference, entry)
     if entry is not None:
         facts = {"alias": entry.alias, "licence": entry.licence, "gated": entry.gated, "size_bytes": entry.size_bytes,
                  "default_bits": entry.default_bits}
@@ -96,8 +104,9 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         if reference.file and folder.is_dir() and not is_gguf(path):
             raise ModelNotFound(f"{show(text)}: no name of a GGUF file in {folder} states {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it away: {reference.base}")
+        near = [] if others else _siblings(path)
         raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show(text)}",
-                            f"name one: {_listed(reference, others)}" if others else LOOK)
+                            f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(near)}?" if near else LOOK)
     if is_gguf(path):
         return _from_gguf(reference, path)
     raise UsageError(f"{show(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}")
@@ -134,7 +143,7 @@ def _of_folder(ref: ModelRef) -> ModelRef:
     return replace(ref, **{key: value for key, value in said.items() if getattr(ref, key) is None})
 
 
-def _from_path_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, str]) -> ModelRef:
+def _from_path_entry(reference: Reference, entry: CatalogEntry) -> ModelRef:
     if reference.revision is not None:
         where = "has" if entry.own else "comes with effllm and has"
         raise UsageError(f"{entry.alias} {where} no other revision", f"leave it away: {entry.alias}")
@@ -143,13 +152,8 @@ def _from_path_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str
         raise ModelNotFound(f"{entry.alias} stands for {folder}, which is not there", f"effllm alias --rm {entry.alias}")
     if reference.file is not None or folder.is_file():
         return _from_path(reference, folder)
-    ref = ModelRef(reference.text, folder, alias=entry.alias, licence=entry.licence, gated=entry.gated, size_bytes=entry.size_bytes,
-                   default_bits=entry.default_bits, variant=reference.variant)
-    if reference.variant is not None:
-        kept = storage.own_folder(env, entry.alias, f"local-{storage.stamp(folder)}", reference.variant)
-        if (kept / storage.MARKER).is_file():
-            return replace(ref, folder=kept, variant=None)
-    return ref
+    return ModelRef(reference.text, folder, alias=entry.alias, licence=entry.licence, gated=entry.gated, size_bytes=entry.size_bytes,
+                    default_bits=entry.default_bits, variant=reference.variant)
 
 
 def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str, str], facts: Mapping[str, object]) -> ModelRef | None:
@@ -182,6 +186,15 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
 
 def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[str, str]) -> None:
     """Raises Absent where a download was stopped, with how much of it is here; nothing where none was begun."""
+    begun = []
+    if reference.variant and not reference.file:
+        from . import half_made  # not for the shell, which waits for names
+
+        begun = half_made.meant(env, repo, revision, reference.variant)
+    for each in begun[:1]:
+        raise _absent(reference, repo, f"{repo}:{each.spec} is only partly made: {format_size(each.held)} of {format_size(each.size)} have "
+                      "come",
+                      f"to complete it: effllm pull {reference.to_pull}")
     for each in unfinished.meant(env, repo, revision, reference.file)[:1]:
         what = f"{reference.file} of {repo}" if reference.file else repo
         raise _absent(reference, repo, f"{what} is only partly downloaded: {format_size(each.held)} of {format_size(each.size)} are here",
@@ -229,12 +242,29 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
         return _absent(reference, name, f"{name} is here, but {reference.file or reference.variant} of it is not", pull)
     if name in repos:
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
-    near = _near(name, [entry.alias for entry in entries] + [entry.repo for entry in entries if entry.repo] + sorted(repos))
+    near = _near(name, _known(entries, repos)) or (_siblings(Path(name)) if "/" not in name else [])
     if near:
         return ModelNotFound(f"there is no model {show(name)}", f"did you mean {' or '.join(near)}?")
     if "/" in name and hub.is_repo(name):
         return _absent(reference, name, f"{name} is not on this machine", pull)
     return ModelNotFound(f"there is no model {show(name)}", LOOK)
+
+
+def near_names(name: str, env: Mapping[str, str]) -> list[str]:
+    """At most three names, of the catalog or of what is here, that were probably meant by one that leads nowhere."""
+    repos = {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.kept_models(env)}
+    return [near for near in _near(name, _known(catalog(env), repos)) if near != name]
+
+
+def _known(entries: Iterable[CatalogEntry], repos: Iterable[str]) -> list[str]:
+    return [entry.alias for entry in entries] + [entry.repo for entry in entries if entry.repo] + sorted(repos)
+
+
+def _siblings(path: Path) -> list[str]:
+    """The names of at most three models beside a path that is not there, nearly its own."""
+    around = hub.names_in(path.parent) if exists(path.parent) else []
+    beside = [name for name in around if is_gguf(Path(name)) or exists(path.parent / name / "config.json")]
+    return [show(name) for name in _near(path.name, beside)]
 
 
 def _near(name: str, known: list[str]) -> list[str]:

@@ -96,7 +96,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
                     for kind, last, routed in nbytes),
         attention_width=2 * config.num_attention_heads * config.head_dim, windows=tuple(config.windows), kv=options.kv,
         kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
-        load=placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0)) if paged is None
+        # What streams is counted with its alignment: where all of it does, that is more than the weights are.
+        load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None
         else prepared.streams.load_nbytes, chunk=prepared.shape.chunk, mixture=own is not None, paged=paged, **window,
         kv_held=None if placement.kv_pages is None else placement.kv_pages * PAGE + prepared.shape.sinks + prepared.shape.window)
 

@@ -110,12 +110,14 @@ def repos(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def snapshots(env: Mapping[str, str]) -> Iterator[Snapshot]:
-    """One snapshot per repository, in alphabetical order: that of `main`, or of the only commit where there is no such branch."""
+    """Of every repository, in alphabetical order, the snapshot of `main`, then those of all other commits that are here."""
     for repo in repos(env):
-        commits = names_in(repo_folder(env, repo) / "snapshots")
-        found = find(env, repo) or (find(env, repo, commits[0]) if len(commits) == 1 else None)
-        if found is not None:
-            yield found
+        main = find(env, repo)
+        if main is not None:
+            yield main
+        for commit in names_in(repo_folder(env, repo) / "snapshots"):
+            if (main is None or commit != main.commit) and (found := find(env, repo, commit)) is not None:
+                yield found
 
 
 def missing_files(folder: Path) -> tuple[str, ...]:

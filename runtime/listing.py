@@ -42,11 +42,7 @@ class LocalModel:
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
     """Models that can run now: the packaged one, what effllm made, the hub cache; nothing damaged, partial or of another family."""
-    entries = catalog(env)
-    found = []
-    for entry in entries:
-        if entry.path:
-            found.append(_local(entry.alias, entry_folder(entry), "folder" if entry.own else "effllm", entry.licence))
+    entries, found = catalog(env), []
     for kept in storage.kept_models(env):
         found.append(_local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
     for folder in storage.registered(env):
@@ -56,7 +52,15 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
         licence = entry.licence if entry else hub.stated_licence(snapshot.folder)
         for name, path in _cached(snapshot, entries):
             found.append(_local(name, path, "hub cache", licence, snapshot.commit))
-    return [model for model in found if model is not None]
+    others = {os.path.abspath(model.folder): model for model in found if model is not None}
+    named = []
+    for entry in entries:
+        if entry.path and (known := others.pop(os.path.abspath(entry_folder(entry)), None)) is not None:
+            # The same thing once, under the shorter name.
+            named.append(replace(known, name=entry.alias, licence=known.licence or entry.licence))
+        elif entry.path:
+            named.append(_local(entry.alias, entry_folder(entry), "folder" if entry.own else "effllm", entry.licence))
+    return [model for model in (*named, *others.values()) if model is not None]
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,15 @@ class Incomplete:
 
 
 def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
-    """What `pull` would go on with, in the order of their repositories."""
+    """What `pull` would go on with, in the order of their repositories, downloads first, then what was being quantized as it came."""
+    from .half_made import half_made
+
     entries, found = catalog(env), []
     for each in unfinished.all_stopped(env):
         name = _revision_name(each.repo, each.revision, entries)
         found.append(Incomplete(name if each.file is None else f"{name}:{each.file}", each.held, each.size))
+    for each in half_made(env):
+        found.append(Incomplete(f"{_revision_name(each.repo, each.revision, entries)}:{each.spec}", each.held, each.size))
     return found
 
 
@@ -110,12 +118,18 @@ def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping
     """The shortest name that leads to it; its folder where none does, such as for what was made of a model that has changed since."""
     entry = find_entry(entries, kept.repo)
     for name in (entry.alias if entry else kept.repo, f"{kept.repo}@{kept.revision[:12]}"):
-        try:
-            if resolve(f"{name}:{kept.spec}", env).folder == kept.folder:
-                return f"{name}:{kept.spec}"
-        except EffllmError:
-            continue
-    return str(kept.folder)
+        if _leads_to(f"{name}:{kept.spec}", kept, env):
+            return f"{name}:{kept.spec}"
+    # Of a file or a folder the name that a person typed, which may have stated the format already.
+    typed = str(storage.made_of(kept.folder)).removesuffix(f":{kept.spec}")
+    return f"{typed}:{kept.spec}" if _leads_to(f"{typed}:{kept.spec}", kept, env) else str(kept.folder)
+
+
+def _leads_to(name: str, kept: storage.Kept, env: Mapping[str, str]) -> bool:
+    try:
+        return resolve(name, env).folder == kept.folder
+    except EffllmError:
+        return False
 
 
 def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel | None:

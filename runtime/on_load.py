@@ -23,7 +23,8 @@ from .catalog import ModelRef
 from .container import read_container
 from .convert import Converted, ConvertOptions, convert
 from .events import Notice, Progress
-from .storage import stamp
+from .source import licence_of
+from .storage import kept_folder
 
 PREFIX, LOCK = "effllm-load-", "lock"
 
@@ -41,11 +42,7 @@ class Request:
     @property
     def folder(self) -> Path:
         """Where this model is kept at these bits, whether or not it is there: `<data>/models/<name>/<revision or local-...>/<bits>`."""
-        ref = self.ref
-        if ref.folder.is_file():  # one of several of its repository
-            return self.kept / ref.folder.name / f"local-{stamp(ref.folder)}" / self.bits
-        name = ref.repo or ref.alias or ref.folder.resolve().name
-        return self.kept / name.replace("/", "--") / (ref.revision or f"local-{stamp(ref.folder)}") / self.bits
+        return kept_folder(self.kept, self.ref.folder, self.bits, self.ref.repo or self.ref.alias, self.ref.revision)
 
 
 def demand_format(bits: str) -> None:
@@ -64,7 +61,8 @@ def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice 
         raise UsageError(f"{request.ref.text} is quantized already ({made.spec_text})", "leave --bits away")
     spec = QuantSpec.parse(request.bits)
     source = {key: value for key, value in (("model", request.ref.alias or request.ref.text), ("repo", request.ref.repo),
-                                            ("revision", request.ref.revision)) if value}
+                                            ("revision", request.ref.revision),
+                                            ("licence", request.ref.licence or licence_of(request.ref.folder))) if value}
     options = ConvertOptions(Recipe(spec), request.bits, threads=request.threads, source=source)
     for item in convert(request.ref.folder, out, options):
         if isinstance(item, Converted):

@@ -84,7 +84,7 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
 def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, sampling_s: float) -> str:
     """The likeliest cause of a miss, from what can be looked at now."""
     if steps < FEW_TOKENS:
-        return f"{steps} tokens are too few to tell"
+        return "one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell"
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
         who = "other programs use it" if ratio < 1 else "others used it then"

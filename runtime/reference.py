@@ -18,6 +18,9 @@ from .gguf.names import PATH, TAG
 
 VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
 FILE = re.compile(rf"(.+):({PATH}|{TAG})", re.DOTALL | re.IGNORECASE)
+# What a browser shows of a repository, of a branch of it or of a file in it.
+ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
+                     r"[^:]*(:[^/]+)?", re.IGNORECASE)
 LOOK = "effllm list shows the models that are here; fable comes with effllm"
 
 
@@ -52,6 +55,10 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
         raise UsageError("no model is named", LOOK)
     base, variant, file = text, None, None
     if not exists(Path(text)):
+        if match := ADDRESS.fullmatch(base):
+            repo, revision, file, more = match.groups()
+            meant = repo + (f"@{revision}" if revision not in (None, "main") else "") + (f":{file}" if file else "") + (more or "")
+            raise UsageError(f"{show(text)} is an address, and a model is called by its name", f"did you mean {show(meant)}?")
         if match := VARIANT.fullmatch(base):
             base, variant = match.groups()
             if VARIANT.fullmatch(base) and not exists(Path(base)):

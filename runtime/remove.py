@@ -16,8 +16,7 @@ from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.header import is_gguf
-from ..offload.writer import partial_folder
-from . import hub, storage, unfinished
+from . import half_made, hub, storage, unfinished
 from .aliases import catalog
 from .catalog import Absent, find_entry, resolve
 from .gguf import names
@@ -59,6 +58,9 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
         if folder is None:
             raise
     if variant is not None:
+        out = storage.kept_folder(storage.models_folder(env), folder, variant, repo or ref.alias, ref.revision)
+        if (half := _left(text, out)) is not None:
+            return half
         raise ModelNotFound(f"{text} is not kept on this machine", "effllm list shows what is")
     if storage.models_folder(env) in folder.parents:
         # What a kill has left of the files that it was made of goes first: by itself nothing would find it.
@@ -100,13 +102,17 @@ def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Remov
     """What a stopped `pull --bits` has left of a format; None where there is nothing of it."""
     if not reference.variant or reference.file or not hub.is_repo(repo):
         return None
-    root = storage.models_folder(env) / repo.replace("/", "--")
-    for commit in hub.names_in(root):
-        out = root / commit / reference.variant
-        left = tuple(each for each in (source_folder(out), partial_folder(out)) if each.is_dir())
-        if left and (reference.revision is None or commit.startswith(reference.revision)):
-            return Removal(reference.text, OWN, out, left, sum(map(allocated, left)), out.parent, is_part=True)
-    return None
+    root, revision = storage.models_folder(env) / repo.replace("/", "--"), _revision(reference, env)
+    noted = [each.folder for each in half_made.meant(env, repo, revision, reference.variant)]
+    unnoted = [root / commit / reference.variant for commit in hub.names_in(root)
+               if reference.revision is None or commit.startswith(reference.revision)]
+    return next((removal for out in (*noted, *unnoted) if (removal := _left(reference.text, out)) is not None), None)
+
+
+def _left(text: str, out: Path) -> Removal | None:
+    """What whoever was making `out` has left; None where there is nothing of it."""
+    left = half_made.left(out)
+    return Removal(text, OWN, out, left, sum(map(allocated, left)), out.parent, is_part=True) if left else None
 
 
 def _part_of_download(reference: Reference, absent: Absent, env: Mapping[str, str]) -> Path | None:

@@ -62,9 +62,26 @@ def models_folder(env: Mapping[str, str]) -> Path:
     return data_folder(env) / "models"
 
 
+def made_of(folder: Path) -> str | None:
+    """The name of the model that a folder of ours says it was made of; a look into one file of it, and no library."""
+    try:
+        source = json.loads((folder / MARKER).read_bytes())["source"]["model"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return source if isinstance(source, str) else None
+
+
 def own_folder(env: Mapping[str, str], repo: str, revision: str, spec: str) -> Path:
     """Where a model of ours lies or would lie."""
     return models_folder(env) / repo.replace("/", "--") / revision / spec
+
+
+def kept_folder(models: Path, folder: Path, spec: str, name: str | None = None, revision: str | None = None) -> Path:
+    """Where the model of `folder`, a folder or a GGUF file, is kept in a format below `models`, whether or not it is there. `name`: its
+    repository or alias; without a `revision` the state of its files is one."""
+    if folder.is_file():  # one of several of its repository
+        return models / folder.name / f"local-{stamp(folder)}" / spec
+    return models / (name or folder.resolve().name).replace("/", "--") / (revision or f"local-{stamp(folder)}") / spec
 
 
 def kept_models(env: Mapping[str, str]) -> Iterator[Kept]:

@@ -4,7 +4,7 @@ A blob is named by its checksum, so what comes for it is too; beside the bytes a
 
     models--org--name/blobs/<etag>.effllm.incomplete            the bytes, at their full length
     models--org--name/blobs/<etag>.effllm-journal.incomplete    which of them have come
-    models--org--name/blobs/<etag>.effllm-note.incomplete       {"name", "revision", "commit"}, gone when the file is whole
+    models--org--name/blobs/<etag>.effllm-note.incomplete       {"name", "revision", "commit", "of"}, gone when the file is whole
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LARGEST = 4096  # bytes of a note
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a repository that is partly here. `paths`: what lies in the cache for it. Bytes: `held` of `size`."""
+    """A file of a repository that is partly here. `paths`: what lies in the cache for it. Bytes: `held` of `size`; `of`: the whole download
+    that it was a part of, 0 where that is not known."""
 
     repo: str
     name: str
@@ -34,6 +35,7 @@ class Part:
     paths: tuple[Path, ...]
     held: int
     size: int
+    of: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,13 @@ class Stopped:
     parts: tuple[Part, ...]
 
 
-def note(data: Path, name: str, revision: str, commit: str) -> None:
-    """Say beside `data`, a blob's name and DATA, what it will be. Raises OSError."""
+def note(data: Path, name: str, revision: str, commit: str, of: int = 0) -> None:
+    """Say beside `data`, a blob's name and DATA, what it will be, and the bytes `of` all that was to come with it. Raises OSError."""
     place = data.with_name(data.name.removesuffix(DATA) + NOTE)
     aside = place.with_name(f".{place.name}")
     aside.unlink(missing_ok=True)  # whatever lies there: a link might show another program's file
     with aside.open("x", encoding="utf-8") as file:
-        file.write(json.dumps({"name": name, "revision": revision, "commit": commit}))
+        file.write(json.dumps({"name": name, "revision": revision, "commit": commit, "of": of}))
     os.replace(aside, place)
 
 
@@ -77,7 +79,7 @@ def parts(env: Mapping[str, str], repo: str) -> Iterator[Part]:
         if isinstance(said, dict) and all(isinstance(said.get(key), str) for key in ("name", "revision", "commit")) and _is_sound(**said):
             noted = read_journal(*paths[:2], size, Digest("", etag))
             yield Part(repo, said["name"], said["revision"], said["commit"], tuple(path for path in paths if path.exists()),
-                       noted[0].count if noted else 0, size)
+                       noted[0].count if noted else 0, size, of if type(of := said.get("of")) is int else 0)
 
 
 def _is_sound(name: str, revision: str, commit: str, **more: object) -> bool:
@@ -96,6 +98,7 @@ def stopped(env: Mapping[str, str], repo: str) -> list[Stopped]:
     for (revision, commit, file), group in sorted(found.items(), key=lambda item: (item[0][0], item[0][1], item[0][2] or "")):
         whole = _whole_nbytes(hub.repo_folder(env, repo) / "snapshots" / commit, file)
         held, size = (whole + sum(counts) for counts in zip(*((part.held, part.size) for part in group), strict=True))
+        size = max(size, *(part.of for part in group))  # also of files that had not begun to come
         made.append(Stopped(repo, revision, commit, file, held, size, tuple(group)))
     return made
 

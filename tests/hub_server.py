@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -121,16 +122,18 @@ class Hub:
 
 
 @contextmanager
-def running(hub: Hub | None = None) -> Iterator[Hub]:
-    """Two ports: the hub, and the storage that it sends on to."""
+def running(hub: Hub | None = None, tls: ssl.SSLContext | None = None) -> Iterator[Hub]:
+    """Two ports: the hub, and the storage that it sends on to; with `tls` both behind it, as hubs are."""
     hub = hub or Hub()
     servers = []
     for _ in range(2):
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
         server.daemon_threads = True
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         servers.append(server)
-    hub.endpoint, hub.storage = (f"http://127.0.0.1:{server.server_address[1]}" for server in servers)
+    hub.endpoint, hub.storage = (f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}" for server in servers)
     try:
         yield hub
     finally:

@@ -290,3 +290,18 @@ def test_the_licence_that_a_card_states(tmp_path: Path) -> None:
         (tmp_path / "README.md").write_text(text)
         assert hub.stated_licence(tmp_path) == licence
     assert hub.stated_licence(tmp_path / "absent") is None
+
+
+def test_a_path_that_is_nearly_right(env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tales-4bit", "unlike"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "tales-3bit").mkdir()  # no model
+    (tmp_path / "tales-Q8_0.gguf").write_bytes(b"GGUF")
+    for typed, meant in (("./tale-4bit", "did you mean 'tales-4bit'?"), ("tals-4bit", "did you mean 'tales-4bit'?"),
+                         (str(tmp_path / "tale-4bit"), "did you mean 'tales-4bit'?"), ("tale-Q8_0.gguf", "tales-Q8_0.gguf'?"),
+                         ("./nothing-like-it", "effllm list")):
+        with pytest.raises(ModelNotFound) as caught:
+            resolve(typed, env)
+        assert meant in caught.value.hint, caught.value.hint

@@ -120,7 +120,7 @@ def test_the_editor_writes_the_message(chat: Chat) -> None:
     wanted, code = chat.folder / "wanted.txt", chat.folder / "code.txt"
     wanted.write_text("One line,\nand another.\n")
     code.write_text("0")
-    assert len(chat.say("/edit a beginning")) > 5
+    assert "… One line,\n… and another.\n" in chat.say("/edit a beginning"), "the question stands above its answer"
     assert (chat.folder / "seen.txt").read_text() == "a beginning"
     assert chat.messages()[0]["content"] == "One line,\nand another."
     code.write_text("3")
@@ -203,6 +203,8 @@ def test_forty_columns(folder: Path) -> None:
     chat.say(STORY)
     shown = chat.status()
     assert re.match(r"\d+ of 2048 tokens", shown) and len(shown) < 40
+    for said in (chat.say("/help"), chat.say("/stats")):
+        assert len(said.splitlines()) > 4 and max(map(len, said.splitlines())) <= 40, "broken between words alone"
     chat.say("\x1b[200~🦊狐\nsecond\x1b[201~")
     assert chat.messages()[0]["content"].startswith("wide.txt:\n```\n狐狸 🦊\n```")
     assert chat.messages()[2]["content"] == "🦊狐\nsecond"

@@ -56,6 +56,15 @@ def test_each_place_wins_over_the_next(place: Path, monkeypatch: pytest.MonkeyPa
     assert planned("-c", "128") == 128
 
 
+def test_a_variable_of_no_flag_is_said_and_one_of_another_command_is_not(place: Path) -> None:
+    ran = Ran("config", "show", EFFLLM_TMP="0.3", EFFLLM_NO_KV_PROFILE="1", EFFLLM_CTX_SIZE="256", EFFLLM_ZQX="1")
+    said = [line for line in ran.err.splitlines() if "variable of no flag" in line]
+    assert ran.code == 0 and len(said) == 2
+    assert said[0] == "EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?" and "EFFLLM_ZQX" in said[1]
+    assert "did you mean EFFLLM_TEMP?" in Ran("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
+    assert "variable" not in Ran("plan", "fable", "--no-probe", EFFLLM_TEMP="0.3", EFFLLM_PREDICTOR="8").err
+
+
 def test_a_context_may_be_written_in_thousands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned("-c", "1k") == planned("--ctx-size", "1K") == 1024 == token_count("1024")
     assert (token_count("16k"), token_count("16K"), token_count("1m"), token_count(4096)) == (16384, 16384, 1 << 20, 4096)

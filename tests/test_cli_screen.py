@@ -14,7 +14,7 @@ from effllm import UsageError
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
 from effllm.cli.prompt import read_prompt
-from effllm.cli.screen import Screen
+from effllm.cli.screen import Screen, broken, cell_width
 from effllm.runtime.events import Progress
 
 
@@ -76,6 +76,40 @@ def test_a_note_never_lands_in_a_line_of_the_answer() -> None:
     assert texts(piped) == ("half a line", "a remark\n"), "into a file no line break is added for the sake of a screen"
 
 
+@given(st.text(alphabet="ab 狐é", max_size=60), st.integers(4, 30), st.integers(0, 3))
+def test_a_line_is_broken_between_words_alone(text: str, width: int, hang: int) -> None:
+    lines = broken(text, width, hang)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", ""), "every word is there, whole and once"
+    assert [word for line in lines for word in line.split()] == text.split()
+    for index, line in enumerate(lines):
+        alone = len(line.split()) < 2
+        assert cell_width(line.rstrip()) <= width or alone, (line, width)
+        assert not index or not line.strip() or line.startswith(" " * hang)
+
+
+def test_a_pipe_gets_a_line_whole() -> None:
+    figures = "prompt 17 tokens · answer 90 tokens · first token 1.74 s · load 0.65 s · seed 4 · and more than fits in a line"
+    piped, shown = screen(), screen(err=Terminal(), NO_COLOR="1")
+    piped.fitted_note(figures)
+    shown.fitted_note(figures)
+    assert texts(piped)[1] == figures + "\n"
+    assert len(texts(shown)[1].splitlines()) > 1 and texts(shown)[1].replace("\n  ", " ") == figures + "\n"
+
+
+def test_a_table_that_no_folding_fits_is_told_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    headings, rows = ("model", "family", "parameters", "size", "licence"), [("fable", "llama", "5.8M", "11.01 MiB", "Apache-2.0"),
+                                                                           ("狐狸", "qwen2", "", "1.00 GiB", "MIT")]
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = screen(out=Terminal(), NO_COLOR="1")
+    shown.table(headings, rows, right=(2, 3))
+    assert texts(shown)[0] == ("fable\n  family llama · parameters 5.8M · size\n  11.01 MiB · licence Apache-2.0\n"
+                               "狐狸\n  family qwen2 · size 1.00 GiB · licence\n  MIT\n")
+    monkeypatch.setenv("COLUMNS", "60")
+    wide = screen(out=Terminal(), NO_COLOR="1")
+    wide.table(headings, rows, right=(2, 3))
+    assert texts(wide)[0].splitlines()[0].split() == list(headings)
+
+
 def ticking(shown: Screen) -> Screen:
     """A clock that moves on by a second each time it is asked."""
     shown.environment.clock = map(float, itertools.count()).__next__
@@ -90,6 +124,15 @@ def test_progress_is_redrawn_on_a_terminal_and_taken_away() -> None:
     err = texts(shown)[1]
     assert "loading  1.00 MiB of 4.00 MiB  25%  1.00 MiB/s" in err and err.count("\n") == 0
     assert err.endswith("\r\x1b[K"), "the line is cleared before the answer"
+
+
+def test_progress_of_wide_characters_stays_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = ticking(screen(err=Terminal(), NO_COLOR="1"))
+    for done in (0, 1 << 20):
+        shown.progress(Progress("狐狸" * 10, done, 4 << 20, "bytes"))
+    drawn = texts(shown)[1].split("\x1b[K")[-1]
+    assert 37 < cell_width(drawn) <= 39, "a line that the terminal wraps is not taken away by a carriage return"
 
 
 def test_progress_in_a_log_is_rare_and_plain() -> None:

@@ -2,7 +2,7 @@
 
 A complaint that an older test covers stands in COVERED, which a test compares with the functions that there are; the others are tests of
 this file, named after the thread. Left out is what needs a server (quodeq#1122, tinycode#210, maya#31, vllm#40362), a GPU or an operating
-system of another kind (airllm#44, mlx#883, mlx-lm#1047, omlx#28), images or heads that draft (llama.cpp#18111, #23472), the hub's own
+system of another kind (mlx#883, mlx-lm#1047, omlx#28), images or heads that draft (llama.cpp#18111, #23472), the hub's own
 storage by chunks, which is not used (xet-core#883, #715, hub#4508, #4520, #4085), a compiler (ktransformers#1537, #1753), or a
 comparison of speeds (ollama#8667).
 """
@@ -85,6 +85,7 @@ COVERED = {
     # H. larger than memory
     "airllm#186, #325, #324 (what fits stays in memory)": ("test_placement.py::test_what_fits_is_pinned_to_the_last_byte",
                                                           "test_plan_streamed.py::test_what_fits_does_not_stream"),
+    "airllm#44 (a GPU's memory lies idle)": ("test_gpu_tier.py::test_as_many_layers_as_the_card_holds",),
     "llama.cpp#27766, #5207 (faults of a mapped file)": (
         "test_complaints_memory.py::test_llamacpp_27766_weights_from_the_disk_are_read_not_faulted_in",),
     "llama.cpp#25257, #19825; ds4#202 (experts from the disk)": (

@@ -15,9 +15,10 @@ from effllm.quant.codes import dequantize
 from effllm.quant.pack import unpack
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import to_f32
-from effllm.runtime import convert_plan, convert_stream
+from effllm.runtime import convert_estimate, convert_plan, convert_stream
 from effllm.runtime.container import read_container
 from effllm.runtime.convert import ConvertOptions, convert
+from effllm.runtime.events import Notice
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE, check_whole, contents, odd_model, options, originals, run, short_fable
@@ -122,6 +123,16 @@ def short(tmp_path: Path) -> Path:
 
 def with_text(spec: str, method: str, **more: object) -> ConvertOptions:
     return options(spec, method=method, calibration_text=TEXT, calibration_tokens=512, **more)
+
+
+def test_what_the_first_call_compiles_is_no_part_of_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method compiles its loops and loads its libraries once; multiplied by the weights of a model that was minutes of seconds."""
+    times = iter([9.0, 0.5, 0.5])
+    monkeypatch.setattr(convert_estimate, "_seconds", lambda *given: next(times))
+    monkeypatch.setattr(convert_estimate, "_multiplications", lambda depth: 1e18)
+    said = next(event.text for event in convert(FABLE, tmp_path / "out", options(method="gptq")) if isinstance(event, Notice))
+    weights, down = 5_770_496 - 13 * 256, 6 * 256 * 768  # all but the norms; those whose rows are three times as long
+    assert f"take about {round(0.5 * (weights + 2 * down) / 256**2)} s" in said, said
 
 
 def test_what_text_shows_lowers_the_error_of_outputs_not_of_weights(tmp_path: Path, short: Path, four_bit: Path) -> None:

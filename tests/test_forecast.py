@@ -89,6 +89,9 @@ def test_what_is_not_known_is_said() -> None:
     streams = replace(fable(), placement=replace(fable().placement, residency=Residency((), (0,), 0, 9_000_000, 1000)))
     assert "disk" in forecast(streams, Roofs(MACHINE, None)).reason
     assert forecast(streams, KNOWN).start.limit == "disk" and forecast(streams, KNOWN).start.seconds == pytest.approx(0.009)
+    padded = fable().placement.weights_bytes + 500_000
+    streams = replace(fable(), placement=replace(fable().placement, residency=Residency((), (0,), 0, padded, 1000)))
+    assert forecast(streams, KNOWN).load_s == 0, "what streams is counted with its alignment"
 
 
 def test_fewer_bits_are_advised_where_they_help() -> None:
@@ -195,7 +198,8 @@ def engine() -> object:
 
 def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))
-    assert "too few" in outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 0.0)
+    assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 0.0) == "3 tokens are too few to tell"
+    assert outcome.explain(engine, MACHINE, 0.5, 1, 1.0, 0.0) == "one token is too few to tell"
     assert "no cause was found" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
     assert "choosing tokens took 60%" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.6)
     monkeypatch.setattr(outcome, "memory_now", lambda engine: 5e9)

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -174,3 +175,27 @@ def test_a_machine_that_nobody_measured_is_measured_for_the_question(hub: Hub, p
     monkeypatch.setattr(roofs, "known", lambda wanted: roofs.Roofs(machine, None))  # what is known is not measured again
     monkeypatch.setattr(roofs, "is_cold", lambda lacking: False)
     assert "speed     about " in person.types("pull", REPO, answers="y\n").err and len(asked) == 1
+
+
+@pytest.mark.parametrize(("parameters", "other"), [(8_000_000_000, "granite-8b"), (1_400_000_000, "olmo2-1b"), (900_000_000_000, None)])
+def test_a_gated_repository_without_an_alias_is_told_with_an_open_model_of_its_size(hub: Hub, person: Person, parameters: int,
+                                                                                     other: str | None) -> None:
+    hub.add(REPO, files=tiny() | {"m-Q4_K_M.gguf": b"GGUF" + bytes(100)}, gate="good")
+    with urlopen(f"{hub.endpoint}/api/models/{REPO}/revision/main") as answer:
+        info = json.dumps(json.load(answer) | {"safetensors": {"total": parameters}}).encode()
+    hub.disturb = lambda request: (200, {}, info) if "/api/models/" in request.path else None
+    offered = f"without a gate: effllm pull {other}" if other else "then hf auth login"
+    for name in (REPO, f"{REPO}:Q4_K_M"):
+        said = person.types("pull", name).refused(3)
+        assert "is gated" in said and said.endswith(offered), said
+    opened = person.types("pull", REPO, "--dry-run", "--json", HF_TOKEN="good").json
+    assert (opened["gated"], opened["alternative"]) == (True, other)
+    assert (f"without a gate: {other}" in person.types("pull", REPO, "--dry-run", HF_TOKEN="good").err) == (other is not None)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("Qwen/Qwen3-0.6", "Qwen/Qwen3-0.6B"), ("TinyLama/TinyLlama-1.1B-Chat-v1.0", "TinyLlama/"),
+                                              ("org/nothing-like-it", None)])
+def test_a_repository_that_the_hub_does_not_show_may_have_been_misspelt(hub: Hub, person: Person, typed: str, meant: str | None) -> None:
+    said = person.types("pull", typed).refused(3)
+    assert "there is none, or it is private" in said and "check the spelling" in said
+    assert f"did you mean {meant}" in said if meant else "did you mean" not in said

@@ -19,7 +19,8 @@ from pulls import FABLE, Person, sharded, tiny
 
 from effllm import EffllmError, UsageError
 from effllm.cli.completion import joined
-from effllm.runtime import storage
+from effllm.offload.writer import partial_folder
+from effllm.runtime import on_load, storage
 from effllm.runtime.aliases import own_file
 from effllm.runtime.catalog import resolve
 from effllm.runtime.listing import local_models, model_names
@@ -59,6 +60,17 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_no_such_form(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse_reference(text, {})
+
+
+@pytest.mark.parametrize(("address", "name"), [
+    ("https://huggingface.co/org/name", "org/name"), ("https://huggingface.co/org/name/", "org/name"),
+    ("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M"), ("https://hub.example/org/name/tree/v1.0", "org/name@v1.0"),
+    ("https://huggingface.co/org/name/tree/main", "org/name"),
+    ("http://hf.co/org/name/blob/main/sub/m-Q8_0.gguf?download=true", "org/name:sub/m-Q8_0.gguf")])
+def test_an_address_of_a_browser_is_answered_with_the_name_in_it(person: Person, address: str, name: str) -> None:
+    for command in (("pull",), ("show",), ("run",), ("rm",)):
+        assert f"did you mean '{name}'?" in person.types(*command, address).refused(2)
+    assert parse_reference(name, person.env).name == "org/name"
 
 
 @given(st.text(max_size=40))
@@ -136,6 +148,50 @@ def test_a_kept_copy_is_found_after_its_model_was_measured(person: Person) -> No
     assert "weights of 2bit from" in person.types("run", folder, *words).err
     (folder / "generation_config.json").write_text("{}")
     assert "weights of 2bit from" not in person.types("run", folder, *words).err, "another model"
+
+
+def test_every_revision_that_is_here_is_listed_and_can_be_removed(hub: Hub, person: Person) -> None:
+    commits = []
+    for branch in ("v1", "v2", "main"):
+        made = hub.add(REPO, FABLE, files={"LICENSE": branch.encode()}, branches=(branch,))
+        assert person.types("pull", f"{REPO}@{branch}").code == 0
+        commits.append(made.commit)
+    older = {f"{REPO}@{commit[:12]}": commit for commit in commits[:2]}
+    listed = {each["name"]: each["revision"] for each in person.types("list", "--json").json["models"] if each["source"] == "hub cache"}
+    assert listed == {REPO: commits[2], **older} and set(listed) <= set(model_names(person.env))
+    for name, commit in older.items():
+        assert resolve(name, person.env).revision == commit and person.types("rm", name, "-y").code == 0
+    assert [each["name"] for each in person.types("list", "--json").json["models"] if each["source"] == "hub cache"] == [REPO]
+
+
+def test_what_keep_has_kept_of_a_file_or_a_folder_is_named_shown_and_removed(person: Person) -> None:
+    file, folder = person.home / "m.gguf", person.home / "own"
+    assert person.types("export", "fable", "-o", file, "--type", "Q8_0").code == 0
+    shutil.copytree(FABLE, folder)
+    for model in (file, folder):
+        ref = resolve(str(model), person.env)
+        request = on_load.Request(ref, "4bit", storage.models_folder(person.env), keep=True)
+        request.folder.parent.mkdir(parents=True)
+        list(on_load.quantize_on_load(request, request.folder))
+        assert f"{model}:4bit" in [each["name"] for each in person.types("list", "--json").json["models"]]
+        assert person.types("show", f"{model}:4bit", "--json").json["folder"] == str(request.folder)
+        assert person.types("rm", f"{model}:4bit").code == 0 and not request.folder.exists() and model.exists()
+        assert "not kept" in person.types("rm", f"{model}:4bit").refused(3)
+
+
+def test_what_a_stopped_keep_of_a_file_has_left_is_removed(person: Person) -> None:
+    ref = resolve("fable:4bit", person.env)
+    out = on_load.Request(ref, "4bit", storage.models_folder(person.env), keep=True).folder
+    partial_folder(out).mkdir(parents=True)
+    assert person.types("rm", "fable:4bit").code == 0 and not partial_folder(out).exists()
+
+
+def test_a_folder_with_an_alias_is_listed_once(person: Person) -> None:
+    made = person.home / "made"
+    assert person.types("quantize", FABLE, "-o", made, "--bits", "4").code == 0
+    assert person.types("alias", "mine", made).code == 0 and person.types("alias", "also", made).code == 0
+    listed = [each for each in person.types("list", "--json").json["models"] if each["folder"] == str(made)]
+    assert [each["name"] for each in listed] == ["mine", "also"], "by the names that were given, not by the path"
 
 
 def test_a_damaged_list_of_folders_is_an_empty_one(person: Person) -> None:

@@ -16,7 +16,7 @@ from urllib.parse import quote, urljoin
 
 from ... import DownloadFailed, EffllmError, ModelNotFound, __version__
 from ...offload.backoff import Backoff, retry_after
-from ...offload.connection import ConnectionFailed, Network, Response, Url
+from ...offload.connection import CREDENTIAL, ConnectionFailed, Network, Response, Url
 from ...offload.part_file import Digest
 from ...offload.transfer import StartOver, TryAgain, new_hash
 from .. import hub
@@ -46,6 +46,10 @@ class RemoteFile:
 
 class NoSuchFile(ModelNotFound):
     """The repository has no file of that name."""
+
+
+class NoSuchRepository(ModelNotFound):
+    """The hub shows none of that name: there is none, or it is private, which hubs do not tell apart."""
 
 
 class Gated(ModelNotFound):
@@ -170,15 +174,15 @@ class Client:
                 asked = error.after if isinstance(error, TryAgain) else None
                 again = not isinstance(error, ConnectionFailed) or error.again
                 if not again or failures >= min(3, self.backoff.attempts) or (asked or 0) > self.backoff.patience:
-                    raise self._unreachable(error.reason, asked) from error
+                    raise self._unreachable(error.reason, asked, error.step if isinstance(error, ConnectionFailed) else "") from error
                 time.sleep(self.backoff.delay(failures, asked))
 
-    def _unreachable(self, reason: str, asked: float | None) -> DownloadFailed:
+    def _unreachable(self, reason: str, asked: float | None, step: str = "") -> DownloadFailed:
         if asked is not None:
             return DownloadFailed(f"the hub is busy ({reason}) and asks to come back in {asked:.0f} s", "then run the same command again"
                                   + ("" if self.has_token else "; requests with a token (hf auth login) have a higher limit"))
         return DownloadFailed(f"{self.endpoint} cannot be reached: {reason}",
-                              "check the network, HTTPS_PROXY and HF_ENDPOINT; effllm list shows what is here")
+                              step or "check the network, HTTPS_PROXY and HF_ENDPOINT; effllm list shows what is here")
 
     # -- ranges of large files -----------------------------------------------------------------------------------------------------
 
@@ -295,11 +299,12 @@ class Client:
             raise ModelNotFound(f"{repo} was disabled by the hub", "choose another model: effllm list --all")
         if code == "RepoNotFound" or status in (401, 404):
             private = "or the token may not see it" if self.has_token else "or it is private: hf auth login"
-            raise ModelNotFound(f"there is no repository {show(repo)} at {self._home.authority}", f"check the spelling, {private}")
+            raise NoSuchRepository(f"{self._home.authority} shows no repository {show(repo)}: there is none, or it is private",
+                                   f"check the spelling, {private}")
         if status == 403:
             raise ModelNotFound(f"the hub does not let this token read {repo}", f"see {self.page(repo)}, then hf auth login")
         if status == 407:
-            raise DownloadFailed("the proxy asks for a name and password", "put them into HTTPS_PROXY: http://name:password@host:port")
+            raise DownloadFailed("the proxy asks for a name and password", CREDENTIAL)
         raise DownloadFailed(f"the hub answered {status} for {name or repo}{': ' + show(said) if said else ''}", GO_ON)
 
     def gated(self, repo: str) -> Gated:

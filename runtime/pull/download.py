@@ -45,13 +45,14 @@ class CacheFolder:
         self.locks = hub.cache_folder(env) / ".locks" / self.root.name
         self._ref = self.root / "refs" / repository.revision if repository.revision != repository.commit else None
         self._revision, self._commit = repository.revision, repository.commit
+        self.total = 0  # bytes of all that is to come, for the notes beside what has begun to
 
     def blob(self, file: RemoteFile) -> Path:
         return self.blobs / file.etag
 
     def part(self, file: RemoteFile) -> PartFile:
         data = self.blobs / (file.etag + DATA)
-        note(data, file.name, self._revision, self._commit)
+        note(data, file.name, self._revision, self._commit, self.total)
         return PartFile(data, self.blobs / (file.etag + JOURNAL), file.size, file.digest)
 
     def is_here(self, file: RemoteFile) -> bool:
@@ -122,7 +123,7 @@ def download(repository: Repository, files: Sequence[RemoteFile], client: Client
         for etag in sorted({file.etag for file in files}):
             busy = f"another program is downloading {repository.asked}: waiting for it, then going on with what it left"
             locks.callback(os.close, (yield from locked(place.locks / f"{etag}.lock", busy)))
-        total = sum({file.etag: file.size for file in files}.values())
+        place.total = total = sum({file.etag: file.size for file in files}.values())
         yield from complete(place, repository, first, client, 0, total)
         rest = _with_index(place, repository, [file for file in files if file not in first])
         done = sum({file.etag: file.size for file in first}.values())

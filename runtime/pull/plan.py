@@ -7,7 +7,7 @@ result is exact and the memory is what `effllm plan` would say of the finished m
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from ... import ModelNotFound, UsageError
 from ...quant.spec import QuantSpec
-from .. import hub, storage
-from ..aliases import CatalogEntry, catalog
-from ..catalog import find_entry
+from .. import half_made, hub, storage
+from ..aliases import CatalogEntry, catalog, open_alternative
+from ..catalog import find_entry, near_names
 from ..config import ModelConfig, parse_config
 from ..config_reader import show
 from ..expected import ExpectedStore
 from ..reference import Reference
-from .client import Client, DownloadFailed, Gated, RemoteFile
+from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
 from .gguf_head import GgufHead, read_head
@@ -58,7 +58,8 @@ class Wish:
 class PullPlan:
     """`folder` is what will hold the model. Bytes: `total_bytes` of all files, `held_bytes` of them here already, `kept_bytes` on the disk
     at the end, `disk_bytes` more than now at the worst moment. `run`: what a run would take then, and its speed. `smaller`: fewer bits that
-    suit the model's size and the bytes that they keep. `is_done`: nothing is left to do."""
+    suit the model's size and the bytes that they keep. `alternative`: to a gated one, an alias without a gate. `is_done`: nothing is
+    left to do."""
 
     wish: Wish
     repository: Repository
@@ -71,6 +72,7 @@ class PullPlan:
     disk_free: int
     licence: str | None
     nbytes_read: int
+    alternative: str | None = None
     run: Run = Run()
     smaller: tuple[int, int] | None = None
     is_done: bool = False
@@ -87,7 +89,7 @@ class PullPlan:
                 "bytes_total": self.total_bytes, "bytes_here": self.held_bytes, "bytes_to_load": self.to_load,
                 "bytes_kept": self.kept_bytes, "disk_needed_bytes": self.disk_bytes, "disk_free_bytes": self.disk_free,
                 "licence": self.licence, "gated": self.repository.gated, "parameters": self.repository.parameters,
-                "alternative": self.wish.entry.alternative or None if self.wish.entry else None,
+                "alternative": self.alternative,
                 "smaller": self.smaller and {"bits": self.smaller[0], "bytes_kept": self.smaller[1]},
                 "memory": memory and memory.to_json(), "tokens_per_s_estimate": run.tokens_per_s, "tokens_per_s_error": run.error,
                 "speed_unknown": run.unknown or None, "bytes_read_for_plan": self.nbytes_read}
@@ -130,25 +132,33 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     if client.offline:
         raise DownloadFailed(f"{wish.repo} is not here, and downloads are off (--offline or HF_HUB_OFFLINE)",
                              "effllm list shows the models that are here")
-    repository = describe(client, wish.repo, wish.revision)
+    repository = _described(wish, client, env)
     place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
     licence = wish.entry.licence if wish.entry else repository.licence
-    head = GgufHead()
     if wish.reference.file is not None:
         files = named_files(repository, wish.reference.file)
-        if all(place.is_here(file) for file in files):
+    else:
+        files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
+    alternative = _alternative(wish, repository, files, env)
+    head, section = GgufHead(), None
+    try:
+        if wish.reference.file is None:
+            config, section, count = _config(wish, repository, client)
+        elif all(place.is_here(file) for file in files):
+            config, count = None, 0
             head = GgufHead(unknown="its files are here: effllm plan tells")
         else:
             head = read_head(repository, files, client)
-        config, section, nbytes_read = head.config, None, nbytes_read + head.nbytes_read
-    else:
-        files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
-        config, section, count = _config(wish, repository, files, licence, client)
-        nbytes_read += count
+            config, count = head.config, head.nbytes_read
+    except Gated as error:
+        size = sum(file.size for file in files) / 1e9
+        raise Gated(f"{error.message} ({size:.3g} GB, licence {licence or 'not stated'})",
+                    error.hint + (f"; of about the same size without a gate: effllm pull {alternative}" if alternative else "")) from error
+    nbytes_read += count
     distinct = {file.etag: file for file in files}.values()
     total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
-                    nbytes_read)
+                    nbytes_read, alternative)
     if config is None:
         return replace(made, run=Run(unknown=head.unknown))
     if wish.gives_way and _is_quantized(head, section):
@@ -158,6 +168,8 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     if wish.bits is not None:
         made = _with_bits(made, config, section is not None, client, env)
         finished = (made.folder / storage.MARKER).is_file() and (not wish.keep or place.is_whole(files))
+    if finished:
+        made = replace(made, held_bytes=total, disk_bytes=0)
     store = _expected(wish, config, section) if head.store is None or wish.on_load else head.store
     run = _run(made, config, store, options)
     return replace(made, smaller=smaller, run=run, is_done=finished)
@@ -169,19 +181,30 @@ def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
     check_space([(hub.cache_folder(env), cached), (plan.folder, max(0, plan.disk_bytes - cached))])
 
 
-def _config(wish: Wish, repository: Repository, files: list[RemoteFile], licence: str | None,
-            client: Client) -> tuple[ModelConfig, Mapping[str, object] | None, int]:
+def _described(wish: Wish, client: Client, env: Mapping[str, str]) -> Repository:
+    """What the hub says of the repository; of one that it does not show, with the names that may have been meant."""
+    try:
+        return describe(client, wish.repo, wish.revision)
+    except NoSuchRepository as error:
+        near = near_names(wish.repo, env)
+        raise NoSuchRepository(error.message, (f"did you mean {' or '.join(near)}? else " if near else "") + error.hint) from error
+
+
+def _alternative(wish: Wish, repository: Repository, files: Sequence[RemoteFile], env: Mapping[str, str]) -> str | None:
+    """An alias of about the same size without a gate, where the repository has one: what the catalog says, else the nearest."""
+    if not repository.gated:
+        return None
+    if wish.entry is not None and wish.entry.alternative:
+        return wish.entry.alternative
+    return open_alternative(catalog(env), 2 * repository.parameters if repository.parameters else sum(file.size for file in files))
+
+
+def _config(wish: Wish, repository: Repository, client: Client) -> tuple[ModelConfig, Mapping[str, object] | None, int]:
     """The model's config, its `quantization_config` where it has one, and the bytes that it took."""
     if "config.json" not in repository.files:
         raise ModelNotFound(f"{repository.repo} has no config.json, so it is not a model that transformers or effllm could run",
                             "choose another repository of this model")
-    try:
-        text = client.small_file(wish.repo, repository.commit, repository.files["config.json"], CONFIG_LIMIT)
-    except Gated as error:
-        size = sum(file.size for file in files) / 1e9
-        other = wish.entry.alternative if wish.entry else ""
-        raise Gated(f"{error.message} ({size:.3g} GB, licence {licence or 'not stated'})",
-                    error.hint + (f"; of about the same size without a gate: effllm pull {other}" if other else "")) from error
+    text = client.small_file(wish.repo, repository.commit, repository.files["config.json"], CONFIG_LIMIT)
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError):
@@ -205,7 +228,10 @@ def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client
         return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside, disk_bytes=plan.to_load + made)
     together, count = at_once(plan.repository, shards, client) if parted else (max((file.size for file in shards), default=0), 0)
     needed = together + result + 2 * beside
-    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)),
+    distinct = {file.etag: file for file in plan.files}.values()
+    here = [file for file in distinct if place.is_here(file)]
+    held = sum(file.size for file in here) + half_made.held_nbytes(folder, [file for file in distinct if file not in here])
+    return replace(plan, folder=folder, kept_bytes=result + beside, disk_bytes=max(0, needed - taken(folder)), held_bytes=held,
                    disk_free=free_nbytes(folder), nbytes_read=plan.nbytes_read + count)
 
 

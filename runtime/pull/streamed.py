@@ -25,7 +25,7 @@ from ...offload.transfer import Received, Trouble, Wanted, transfer
 from ...offload.writer import FolderWriter
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
-from .. import hub, storage
+from .. import half_made, hub, storage
 from ..convert import Converted, ConvertOptions, check_target, container, convert, copied, decided, fingerprint
 from ..convert_plan import ConversionPlan, plan_conversion
 from ..convert_tensors import Converter
@@ -130,6 +130,7 @@ class Shard:
 def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice]:
     source = SourceFolder(plan, CacheFolder(env, plan.repository))
     source.path.mkdir(exist_ok=True)
+    half_made.note(plan.folder, plan.wish.revision, plan.files, half_made.done_with(plan.folder))
     weights = [file for file in plan.files if file.name.endswith(".safetensors")]
     small = [file for file in plan.files if file not in weights]
     yield from complete(source, plan.repository, small, client, 0, plan.total_bytes)
@@ -190,6 +191,8 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                 converter = Converter(planned, options.method, writer, pool, ())
                 takes = {job.name: {path.name for path in planned.store.files_of(job.info)} for job in converter.todo}
                 waiting, held = list(converter.todo), {}
+                done = {file.name for file in plan.files if file.name.endswith(".safetensors")} - set().union(*takes.values())
+                half_made.note(plan.folder, plan.wish.revision, plan.files, done)
                 for shard in shards:
                     needed = set().union(*(takes[job.name] for job in waiting))
                     if shard.part is not None and shard.file.name in needed:
@@ -200,10 +203,12 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                     before += shard.file.size
                     # What holds a part of a weight whose other parts are still to come stays whole.
                     needed = set().union(*(takes[job.name] for job in waiting))
-                    for done in [name for name in held if name not in needed]:
-                        if (part := held[done].part) is not None:
-                            part.restart(keep=len(held[done].head))
-                        del held[done]
+                    for name in [name for name in held if name not in needed]:
+                        done.add(name)
+                        half_made.note(plan.folder, plan.wish.revision, plan.files, done)
+                        if (part := held[name].part) is not None:
+                            part.restart(keep=len(held[name].head))
+                        del held[name]
                 texts = {storage.MARKER: container(planned, writer.finished, options, ()).to_json()}
                 if len(planned.files) > 1:
                     texts[RESULT_INDEX] = index_json(planned.files)
