@@ -10,10 +10,6 @@ in a child process. Wants the machine to itself.
 """
 
 import argparse
-import importlib.util
-import json
-import os
-import subprocess
 import sys
 import time
 from statistics import median
@@ -32,6 +28,7 @@ from effllm.quant.codes import Codes, bf16
 from effllm.quant.pack import pack
 from effllm.quant.spec import QuantSpec
 from report import Figure, publish
+from yardsticks import Yardsticks
 
 FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16", "affine4:64", "symmetric8:32", "symmetric6:32")
 WAYS = {gemm.SCALED: "row's int8", gemm.GROUPED: "exact groups"}
@@ -39,28 +36,6 @@ WAYS = {gemm.SCALED: "row's int8", gemm.GROUPED: "exact groups"}
 ALONE, TURNS = 256, 4000
 INTRO = ("Random weights and activations. A product counts as 2 x tokens x inputs x outputs operations; packing the activations and "
          "expanding the weights are in its time.")
-# Answers every line of its input with the rate of one pass. Products that would take long (no int8 kernel in that library) are cut.
-YARDSTICKS = """
-import json, sys, time
-import numpy as np
-tokens, inputs, outputs, threads = map(int, sys.argv[1:])
-def rate(product, rows):
-    start = time.perf_counter(); product(rows); seconds = time.perf_counter() - start
-    return 2 * tokens * inputs * rows / seconds
-x, w = np.random.rand(tokens, inputs).astype(np.float32), np.random.rand(outputs, inputs).astype(np.float32)
-products = {"fp32": lambda rows: x @ w[:rows].T}
-try:
-    import torch
-    torch.set_num_threads(threads)
-    a, b = torch.randint(-127, 128, (tokens, inputs), dtype=torch.int8), torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
-    products["int_mm"] = lambda rows: torch._int_mm(a, b[:rows].t())
-except ImportError:
-    pass
-rows = {name: outputs if rate(product, 64) * 0.5 > 2 * tokens * inputs * outputs else 64 for name, product in products.items()}
-print(json.dumps(sorted(products)), flush=True)
-for line in sys.stdin:
-    print(json.dumps(rate(products[line.strip()], rows[line.strip()])), flush=True)
-"""
 
 
 @kernel()
@@ -71,26 +46,6 @@ def tile_alone(args, worker, counter):
     while fetch_add(counter, 1) < a[2]:
         for _ in range(TURNS):
             block_product(base, base + STEP * ALONE // INPUTS, base + a[3], ALONE, 128, 128)
-
-
-class Yardsticks:
-    """The child with the other libraries."""
-
-    def __init__(self, shape: tuple[int, int, int], threads: int) -> None:
-        limits = {name: str(threads) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        command = [sys.executable, "-c", YARDSTICKS, *map(str, shape), str(threads)]
-        self._child = subprocess.Popen(command, env=os.environ | limits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.names = json.loads(self._child.stdout.readline())
-
-    def rate(self, name: str) -> float:
-        """Operations per second of one pass."""
-        self._child.stdin.write(name + "\n")
-        self._child.stdin.flush()
-        return json.loads(self._child.stdout.readline())
-
-    def close(self) -> None:
-        self._child.stdin.close()
-        self._child.wait()
 
 
 def aligned(nbytes: int) -> np.ndarray:
@@ -198,7 +153,7 @@ def figures(arguments: argparse.Namespace, rates: dict[str, list[float]], produc
              Figure("fp32_gflops", "fp32 GEMM", f"{conditions}, NumPy", middle["fp32"] / 1e9, "GFLOP/s")]
     if "int_mm" in rates:
         found.append(Figure("int_mm_gops", "int8 GEMM", f"{conditions}, torch._int_mm", middle["int_mm"] / 1e9, "GOP/s"))
-    elif importlib.util.find_spec("torch") is None:
+    else:
         sys.stderr.write("torch is not installed: no comparison with torch._int_mm\n")
     for product in products:
         name = name_of(product)

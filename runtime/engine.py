@@ -206,9 +206,12 @@ class Engine:
         self.prefill_s += time.perf_counter() - started
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
-        """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that was planned (`passes.py`)."""
-        chunks, most = self.cache.pieces(tokens, pages or self.prepared.chunk // PAGE), self.cache.shape.chunk
-        return joined(chunks, most) if most > self.prepared.chunk else chunks
+        """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that changes nothing (`passes.py`).
+        With `pages` the chunks are that long, and stay apart but where more was planned."""
+        grid, most = self.prepared.chunk // PAGE, self.cache.shape.chunk
+        chunks = self.cache.pieces(tokens, pages or grid)
+        free = pages is None and not codec(self.options.kv).is_packed
+        return joined(chunks, most) if free or most > self.prepared.chunk else chunks
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """The sinks and the newest half of the context: what --overflow shift keeps."""
@@ -312,7 +315,7 @@ class Engine:
             self.tokens, self._logits = list(ids[:held]), None
         else:
             self.reset()
-        for piece in self._passes(len(ids) - held, pages):
+        for piece in self._passes(len(ids) - held, pages or self.prepared.chunk // PAGE):
             start = len(self.tokens)
             if by_token or self.cache.pool.picks:  # pages are picked for an answer alone
                 for row in range(start, start + piece, LOGIT_ROWS):

@@ -1,4 +1,4 @@
-"""How a prompt is run where every pass reads weights from the disk: several of its chunks in one pass.
+"""Several chunks of a prompt in one pass, as far as the working memory reaches; that is wider where every pass reads weights from the disk.
 
 Chunks end on a fixed grid so that a result depends on positions alone. Where sealing a page changes no value, the grid is free, and what
 is left of it is which kernel a chunk gets: a chunk of a few tokens is multiplied as tokens of an answer are. Such a chunk, at the

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import Person
 
-from effllm.kernels import blas
+from effllm.kernels import blas, warm
 
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME")
@@ -40,6 +40,13 @@ def oracles_on_one_thread() -> Iterator[None]:
         sys.modules["torch"].set_num_threads(1)
     with blas.one_thread():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_compiled_once() -> None:
+    """Two workers that meet a cold cache compile the same functions side by side, each on one core; this waits for one to do it on both."""
+    if "PYTEST_XDIST_WORKER" in os.environ and warm.is_cold():
+        list(warm.warm())
 
 
 @pytest.fixture

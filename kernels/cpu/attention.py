@@ -319,8 +319,9 @@ def attend_many(args, worker, counter):
             if not _visible(first, count, position, here, a[WINDOW]):
                 continue
             _load_block(a, entry, kv, keys, values, broad)
+            seen = _end(first, count, position + here - 1)  # what lies behind weighs exactly nothing
             for r in range(0, padded, TILE_ROWS):
-                for j in range(0, PAGE, TILE_COLUMNS):
+                for j in range(0, seen, TILE_COLUMNS):
                     tile_product(query + 4 * r * depth, 4 * depth, keys + 4 * j, 4 * PAGE,
                                  scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
             _scale_scores(scores, padded, scale, softcap)
@@ -331,7 +332,7 @@ def attend_many(args, worker, counter):
                 stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1] = m, l
             for r in range(0, padded, TILE_ROWS):
                 for i in range(0, broad, TILE_COLUMNS):
-                    tile_product(scores + 4 * r * PAGE, 4 * PAGE, values + 4 * i, 4 * broad, part + 4 * (r * broad + i), 4 * broad, PAGE, 0)
+                    tile_product(scores + 4 * r * PAGE, 4 * PAGE, values + 4 * i, 4 * broad, part + 4 * (r * broad + i), 4 * broad, seen, 0)
             for r in range(rows):
                 m, l = _merge(f32_at(o + 4 * r * depth), stats[2 * r], stats[2 * r + 1], f32_at(part + 4 * r * broad),
                               stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1], depth)

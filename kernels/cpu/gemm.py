@@ -1,8 +1,8 @@
 """Many columns of low-bit weights (prefill): an int8 product over rows that are expanded once.
 
 `pack_tokens` norms the activations and quantizes them to int8 with a scale per block, as panels that the register tile reads. `multiply`
-takes BLOCK_ROWS rows at a time, expands SPAN inputs of them into the second-level cache and multiplies them with every panel. Two ways, one
-for a whole job:
+takes BLOCK_ROWS rows and SPAN inputs at a time: a stripe of them is expanded, stays in the first-level cache while every panel goes by, and
+makes way for the next. Two ways, one for a whole job:
 
     SCALED   weights become int8 of the row's own range; blocks of 128 activations:  y = s * m / 127 * sum_b(x_b * int)
     GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int [- m_g * sum_g]))
@@ -124,13 +124,12 @@ def pack_tokens(args, worker, counter):
 
 
 @inlined()
-def _product(a, matrix, way, scratch, number, panel, sums, span):
-    wide = scratch + WIDE_AT + number * STRIPE * SPAN * ITEM
+def _product(a, matrix, way, scratch, panel, sums, span):
+    wide = scratch + WIDE_AT
     if way == SCALED:
         block_product(wide, panel, sums, span, SCALED_BLOCK, SCALED_SHIFT)
         return
-    factors = scratch + FACTORS_AT + number * STRIPE * (SPAN // 16) * 4
-    shifts = scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4
+    factors, shifts = scratch + FACTORS_AT, scratch + SHIFTS_AT
     stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE or a[matrix + SCHEME] == OFFSET else 0
     if a[matrix + SCHEME] == SUPER:
         minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
@@ -228,15 +227,14 @@ def multiply(args, worker, counter):
                 own = matrix + number // used * FIELDS
                 stored = stored_depth(a, own, depth)
                 span = min(SPAN, min(stored, padded) - start)  # a super-block may be stored further than activations are packed
-                if span > 0:
-                    expand_stripe(a, own, stored, way, row + number % used * STRIPE, start, span, scratch, number)
-            for panel in range(panels):
-                x = a[X] + panel * panel_nbytes + start // block * block_nbytes
-                for number in range(both * used):
-                    own = matrix + number // used * FIELDS
-                    span = min(SPAN, min(stored_depth(a, own, depth), padded) - start)
-                    if span > 0:
-                        _product(a, own, way, scratch, number, x, sums + number * sums_nbytes + 4 * panel * TOKENS * STRIPE, span)
+                if span <= 0:
+                    continue
+                expand_stripe(a, own, stored, way, row + number % used * STRIPE, start, span, scratch, number)
+                x, at = a[X] + start // block * block_nbytes, sums + number * sums_nbytes
+                for _ in range(panels):
+                    _product(a, own, way, scratch, x, at, span)
+                    x += panel_nbytes
+                    at += 4 * TOKENS * STRIPE
         for number in range(both * used):
             own, first, at = matrix + number // used * FIELDS, row + number % used * STRIPE, sums + number * sums_nbytes
             scales = scratch + ROWS_AT + 4 * number * STRIPE

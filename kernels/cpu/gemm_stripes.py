@@ -53,15 +53,17 @@ from .lut_order import expand_tiles, pair_at
 # then as for other matrices.
 CODES, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, BITS, SCHEME, GROUP, LOOKED_UP, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(15)
 SCALED, GROUPED = 0, 1
-BLOCK_ROWS = max(2 * STRIPE, 32)  # a whole number of stripes, also when one half is another matrix's
-SPAN = 2048  # inputs expanded at a time; a multiple of 128
+# A whole number of stripes, also when one half is another matrix's. All of them see a panel while it lies in the second-level cache.
+BLOCK_ROWS = max(2 * STRIPE, 64)
+# Inputs expanded at a time, a multiple of 128. A stripe of many rows is to lie in the first-level cache; narrow ones gain nothing by it.
+SPAN = 256 if STRIPE >= 64 else 2048
 MOST = float32(127.0)
 
 # Scratch of a worker, byte offsets.
-WIDE_AT = 0  # stripes
-FACTORS_AT = WIDE_AT + BLOCK_ROWS * SPAN * ITEM  # float32 [stripe][group][STRIPE]
-SHIFTS_AT = FACTORS_AT + BLOCK_ROWS * (SPAN // 16) * 4  # int32 [stripe][tile][STRIPE], or float32 minima
-LIMITS_AT = SHIFTS_AT + BLOCK_ROWS * (SPAN // TILE) * 4  # float32 per row, as is the next
+WIDE_AT = 0  # a stripe
+FACTORS_AT = WIDE_AT + STRIPE * SPAN * ITEM  # float32 [group][STRIPE]
+SHIFTS_AT = FACTORS_AT + STRIPE * (SPAN // 16) * 4  # int32 [tile][STRIPE], or float32 minima
+LIMITS_AT = SHIFTS_AT + STRIPE * (SPAN // TILE) * 4  # float32 per row of a block, as is the next
 ROWS_AT = LIMITS_AT + 4 * BLOCK_ROWS
 TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile, 16 constant zeros, factors and minima of a tile
 ZEROS_AT = TILE_AT + TILE_ROWS * TILE
@@ -206,23 +208,23 @@ def prepare_rows(a, matrix, depth, way, row, scratch, number):
 
 @inlined()
 def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
-    """Inputs `start` to `start + span` of the rows from `row` on, as stripe `number`; with GROUPED also their factors and shifts."""
+    """Inputs `start` to `start + span` of the rows from `row` on, stripe `number` of a block; with GROUPED their factors and shifts too."""
     scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
-    wide = scratch + WIDE_AT + number * STRIPE * SPAN * ITEM
+    wide = scratch + WIDE_AT
     codes, tables, zeros, up = scratch + TILE_AT, a[matrix + TABLES], scratch + ZEROS_AT, _up(a, matrix)
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
     if not _stores_zeros(scheme):
         shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
         _fill(zeros, shift)
-        shifts = i32_at(scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4)
+        shifts = i32_at(scratch + SHIFTS_AT)
         for i in range(STRIPE):
             shifts[i] = int32(shift)
     for first in range(0, min(STRIPE, _stored_rows(a, matrix) - row), TILE_ROWS):
         block = (row + first) // TILE_ROWS
         limits = scratch + LIMITS_AT + 4 * (number * STRIPE + first)
-        factors = scratch + FACTORS_AT + number * STRIPE * (SPAN // 16) * 4 + 4 * first
-        shifts_at = scratch + SHIFTS_AT + number * STRIPE * (SPAN // TILE) * 4 + 4 * first
+        factors = scratch + FACTORS_AT + 4 * first
+        shifts_at = scratch + SHIFTS_AT + 4 * first
         out = wide + 4 * first  # a step holds 4 bytes of every row
         last, scales, second, left = int64(-1), int64(0), int64(0), int64(0)
         for tile in range(start // TILE, (start + span) // TILE):

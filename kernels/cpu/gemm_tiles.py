@@ -8,8 +8,9 @@ a step is two inputs of 16 bits each and the instruction is `vpmaddwd`: as many 
 A panel is cut into blocks along the inputs. A block begins with its header, one word per token each: the scale (float32), the sum of the
 int8 activations, the sum of the first half of them (int32); then its steps.
 
-What a step became, read from the assembly, nothing spilled: AVX-512 24 `vpdpbusd` on zmm for 2 loads and 12 broadcasts; AVX-VNNI 12 on ymm
-for 2 loads and 6 broadcasts; AVX2 12 `vpmaddwd` and 12 `vpaddd` for the same. The multipliers are the limit, on AVX2 with the adders.
+What a step became, read from the assembly, nothing spilled: AVX-512 24 `vpdpbusd` on zmm for 4 loads and 6 broadcasts
+(2 and 12 took 8 to 20% longer: a load costs about half of what a multiplication does); AVX-VNNI 12 on ymm for 2 loads and 6
+broadcasts; AVX2 12 `vpmaddwd` and 12 `vpaddd` for the same. The multipliers are the limit, on AVX2 with the adders.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PAIRS = INSTRUCTION_SET in ("avx2", "portable")
 INPUTS = 2 if PAIRS else 4  # of a step
 ITEM = 4 // INPUTS  # bytes of an input in a step, on both sides
 # The register tile: 24 sums of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 where x has to be split as well.
-VECTORS, TOKENS = {"avx512": (2, 12), "avx2vnni": (2, 6), "avx2": (2, 6), "portable": (4, 2)}[INSTRUCTION_SET]
+VECTORS, TOKENS = {"avx512": (4, 6), "avx2vnni": (2, 6), "avx2": (2, 6), "portable": (4, 2)}[INSTRUCTION_SET]
 STRIPE = VECTORS * LANES  # rows
 STEP = VECTORS * WIDTH  # bytes of weights
 HEADER = 12 * TOKENS  # bytes
