@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .interrupt import interruptible
 from .loading import follow, last
-from .screen import Screen
+from .screen import Screen, margin
 
 if TYPE_CHECKING:
     from ..runtime.events import Done, Stats
@@ -86,7 +86,7 @@ def foreseen(placement: Mapping[str, object]) -> str:
     predicted, measured = placement["predicted_tps"], placement["measured_tps"]
     if predicted is None:
         return f"no prediction: {placement['reason']}"
-    told = f"predicted {predicted:.3g} tokens/s (± {100 * placement['error']:.0f}%)"
+    told = f"predicted {predicted:.3g} tokens/s ({margin(placement['error'])})"
     if measured is None:
         return f"{told}, nothing to compare: one token comes with the prompt"
     ratio = measured / predicted

@@ -15,7 +15,7 @@ from .. import DoesNotFit, DownloadFailed, ModelNotFound, UsageError
 from .flags import add_command, flag
 from .loading import bits_for, find_any, follow, last, text_side, wanted_bits, with_draft
 from .options import OUTPUT, BitsFlag, Json, Model, RunFlags
-from .screen import Screen
+from .screen import Screen, margin
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -273,12 +273,12 @@ def drafts(prepared: Prepared) -> str:
 def speeds(found: Forecast) -> list[tuple[str, str]]:
     if found.start is None or found.full is None:
         return [("speed", f"not known: {found.reason}")]
-    said = [("speed", f"about {rate(found.start.tokens_per_s)} tokens/s (± {100 * found.start.error:.0f}%), "
+    said = [("speed", f"about {rate(found.start.tokens_per_s)} tokens/s ({margin(found.start.error)}), "
                       f"{rate(found.full.tokens_per_s)} with a full context; the {found.start.limit} limits it")]
     if found.prompt is not None:
         load = f", after {seconds(found.load_s)} of loading from a cold disk" if found.load_s is not None else ""
         pace = rate(found.prompt_tokens / found.prompt.seconds)
-        said.append(("first token", f"about {seconds(found.prompt.seconds)} (± {100 * found.prompt.error:.0f}%) for a prompt of "
+        said.append(("first token", f"about {seconds(found.prompt.seconds)} ({margin(found.prompt.error)}) for a prompt of "
                                     f"{found.prompt_tokens} tokens, {pace} tokens/s{load}"))
     return said
 

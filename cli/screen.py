@@ -280,3 +280,8 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def margin(error: float) -> str:
+    """How far a prediction may be off: a share of it, or a factor where the share would reach down to nothing."""
+    return f"± {100 * error:.0f}%" if error < 0.95 else f"within a factor of {1 + error:.1f}"

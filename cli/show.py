@@ -37,9 +37,10 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
     windows = sorted({window for window in config.windows if window is not None})
     experts = config.mixture
+    bits = 8 * prepared.store.nbytes / parameters if container is None else container.bits_per_weight
     if json:
         screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": licence,
-                     "family": config.family, "parameters": parameters, "bits_per_weight": round(8 * prepared.store.nbytes / parameters, 4),
+                     "family": config.family, "parameters": parameters, "bits_per_weight": round(bits, 4),
                      "size_bytes": prepared.store.nbytes, "stored": stored,
                      "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,

@@ -94,6 +94,8 @@ def test_the_dry_run_knows_the_sizes_and_writes_nothing(tmp_path: Path) -> None:
     done = Ran("quantize", "fable", "-o", tmp_path / "out", "--bits", "3", "--json").json
     for key in ("weights", "bytes_before", "bytes_after", "file_bytes", "bits_per_weight"):
         assert planned[key] == done[key], key
+    shown = Ran("show", tmp_path / "out", "--json").json  # the same bits, whoever says them
+    assert shown["bits_per_weight"] == shown["quantized"]["bits_per_weight"] == pytest.approx(done["bits_per_weight"], abs=1e-4)
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == planned["file_bytes"]
     with TensorStore.open(FABLE) as store:
         assert planned["bytes_before"] == store.nbytes and planned["weights"] == store.nbytes // 2

@@ -14,7 +14,7 @@ from effllm import UsageError
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
 from effllm.cli.prompt import read_prompt
-from effllm.cli.screen import Screen, broken, cell_width
+from effllm.cli.screen import Screen, broken, cell_width, margin
 from effllm.runtime.events import Progress
 
 
@@ -265,3 +265,8 @@ def test_blocks_between_quotes(text: str, open_: bool) -> None:
 def test_quotes_are_taken_off_and_the_text_stays() -> None:
     assert unquoted('"""\n first\nsecond\n"""') == " first\nsecond"
     assert unquoted('say """this"""') == 'say """this"""'
+
+
+def test_a_prediction_never_promises_less_than_nothing() -> None:
+    assert margin(0.25) == "± 25%" and margin(0.9) == "± 90%"
+    assert margin(0.95) == "within a factor of 1.9" and margin(1.02) == "within a factor of 2.0"
