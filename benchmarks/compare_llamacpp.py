@@ -148,14 +148,14 @@ def speed(bits: str, ours: Path | str, folder: Path, schedule: Schedule, roof: R
 def product_shares(bits: str, own: Child, facts: dict[str, float], yardsticks: Yardsticks, schedule: Schedule) -> Iterator[Figure]:
     """effllm against the faster library's product of the same size, by turns. Where the CPU has no VNNI torch multiplies int8 by a plain
     loop, and float32 is the faster one."""
-    for key, what, order, operations in (
-            ("prefill", "whole prefill, operations of its matrices", ("prefill", PROMPT), PROMPT * facts["operations"]),
-            ("ffn", "a layer's FFN products for 512 tokens", ("ffn",), facts["ffn_operations"])):
+    for key, what, order, operations, count, passes in (
+            ("prefill", "whole prefill, operations of its matrices", ("prefill", PROMPT), PROMPT * facts["operations"], schedule.prefill, 1),
+            ("ffn", "a layer's FFN products for 512 tokens", ("ffn",), facts["ffn_operations"], 2 * schedule.decode, PASSES_OF_PRODUCTS)):
         rounds = []
-        for _ in range(3 * schedule.prefill + 1):
+        for _ in range(count + 1):
             rates = {each: yardsticks.rate(each) for each in yardsticks.names}
             time.sleep(0.05)  # threads of those libraries spin for a while
-            rounds.append(rates | {OWN: operations / min(own.ask(*order) for _ in range(PASSES_OF_PRODUCTS))})
+            rounds.append(rates | {OWN: operations / min(own.ask(*order) for _ in range(passes))})
         del rounds[0]
         best = max(yardsticks.names, key=lambda each: middle(rounds, each))
         yield Figure(f"{key}_{bits}_product", f"{what}, against {PRODUCTS[best]}",
