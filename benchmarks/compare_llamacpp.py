@@ -149,7 +149,8 @@ def product_shares(bits: str, own: Child, facts: dict[str, float], yardsticks: Y
     """effllm against the faster library's product of the same size, by turns. Where the CPU has no VNNI torch multiplies int8 by a plain
     loop, and float32 is the faster one."""
     for key, what, order, operations, count, passes in (
-            ("prefill", "whole prefill, operations of its matrices", ("prefill", PROMPT), PROMPT * facts["operations"], schedule.prefill, 1),
+            ("prefill", "whole prefill, operations of its matrices", ("prefill", PROMPT), PROMPT * facts["operations"],
+             schedule.prefill, 1),
             ("ffn", "a layer's FFN products for 512 tokens", ("ffn",), facts["ffn_operations"], 2 * schedule.decode, PASSES_OF_PRODUCTS)):
         rounds = []
         for _ in range(count + 1):

@@ -71,11 +71,12 @@ def _seconds(plan: ConversionPlan, job: Job, n: int, quantize: Quantize, stats: 
 
 
 def _multiplications(depth: int) -> float:
-    """Of a matrix product, per second and both operations of each counted."""
-    values = np.ones((512, depth), np.float32)
+    """Of a matrix product, per second and both operations of each counted. A narrow one, or the first, would measure how threads start."""
+    values = np.ones((512, max(1024, min(depth, 4096))), np.float32)
+    np.dot(values.T, values)
     begun = time.monotonic()
     np.dot(values.T, values)
-    return 2 * 512 * depth**2 / max(1e-9, time.monotonic() - begun)
+    return 2 * 512 * values.shape[1] ** 2 / max(1e-9, time.monotonic() - begun)
 
 
 def about(seconds: float) -> str:
