@@ -110,14 +110,15 @@ def _agree(totals: Sequence[float]) -> bool:
 
 
 def _prompt_s(engine: object, tokens: int) -> list[float]:
-    """Seconds for each chunk of a prompt."""
+    """Seconds for each pass over a prompt."""
     ids = _ids(tokens)
 
     def run() -> list[float]:
         engine.reset()
         stamps = [time.perf_counter()]
-        for _ in engine.prefill(ids):
+        for _ in engine.prefill(ids):  # which says so between passes
             stamps.append(time.perf_counter())
+        stamps.append(time.perf_counter())
         return [after - before for before, after in zip(stamps, stamps[1:])]
 
     return _settled(run)
@@ -150,13 +151,13 @@ def _overhead(threads: int) -> Figure:
 
 
 def _attention(threads: int, kv: str) -> Figure:
-    """Both rates from one engine: a token at depth 1024 against one at the start, and the second chunk of a prompt against the first."""
+    """Both rates from one engine: a token at depth 1024 against one at the start, and the second pass over a prompt against the first."""
     engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, DEPTH + 2 * MOST_RUNS * TOKENS, kv=kv)
     width = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"] * ATTENTION_LAYERS
     try:
         engine.forward_logits(_ids(4))
         shallow = _token_s(engine)
-        first, second = _prompt_s(engine, DEPTH)
+        first, second, *_ = _prompt_s(engine, DEPTH)
         deep = _token_s(engine)
         # The chunks differ by what the second one sees of the first: depth/2 queries times depth/2 keys.
         seen = width * (DEPTH // 2) ** 2
