@@ -84,7 +84,12 @@ class Import:
     when: str
 
 
-def imports(file: Path) -> Iterator[Import]:
+@cache
+def imports(file: Path) -> tuple[Import, ...]:
+    return tuple(_imports(file))
+
+
+def _imports(file: Path) -> Iterator[Import]:
     package = ["effllm", *file.parent.parts]
     on_use = nodes_inside(file, lambda node: isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
     for_types = nodes_inside(file, lambda node: isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
