@@ -2,7 +2,7 @@
 
 Rounds alternate, the better half of each side counts. effllm checks the sha256 while it writes, the library checks the length alone, so it
 is measured once more with its file hashed afterwards (its transfer by chunks, Xet, is off on all sides: the loopback has no such storage).
-How fast sha256 is depends on whether the processor has instructions for it; where it has none, the hash alone takes longer than the loopback.
+Where the processor has no instructions for sha256 the hash alone takes as long as the library does without it.
 
     python benchmarks/pull_rate.py [--nbytes 1000000000] [--rounds 5] [--discard]
 """
