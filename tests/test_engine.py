@@ -312,3 +312,19 @@ def test_a_context_that_fills_no_page_says_so():
     said = [item.text for item in items if isinstance(item, Notice)]
     assert any("nothing will be packed" in text and "64 + 128 + 128" in text for text in said)
     items[-1].close()
+
+
+def test_a_prompt_that_fits_is_one_pass_with_the_bits_of_its_chunks():
+    """Where sealing a page changes nothing, chunks go together; packed pages keep the grid, and scores always do."""
+    whole, ids = opened(ctx=768), [5 + token % 700 for token in range(512)]
+    chunks = list(whole._passes(512, 4))
+    assert chunks == [448, 64] and list(whole._passes(512)) == [512] and list(whole._passes(453)) == [448, 5]
+    for piece in chunks:
+        x = whole._forward(ids[len(whole.tokens) : len(whole.tokens) + piece])
+    apart = whole.model.logits(x[-1:])[0].copy()
+    whole.reset()
+    assert np.array_equal(whole.model.logits(whole._forward(ids)[-1:])[0], apart)
+    whole.close()
+    packed = opened(ctx=768, kv="4bit", force=True)
+    assert list(packed._passes(512)) == [448, 64]
+    packed.close()
