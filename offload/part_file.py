@@ -155,7 +155,8 @@ class PartFile:
             if keep:
                 self._stretches.add(0, keep)
                 os.write(self._log, b"0 %d\n" % keep)
-            os.ftruncate(self._fd, keep)
+            if os.fstat(self._fd).st_size > keep:  # ext4 writes a file that was cut to nothing out as it closes: 0.5 s a GB
+                os.ftruncate(self._fd, keep)
             os.ftruncate(self._fd, self.size)
 
     def close(self) -> None:

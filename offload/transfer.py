@@ -20,7 +20,10 @@ from .backoff import Backoff
 from .connection import ConnectionFailed, Network
 from .part_file import Digest, PartFile
 
+CONNECTIONS = 8
 RANGE_NBYTES = 32 << 20
+FIRST_NBYTES = 4 << 20  # the ranges at a file's beginning: what comes at once is hashed at once
+BACKLOG_NBYTES = 64 << 20  # this far behind, the hash decides when the file is complete, and receivers leave it the processor
 PIECE_NBYTES = 1 << 20
 HASH_NBYTES = 4 << 20
 TICK_S = 0.1
@@ -87,6 +90,8 @@ class _State:
     wanted: Wanted
     generation: int = 0  # counts fresh starts: a range of an older one is void
     damages: int = 0
+    received: int = 0  # bytes of this start
+    hashed: int = 0  # bytes, those of earlier runs included
     writing: threading.Lock = field(default_factory=threading.Lock)  # so that nothing of an older start lands in a newer
 
 
@@ -98,7 +103,7 @@ class _Range:
     generation: int
 
 
-def transfer(files: Sequence[Wanted], open_range: OpenRange, network: Network, connections: int = 8,
+def transfer(files: Sequence[Wanted], open_range: OpenRange, network: Network, connections: int = CONNECTIONS,
              backoff: Backoff | None = None) -> Iterator[Received | Complete | Trouble]:
     """Complete every file; they are reported in order. Raises the first error that trying again cannot cure; what came is kept."""
     work = _Work(files, open_range, network, backoff or Backoff())
@@ -140,14 +145,16 @@ class _Work:
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._states = [_State(wanted) for wanted in self.files]
+        self._checking = 0  # the state that is hashed
         for state in self._states:
             self._enqueue(state)
 
     def _enqueue(self, state: _State, whole: bool = False) -> None:
         for begin, end in state.wanted.part.missing():
-            step = state.wanted.part.size if whole else RANGE_NBYTES
-            for at in range(begin, end, step):
-                self._queue.append(_Range(state, at, min(end, at + step), state.generation))
+            while begin < end:
+                step = end - begin if whole else min(RANGE_NBYTES, max(FIRST_NBYTES, begin // CONNECTIONS))
+                self._queue.append(_Range(state, begin, min(end, begin + step), state.generation))
+                begin += step
 
     @property
     def ranges(self) -> int:
@@ -231,14 +238,28 @@ class _Work:
                     self._put(piece, buffer[:filled])
                 if self._stopping or piece.generation != piece.state.generation:
                     return
+                self._let_hash(piece)
         finally:
             body.close()
+
+    def _let_hash(self, piece: _Range) -> None:
+        """Pause while the hash is far behind what this run received and has enough to go on with: then it is what the person waits for,
+        and the farther behind it is, the less of what it reads is still in memory."""
+        with self._changed:
+            while not self._stopping and piece.generation == piece.state.generation and self._backlog() >= BACKLOG_NBYTES:
+                self._changed.wait()
+
+    def _backlog(self) -> int:
+        """Bytes that wait for the hash alone. The condition is held."""
+        ahead = sum(state.received - state.hashed for state in self._states)
+        state = self._states[self._checking]
+        return min(ahead, state.wanted.part.covered_from(state.hashed) - state.hashed)
 
     def _put(self, piece: _Range, data: memoryview) -> None:
         with piece.state.writing:
             if piece.generation != piece.state.generation or not len(data):
                 return
-            piece.state.wanted.part.write(piece.begin, data)
+            piece.state.received += piece.state.wanted.part.write(piece.begin, data)
         piece.begin += len(data)
         with self._changed:
             self._changed.notify_all()
@@ -258,6 +279,7 @@ class _Work:
         """Forget a file and queue it again. The condition is held."""
         with state.writing:
             state.generation += 1
+            state.received = state.hashed = 0
             state.wanted.part.restart()
         self._queue = deque(each for each in self._queue if each.state is not state)
         self._enqueue(state, whole)
@@ -290,7 +312,8 @@ class _Work:
         """Hash each file behind its receivers, in order."""
         buffer = memoryview(bytearray(HASH_NBYTES))
         try:
-            for state in self._states:
+            for index, state in enumerate(self._states):
+                self._checking = index
                 while not self._matches(state, buffer):
                     if self._stopping:
                         return
@@ -311,16 +334,19 @@ class _Work:
                     self._changed.wait(1.0)
                 if self._stopping or state.generation != generation:
                     return False
-            while at < end:
-                count = part.readinto(at, buffer[: min(len(buffer), end - at)])
-                if not count:
-                    with state.writing:  # a fresh start empties the file for a moment
-                        if state.generation != generation:
-                            return False
-                    raise EffllmError(f"{part.path} became shorter while it was being written", "run the same command again")
-                if running is not None:
-                    running.update(buffer[:count])
-                at += count
+            count = part.readinto(at, buffer[: min(len(buffer), end - at)])
+            if not count:
+                with state.writing:  # a fresh start empties the file for a moment
+                    if state.generation != generation:
+                        return False
+                raise EffllmError(f"{part.path} became shorter while it was being written", "run the same command again")
+            if running is not None:
+                running.update(buffer[:count])
+            at += count
+            with self._changed:
+                if state.generation == generation:
+                    state.hashed = at
+                    self._changed.notify_all()
         if running is None or running.hexdigest() == part.digest.value:
             return True
         with self._changed:

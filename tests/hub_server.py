@@ -250,13 +250,13 @@ class Handler(BaseHTTPRequestHandler):
                 return self.send(416, {"Content-Range": f"bytes */{len(content)}"}, b"", body)
             end = min(end, len(content))
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
-        self.send(status, headers, content[begin:end], body, file)
+        self.send(status, headers, memoryview(content)[begin:end], body, file)
 
     def fail(self, status: int, code: str, message: str, body: bool) -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self.send(status, headers, json.dumps({"error": message}).encode(), body)
 
-    def send(self, status: int, headers: dict[str, str], content: bytes, body: bool, file: str = "") -> None:
+    def send(self, status: int, headers: dict[str, str], content: bytes | memoryview, body: bool, file: str = "") -> None:
         try:
             self.send_response(status)
             for key, value in ({"Content-Length": str(len(content))} | headers).items():
@@ -267,7 +267,7 @@ class Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    def pour(self, content: bytes, file: str) -> None:
+    def pour(self, content: bytes | memoryview, file: str) -> None:
         hub, view = self.hub, memoryview(content)
         for at in range(0, len(content), PIECE):
             piece = view[at : at + PIECE]

@@ -3,11 +3,14 @@
 import hashlib
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from effllm import EffllmError
+from effllm.offload import transfer as transfer_module
 from effllm.offload.part_file import Digest, PartFile
 from effllm.offload.transfer import PIECE_NBYTES, Complete, StartOver, Trouble, Wanted, transfer
 
@@ -88,6 +91,7 @@ def test_a_fresh_start_while_the_bytes_before_it_are_hashed(part: Watched, monke
         bodies.append((name, begin, end))
         return Bytes(begin, changed if len(bodies) == 1 else None)
 
+    monkeypatch.setattr(transfer_module, "FIRST_NBYTES", len(CONTENT))  # one range
     part.pause = Pause()
     events = list(transfer([Wanted("weights", part)], opened, Quiet()))
     assert [event.text for event in events if isinstance(event, Trouble)] == ["weights: it changed on the server; fetching it from the "
@@ -109,3 +113,45 @@ def test_a_file_that_somebody_cuts_is_said(part: Watched) -> None:
     with pytest.raises(EffllmError, match="data became shorter while it was being written"):
         list(transfer([Wanted("weights", part)], lambda name, begin, end: Bytes(begin), Quiet(), connections=1))
     part.close()
+
+
+def slow_to_hash(monkeypatch: pytest.MonkeyPatch, behind: list[int], received: Callable[[], int]) -> None:
+    """A hash that takes its time, and notes how many bytes wait for it."""
+    made = transfer_module.new_hash
+
+    class Slow:
+        def __init__(self, digest: Digest, size: int) -> None:
+            self.hash, self.at = made(digest, size), 0
+
+        def update(self, data: memoryview) -> None:
+            time.sleep(0.02)
+            self.hash.update(data)
+            self.at += len(data)
+            behind.append(received() - self.at)
+
+        def hexdigest(self) -> str:
+            return self.hash.hexdigest()
+
+    monkeypatch.setattr(transfer_module, "new_hash", Slow)
+    for name, value in {"RANGE_NBYTES": 64 << 10, "FIRST_NBYTES": 16 << 10, "PIECE_NBYTES": 16 << 10, "HASH_NBYTES": 64 << 10,
+                        "BACKLOG_NBYTES": 256 << 10}.items():
+        monkeypatch.setattr(transfer_module, name, value)
+
+
+def test_receivers_wait_for_a_hash_that_is_far_behind(part: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it has the processor, and what it reads is still in memory."""
+    behind: list[int] = []
+    slow_to_hash(monkeypatch, behind, lambda: part.held)
+    assert Complete in {type(event) for event in transfer([Wanted("file", part)], lambda name, begin, end: Bytes(begin), Quiet())}
+    # What may wait, what is being hashed, ranges that lie before it, and one more piece of every connection.
+    assert 0 <= max(behind) <= (256 << 10) + (64 << 10) + 8 * ((64 << 10) + (16 << 10))
+
+
+def test_receivers_do_not_wait_while_an_earlier_run_s_bytes_are_hashed(part: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hash and network work side by side then: the rest is here long before the hash has come as far."""
+    for at in range(0, 2 * PIECE_NBYTES, PIECE_NBYTES):
+        part.write(at, CONTENT[at : at + PIECE_NBYTES])
+    behind: list[int] = []
+    slow_to_hash(monkeypatch, behind, lambda: part.held)
+    assert Complete in {type(event) for event in transfer([Wanted("file", part)], lambda name, begin, end: Bytes(begin), Quiet())}
+    assert max(behind) > 2 * PIECE_NBYTES
