@@ -160,14 +160,14 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
     """A repository's files, or what effllm made of them; None where neither is here."""
     found = hub.find(env, repo, revision)
     if reference.file is not None:
-        whole = _from_cached_file(reference, found, facts) if found else None
+        whole = _from_cached_file(reference, found, facts, env) if found else None
         if whole is None:
             _refuse_begun(reference, repo, revision, env)
         return whole
     kept = storage.find_kept(env, repo, found.commit if found else revision, reference.variant)
     missing = hub.missing_files(found.folder) if found else ()
     if found is not None and not missing and not (reference.variant and kept):
-        own = facts or {"licence": hub.stated_licence(found.folder)}
+        own = facts or {"licence": storage.stated_licence(env, found)}
         return ModelRef(reference.text, found.folder, repo=repo, revision=found.commit, variant=reference.variant, **own)
     if kept:
         usual = f"{facts.get('default_bits')}bit"
@@ -201,7 +201,7 @@ def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[s
                       f"to complete it: effllm pull {reference.to_pull}")
 
 
-def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[str, object]) -> ModelRef | None:
+def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[str, object], env: Mapping[str, str]) -> ModelRef | None:
     """A GGUF file of a repository, whole; None where none of it is here."""
     name = _meant(reference, found.folder, found.repo)
     if name is None:
@@ -209,7 +209,7 @@ def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[
     if lost := [part for part in names.all_parts(name) if not (found.folder / part).exists()]:
         raise _absent(reference, found.repo, f"{name} of {found.repo} is only partly downloaded: {lost[0]} is missing"
                       + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""), f"to complete it: effllm pull {reference.to_pull}")
-    own = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts} or {"licence": hub.stated_licence(found.folder)}
+    own = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts} or {"licence": storage.stated_licence(env, found)}
     return _from_gguf(reference, found.folder / name, repo=found.repo, revision=found.commit, **own)
 
 

@@ -49,7 +49,7 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
         found.append(_local(str(folder), folder, "folder", None))
     for snapshot in hub.snapshots(env):
         entry = find_entry(entries, snapshot.repo)
-        licence = entry.licence if entry else hub.stated_licence(snapshot.folder)
+        licence = entry.licence if entry else storage.stated_licence(env, snapshot)
         for name, path in _cached(snapshot, entries):
             found.append(_local(name, path, "hub cache", licence, snapshot.commit))
     others = {os.path.abspath(model.folder): model for model in found if model is not None}

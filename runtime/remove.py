@@ -158,10 +158,12 @@ def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: M
     locks = hub.cache_folder(env) / ".locks" / root.name
     others = [name for name in hub.names_in(root / "snapshots") if name != folder.name]
     if reference.revision is None or not others or folder == root:
-        return Removal(text, SHARED, root, (root,), _nbytes(root), locks)
+        return Removal(text, SHARED, root, (root, *storage.licence_notes(env, repo)), _nbytes(root), locks)
     shown = {blob for name in others for blob in _blobs(root / "snapshots" / name)}
     gone = sorted(blob for blob in _blobs(folder) if blob not in shown and blob.parent == root / "blobs")
-    return Removal(text, SHARED, folder, (folder, *_refs(root, folder.name), *gone), sum(blob.stat().st_size for blob in gone), locks)
+    notes = storage.licence_notes(env, repo, folder.name)
+    paths = (folder, *_refs(root, folder.name), *gone, *notes)
+    return Removal(text, SHARED, folder, paths, sum(blob.stat().st_size for blob in gone), locks)
 
 
 def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[str, str]) -> Removal:
@@ -186,9 +188,9 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
             break
         gone |= {folder} if folder.is_dir() else set()
     if set(snapshots.iterdir()) <= gone and {root / "blobs" / name for name in hub.names_in(root / "blobs")} <= blobs:
-        return Removal(text, SHARED, root, (root,), nbytes, locks, is_part)
-    refs = _refs(root, commit) if snapshots / commit in gone else []
-    return Removal(text, SHARED, path, (*sorted(gone, reverse=True), *refs, *sorted(blobs)), nbytes, locks, is_part)
+        return Removal(text, SHARED, root, (root, *storage.licence_notes(env, repo)), nbytes, locks, is_part)
+    more = [*_refs(root, commit), *storage.licence_notes(env, repo, commit)] if snapshots / commit in gone else []
+    return Removal(text, SHARED, path, (*sorted(gone, reverse=True), *more, *sorted(blobs)), nbytes, locks, is_part)
 
 
 def _refs(root: Path, commit: str) -> list[Path]:

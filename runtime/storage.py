@@ -3,6 +3,7 @@
     <data>/models/<org>--<repo>/<revision>/<format>/    made by `pull --bits`, `run --bits --keep`
     <data>/models/<org>--<repo>/refs/<branch>           the commit that a branch stood for when it was pulled
     <data>/folders.json                                 what `quantize -o` has made elsewhere
+    <data>/licences/<org>--<repo>@<commit>              the licence that the hub stated of what was pulled, where no file of it does
     <config>/models.yaml                                the person's aliases
     <state>/sessions/                                   saved conversations and their caches (`session_store.py`)
 """
@@ -21,8 +22,9 @@ from .. import EffllmError
 from . import hub
 
 MARKER = "effllm.json"
-REFS = "refs"
+REFS, LICENCES = "refs", "licences"
 FORMAT, VERSION = "effllm-folders", 1
+LICENCE_LETTERS = 40  # as many as are taken of what a hub says
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,36 @@ def note_branch(env: Mapping[str, str], repo: str, branch: str, commit: str) -> 
     path = models_folder(env) / repo.replace("/", "--") / REFS / branch
     path.parent.mkdir(parents=True, exist_ok=True)
     write_aside(path, commit)
+
+
+def note_licence(env: Mapping[str, str], repo: str, commit: str, licence: str) -> None:
+    """Remember what a hub states of a repository, which of its files alone nobody could tell. Raises OSError."""
+    path = _licence_note(env, repo, commit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, licence[:LICENCE_LETTERS])
+
+
+def stated_licence(env: Mapping[str, str], found: hub.Snapshot) -> str | None:
+    """The licence of what lies in the cache: as its model card states it, else as the hub did when it was pulled."""
+    if (said := hub.stated_licence(found.folder)) is not None:
+        return said
+    try:
+        with _licence_note(env, found.repo, found.commit).open(encoding="utf-8", errors="replace") as file:
+            return file.read(LICENCE_LETTERS).strip() or None
+    except OSError:
+        return None
+
+
+def licence_notes(env: Mapping[str, str], repo: str, commit: str | None = None) -> list[Path]:
+    """What was remembered of a repository's licence, at one commit or at any."""
+    if commit is not None:
+        return [note] if (note := _licence_note(env, repo, commit)).is_file() else []
+    folder, begin = data_folder(env) / LICENCES, _licence_note(env, repo, "").name
+    return [folder / name for name in hub.names_in(folder) if name.startswith(begin)]
+
+
+def _licence_note(env: Mapping[str, str], repo: str, commit: str) -> Path:
+    return data_folder(env) / LICENCES / f"{repo.replace('/', '--')}@{commit}"
 
 
 def registered(env: Mapping[str, str]) -> list[Path]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import storage
+from ... import EffllmError
+from .. import hub, storage
 from ..events import Notice, Progress
+from ..source import licence_of
 from .client import Client
 from .disk import sweep
 from .download import download
@@ -33,6 +36,7 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
 
         note_branch(plan, env)
         sweep(plan.folder, storage.MARKER)
+        yield from _note_licence(plan, env)
         yield Pulled(plan.folder, 0, 0.0, was_here=True)
         return
     check_disk(plan, env)
@@ -49,4 +53,21 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
         else:
             yield item
     loaded = client.network.received - before
+    yield from _note_licence(plan, env)
     yield Pulled(folder, loaded, time.monotonic() - began, was_here=not loaded and plan.wish.bits is None)
+
+
+def _note_licence(plan: PullPlan, env: Mapping[str, str]) -> Iterator[Notice]:
+    """Keep what the hub alone states of the licence of files that are in the cache now; in a folder of ours, since the cache is everybody's
+    and has no place for it. A folder of ours that cannot be written costs no more than that."""
+    licence, commit = plan.repository.licence, plan.repository.commit
+    found = hub.find(env, plan.repository.asked, commit)
+    if not licence or found is None or storage.stated_licence(env, found) is not None:
+        return
+    with suppress(EffllmError):  # a file that is no model has nothing to say
+        if plan.wish.reference.file is not None and licence_of(found.folder / plan.files[0].name) is not None:
+            return
+    try:
+        storage.note_licence(env, plan.repository.asked, commit, licence)
+    except OSError as error:
+        yield Notice(f"effllm list will not state the licence, {licence}: {error.filename or storage.data_folder(env)}: {error.strerror}")

@@ -1,0 +1,81 @@
+"""A licence that the hub alone states: kept in a folder of our own when a model is pulled, told from then on, and gone with the model."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gguf_samples import add_fable_tokenizer, write_model
+from hub_server import Hub
+from pulls import FABLE, Person
+
+REPO = "org/name"
+SILENT = {path.name: path.read_bytes() for path in FABLE.iterdir() if path.name != "README.md"}
+
+
+def told(person: Person, name: str = REPO) -> tuple[str | None, str | None]:
+    """What `list` and `show` say of a model's licence."""
+    listed = {each["name"]: each["licence"] for each in person.types("list", "--json").json["models"]}
+    return listed[name], person.types("show", name, "--json").json["licence"]
+
+
+def notes(person: Person) -> list[str]:
+    folder = person.home / "data" / "effllm" / "licences"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def test_it_is_told_after_the_pull_and_goes_with_the_model(hub: Hub, person: Person) -> None:
+    commit = hub.add(REPO, files=SILENT, licence="cc-by-4.0").commit
+    assert "cc-by-4.0" in person.types("pull", REPO, "--dry-run").err and notes(person) == []
+    assert person.types("pull", REPO).code == 0
+    assert told(person) == ("cc-by-4.0", "cc-by-4.0") and "cc-by-4.0" in person.types("list").out
+    assert notes(person) == [f"org--name@{commit}"]
+    assert {path.name for path in person.snapshot(REPO, commit).iterdir()} == set(SILENT), "the shared cache holds nothing that is ours"
+    made = person.home / "made"
+    assert person.types("quantize", REPO, "-o", made, "--bits", "4").code == 0 and told(person, str(made)) == ("cc-by-4.0", "cc-by-4.0")
+    assert str(person.home / "data" / "effllm" / "licences" / notes(person)[0]) in person.types("rm", REPO, "--dry-run").out
+    assert notes(person) and person.types("rm", REPO, "-y").code == 0 and notes(person) == []
+
+
+def test_it_is_kept_for_what_another_tool_had_fetched(hub: Hub, person: Person) -> None:
+    commit = hub.add(REPO, files=SILENT, licence="cc-by-4.0").commit
+    assert person.types("pull", REPO).code == 0
+    (person.home / "data" / "effllm" / "licences" / f"org--name@{commit}").unlink()
+    assert told(person) == (None, None)
+    assert person.types("pull", REPO, "--json").json["bytes_loaded"] == 0 and told(person) == ("cc-by-4.0", "cc-by-4.0")
+
+
+def test_a_revision_takes_its_own_note_alone(hub: Hub, person: Person) -> None:
+    older = hub.add(REPO, files=SILENT | {"NOTICE": b"1"}, licence="mit", branches=("v1",))
+    assert person.types("pull", f"{REPO}@v1").code == 0
+    newer = hub.add(REPO, files=SILENT, licence="cc-by-4.0")
+    assert person.types("pull", REPO).code == 0
+    assert told(person) == ("cc-by-4.0", "cc-by-4.0") and told(person, f"{REPO}@{older.commit[:12]}") == ("mit", "mit")
+    assert person.types("rm", f"{REPO}@v1", "-y").code == 0 and notes(person) == [f"org--name@{newer.commit}"]
+
+
+def test_what_a_file_states_needs_no_note(hub: Hub, person: Person, tmp_path: Path) -> None:
+    hub.add(REPO, FABLE, licence="cc-by-4.0")
+    assert person.types("pull", REPO).code == 0 and told(person) == ("apache-2.0", "apache-2.0") and notes(person) == []
+
+    def licensed(writer: object) -> None:
+        add_fable_tokenizer(writer)
+        writer.add_license("cc0-1.0")
+
+    write_model(FABLE, tmp_path / "said-Q8_0.gguf", "Q8_0", change=licensed)
+    write_model(FABLE, tmp_path / "mute-Q4_0.gguf", "Q4_0", change=add_fable_tokenizer)
+    hub.add("org/files", files={path.name: path.read_bytes() for path in tmp_path.glob("*.gguf")}, licence="cc-by-4.0")
+    said, mute = "org/files:said-Q8_0.gguf", "org/files:mute-Q4_0.gguf"
+    assert person.types("pull", said).code == 0 and told(person, said) == ("cc0-1.0", "cc0-1.0") and notes(person) == []
+    assert person.types("pull", mute).code == 0 and told(person, mute) == ("cc-by-4.0", "cc-by-4.0") and len(notes(person)) == 1
+    assert person.types("rm", said, "-y").code == 0 and told(person, mute) == ("cc-by-4.0", "cc-by-4.0")
+    assert person.types("rm", mute, "-y").code == 0 and notes(person) == []
+
+
+def test_a_note_that_cannot_be_written_or_read_costs_no_more_than_the_licence(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=SILENT, licence="cc-by-4.0")
+    place = person.home / "data" / "effllm" / "licences"
+    place.parent.mkdir(parents=True)
+    place.write_text("in the way")
+    pulled = person.types("pull", REPO)
+    assert pulled.code == 0 and "will not state the licence, cc-by-4.0" in pulled.err and told(person) == (None, None)
+    assert person.types("rm", REPO, "-y").code == 0 and place.read_text() == "in the way"
