@@ -52,7 +52,10 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
         screen.line()
         screen.table(("incomplete", "here", "of"), [(each.name, format_size(each.held), format_size(each.size)) for each in incomplete],
                      right=(1, 2))
-        screen.note("`effllm pull NAME` goes on with what is incomplete, `effllm rm NAME` removes it")
+        if any(each.is_pulled for each in incomplete):
+            screen.note("`effllm pull NAME` goes on with what is incomplete, `effllm rm NAME` removes it")
+        if made := [each.name for each in incomplete if not each.is_pulled]:
+            screen.note(f"{', '.join(made)}: the command that was making it goes on with it, `effllm rm NAME` removes it")
     if absent:
         screen.line()
         screen.table(("not here", "repository", "parameters", "size", "licence", ""),

@@ -2,8 +2,8 @@
 
 Everything is written to `.NAME.partial` beside the folder: weight files at their full size with their headers, then tensor after tensor
 in place, and a journal with a line per finished tensor that is on the disk before the line is. The first line is a fingerprint of what is
-being made; another one starts afresh. Copies and the marker file come last, then the folder gets its name in one step. The journal stays
-locked while a process writes, so that two never share a folder.
+being made, with the name of what it is made of; another fingerprint starts afresh. Copies and the marker file come last, then the folder
+gets its name in one step. The journal stays locked while a process writes, so that two never share a folder.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from .. import DoesNotFit, EffllmError, UsageError
-from .shards import PlannedFile
+from .header import read_header
+from .shards import PAD, PlannedFile
 from .size import format_size
 
 JOURNAL = "journal"
@@ -30,13 +32,14 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 class FolderWriter:
     """Writes the tensors of `files` for the folder `out`. `finished`: name -> what `finish` was given for it, earlier runs included.
 
-    `marker` is the file that makes the folder whole. `resumed` says that an earlier run left something, `discarded` that it left something
-    of another kind, which is gone. Raises UsageError where another process writes the same folder, DoesNotFit when the disk is full.
+    `marker` is the file that makes the folder whole, `of` the name of what it is made of, for whoever finds it unfinished. `resumed` says
+    that an earlier run left something, `discarded` that it left something of another kind, which is gone. Raises UsageError where another
+    process writes the same folder, DoesNotFit when the disk is full.
     A context manager; leaving it without `commit` keeps everything for the next run.
     """
 
-    def __init__(self, out: Path, files: Sequence[PlannedFile], fingerprint: str, marker: str) -> None:
-        self.out, self.files, self.marker = out, tuple(files), marker
+    def __init__(self, out: Path, files: Sequence[PlannedFile], fingerprint: str, marker: str, of: str = "") -> None:
+        self.out, self.files, self.marker, self._of = out, tuple(files), marker, of
         self.partial = partial_folder(out)
         self.finished: dict[str, Mapping[str, object]] = {}
         self.discarded = False
@@ -124,7 +127,7 @@ class FolderWriter:
                 os.ftruncate(self._journal, 0)
                 _empty(self.partial, keep=JOURNAL)
                 self._lay_out()
-                _write_all(self._journal, (json.dumps({"fingerprint": fingerprint}) + "\n").encode())
+                _write_all(self._journal, (json.dumps({"fingerprint": fingerprint, "of": self._of}) + "\n").encode())
                 os.fsync(self._journal)
                 _sync_folder(self.partial)
             for file in self.files:
@@ -185,6 +188,49 @@ def held_nbytes(out: Path) -> int:
         return sum(entry.stat().st_blocks * 512 for entry in os.scandir(partial_folder(out)))
     except OSError:
         return 0
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What was being made: its tensors' bytes, `done` of `size`, and the name of what it is made of, empty where nobody told it."""
+
+    of: str
+    done: int
+    size: int
+
+
+def unfinished(out: Path) -> Unfinished | None:
+    """What an unfinished `out` says of itself; None where there is none, or where a kill came before it said anything."""
+    partial, of, size, done = partial_folder(out), "", 0, 0
+    try:
+        fingerprint, finished, _ = _read_journal(partial / JOURNAL)
+        if fingerprint is None:
+            return None
+        with (partial / JOURNAL).open("rb") as journal:
+            of = json.loads(journal.readline()).get("of", "")
+        for path in partial.glob("*.safetensors"):
+            with path.open("rb") as file:
+                for tensor in read_header(path, file.fileno(), os.fstat(file.fileno()).st_size):
+                    size += 0 if tensor.name.startswith(PAD) else tensor.nbytes
+                    done += tensor.nbytes if tensor.name in finished else 0
+    except (OSError, ValueError, RecursionError, TypeError, EffllmError):
+        return None
+    return Unfinished(of if isinstance(of, str) else "", done, size)
+
+
+def is_being_written(partial: Path) -> bool:
+    """Whether a process writes into this unfinished folder now."""
+    try:
+        journal = os.open(partial / JOURNAL, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(journal)
 
 
 def remove_written(folder: Path, marker: str) -> None:

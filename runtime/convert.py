@@ -136,7 +136,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         copies = copied(plan.folder)
         check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         try:
-            with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE) as writer:
+            with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE, str(options.source.get("model", ""))) as writer:
                 yield from _opening(plan, writer)
                 converter = Converter(plan, options.method, writer, pool, ids)
                 yield from converter.announce(options.spec_text)

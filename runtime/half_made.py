@@ -1,7 +1,9 @@
-"""Models that `pull --bits` was making when it was stopped: what of them has come, by the names that a person typed.
+"""Models in our own folder that were being made when whoever made them was stopped: how much of them is there, by the names that a person
+typed.
 
-Beside the folder that is being made lie the files that it is made of (`pull/streamed.py`), and among them a note of what they will be. A
-shard that is done with has given its place back; that it had come is known from the note alone.
+`run --keep`, `quantize -o` and `export -o` leave what they wrote under `.NAME.partial` (`offload/writer.py`). With `pull --bits` there lie,
+beside the folder that is being made, the files that it is made of (`pull/streamed.py`), and among them a note of what they will be. A shard
+that is done with has given its place back; that it had come is known from the note alone.
 
     <data>/models/<org>--<repo>/<commit>/.<format>.source/.pull.json    {"revision", "files": [[name, size, etag], ...], "done": [name]}
 """
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..offload.part_file import Digest, read_journal
-from ..offload.writer import partial_folder
+from ..offload.writer import partial_folder, unfinished
 from . import hub, storage
 from .pull.disk import source_folder
 
@@ -99,6 +101,27 @@ def half_made(env: Mapping[str, str]) -> Iterator[HalfMade]:
                     continue
                 revision, files, _ = said
                 yield HalfMade(repo, revision, commit, out.name, out, held_nbytes(out, files), sum(file.size for file in files))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """`folder` is what was being made, `of` the name of what it was made of, where that is told. Bytes of its weights: `held` of `size`."""
+
+    folder: Path
+    of: str
+    held: int
+    size: int
+
+
+def begun(env: Mapping[str, str]) -> Iterator[Begun]:
+    """What a stopped `run --keep`, `quantize -o` or `export -o` has left in our own folder, in alphabetical order. What a pull was making
+    is told by its note, and what is whole by itself."""
+    for partial in storage.below(env):
+        folder = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+        if partial_folder(folder) != partial or source_folder(folder).is_dir() or (folder / storage.CONFIG).is_file():
+            continue
+        if (said := unfinished(folder)) is not None:
+            yield Begun(folder, said.of, said.done, said.size)
 
 
 def meant(env: Mapping[str, str], repo: str, revision: str, spec: str) -> list[HalfMade]:

@@ -19,8 +19,11 @@ from .gguf import names
 from .reference import parse_reference
 
 if TYPE_CHECKING:
+    from ..offload.checkpoint import TensorStore
     from ..offload.header import TensorInfo
     from .container import StoredTensor
+
+IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ and compressed-tensors
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
     entries, found = catalog(env), []
     for kept in storage.kept_models(env):
         found.append(_local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
+    for folder in storage.put_there(env):
+        found.append(_local(str(folder), folder, "effllm", None))
     for folder in storage.registered(env):
         found.append(_local(str(folder), folder, "folder", None))
     for snapshot in hub.snapshots(env):
@@ -65,16 +70,19 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
 
 @dataclass(frozen=True)
 class Incomplete:
-    """A model of which a download was stopped. `name` is what to type to go on with it or to remove it. Bytes: `held` of `size`."""
+    """A model of which a download was stopped, or which was being made of what is here. `name` is what to type to go on with it or to
+    remove it. Bytes: `held` of `size`. `is_pulled`: `pull` goes on with it, else the command that was making it."""
 
     name: str
     held: int
     size: int
+    is_pulled: bool = True
 
 
 def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
-    """What `pull` would go on with, in the order of their repositories, downloads first, then what was being quantized as it came."""
-    from .half_made import half_made
+    """What was stopped: downloads in the order of their repositories, then what was being quantized as it came, then what was being made
+    of what is here."""
+    from .half_made import begun, half_made
 
     entries, found = catalog(env), []
     for each in unfinished.all_stopped(env):
@@ -82,7 +90,7 @@ def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
         found.append(Incomplete(name if each.file is None else f"{name}:{each.file}", each.held, each.size))
     for each in half_made(env):
         found.append(Incomplete(f"{_revision_name(each.repo, each.revision, entries)}:{each.spec}", each.held, each.size))
-    return found
+    return found + [Incomplete(_name_to_make(each.folder, each.of, entries, env), each.held, each.size, False) for each in begun(env)]
 
 
 def model_names(env: Mapping[str, str]) -> list[str]:
@@ -90,7 +98,7 @@ def model_names(env: Mapping[str, str]) -> list[str]:
     entries = catalog(env)
     known = [entry.alias for entry in entries if entry.path]
     known += [_kept_name(kept, entries, env) for kept in storage.kept_models(env)]
-    known += [str(folder) for folder in storage.registered(env)]
+    known += [str(folder) for folder in (*storage.put_there(env), *storage.registered(env))]
     return known + [name for snapshot in hub.snapshots(env) for name, _ in _cached(snapshot, entries)]
 
 
@@ -125,6 +133,24 @@ def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping
     return f"{typed}:{kept.spec}" if _leads_to(f"{typed}:{kept.spec}", kept, env) else str(kept.folder)
 
 
+def _name_to_make(folder: Path, of: str, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
+    """The shortest name under which `folder` would be kept; the folder itself where somebody else's choice put it there."""
+    repo, revision, spec = folder.parents[1].name.replace("--", "/"), folder.parent.name, folder.name
+    entry = find_entry(entries, repo)
+    names = (entry.alias if entry else repo, f"{repo}@{revision[:12]}", of.removesuffix(f":{spec}"))
+    return next((f"{name}:{spec}" for name in names if _would_make(f"{name}:{spec}", folder, env)), str(folder))
+
+
+def _would_make(name: str, folder: Path, env: Mapping[str, str]) -> bool:
+    """Whether a name in a format is that of a model here which would be kept in `folder`."""
+    try:
+        ref = resolve(name, env)
+    except EffllmError:
+        return False
+    kept = storage.models_folder(env)
+    return ref.variant is not None and storage.kept_folder(kept, ref.folder, ref.variant, ref.repo or ref.alias, ref.revision) == folder
+
+
 def _leads_to(name: str, kept: storage.Kept, env: Mapping[str, str]) -> bool:
     try:
         return resolve(name, env).folder == kept.folder
@@ -143,7 +169,7 @@ def _local(name: str, folder: Path, source: str, licence: str | None, revision: 
     try:
         config, made = read_config(folder), read_container(folder)
         with TensorStore.open(folder) as store:
-            elements = sum(_weights(*each) for each in (store if made is None else made).tensors.items())
+            elements = _counted(folder, store) if made is None else sum(_weights(*each) for each in made.tensors.items())
             said = made.source if made else {}
             return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
                               made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
@@ -164,6 +190,16 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
     nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
     return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
                       config.context_length, revision, "tokenizer.chat_template" in header.metadata)
+
+
+def _counted(folder: Path, store: TensorStore) -> int:
+    """How many weights a folder that effllm did not make holds. Of codes in words their number tells nothing, so their store is asked."""
+    if not any(name.endswith(IN_WORDS) for name in store.tensors):
+        return sum(_weights(*each) for each in store.tensors.items())
+    from .source import open_store
+
+    with open_store(folder) as wide:
+        return sum(prod(info.shape) for info in wide.tensors.values())
 
 
 def _weights(name: str, tensor: TensorInfo | StoredTensor) -> int:

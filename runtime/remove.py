@@ -16,11 +16,12 @@ from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.header import is_gguf
+from ..offload.writer import is_being_written
 from . import half_made, hub, storage, unfinished
 from .aliases import catalog
 from .catalog import Absent, find_entry, resolve
 from .gguf import names
-from .pull.disk import allocated, source_folder
+from .pull.disk import allocated
 from .reference import Reference, parse_reference
 from .written import MEASURED, foreign
 
@@ -57,14 +58,22 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
         folder, repo, variant = _part_of_download(reference, absent, env), absent.repo, None
         if folder is None:
             raise
+    except ModelNotFound:
+        half = _left(text, Path(os.path.abspath(reference.path))) if _is_in_ours(reference, env) else None
+        if half is None:
+            raise
+        return half
     if variant is not None:
         out = storage.kept_folder(storage.models_folder(env), folder, variant, repo or ref.alias, ref.revision)
         if (half := _left(text, out)) is not None:
             return half
         raise ModelNotFound(f"{text} is not kept on this machine", "effllm list shows what is")
-    if storage.models_folder(env) in folder.parents:
-        # What a kill has left of the files that it was made of goes first: by itself nothing would find it.
-        left = (source_folder(folder),) if source_folder(folder).is_dir() else ()
+    if storage.models_folder(env) in (absolute := Path(os.path.abspath(folder))).parents:
+        folder = absolute
+        if folder.is_dir() and not (folder / storage.MARKER).is_file() and (other := foreign(folder)) is not None:
+            raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
+        # What a kill has left of the files that it was made of, or of what was to replace it, goes first: by itself nothing would find it.
+        left = half_made.left(folder)
         return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated, left)))
     if is_gguf(folder) and not folder.is_dir() and hub.repo_of(env, folder) is not None:
         return _file_from_cache(reference, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
@@ -82,6 +91,8 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
     """Do it. Raises EffllmError where another program is writing there, or where the disk refuses."""
     if removal.locks is not None:
         _check_unlocked(removal.locks, removal.name)
+    if any(map(is_being_written, removal.paths)):
+        raise EffllmError(f"{removal.name} is being made by another effllm", "wait for it, or stop it")
     try:
         for path in removal.paths:
             if path.is_dir() and not path.is_symlink():
@@ -96,6 +107,13 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
     except OSError as error:
         raise EffllmError(f"{error.filename} cannot be removed: {error.strerror}",
                           f"check its permissions: ls -ld {removal.folder}") from error
+
+
+def _is_in_ours(reference: Reference, env: Mapping[str, str]) -> bool:
+    """Whether a reference is no more than the path of something in our own folder."""
+    if reference.path is None or reference.variant or reference.file:
+        return False
+    return storage.models_folder(env) in Path(os.path.abspath(reference.path)).parents
 
 
 def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Removal | None:
@@ -228,7 +246,8 @@ def _nbytes(folder: Path) -> int:
 
 
 def _remove_empty(folder: Path, root: Path) -> None:
-    """Folders of a revision and a repository that hold no model any more."""
-    while folder != root and not any((folder / name).is_dir() for name in hub.names_in(folder) if name != storage.REFS):
+    """Folders of a revision and a repository that hold no model any more, nor anything that effllm did not write there."""
+    while folder != root and not any((folder / name).is_dir() or not name.startswith(".") for name in hub.names_in(folder)
+                                     if name != storage.REFS):
         shutil.rmtree(folder)
         folder = folder.parent

@@ -24,6 +24,7 @@ from . import hub
 MARKER = "effllm.json"
 REFS, LICENCES = "refs", "licences"
 FORMAT, VERSION = "effllm-folders", 1
+CONFIG, DEEPEST = "config.json", 3  # what makes a folder a model's; levels of folders below that of all models
 LICENCE_LETTERS = 40  # as many as are taken of what a hub says
 
 
@@ -94,6 +95,26 @@ def kept_models(env: Mapping[str, str]) -> Iterator[Kept]:
             for spec in hub.names_in(repo / revision) if revision != REFS else ():
                 if not spec.startswith(".") and (repo / revision / spec / MARKER).is_file():
                     yield Kept(name.replace("--", "/"), revision, spec, repo / revision / spec)
+
+
+def below(env: Mapping[str, str]) -> Iterator[Path]:
+    """Every folder at most three deep in the folder of models, in alphabetical order; what lies in a model, or is hidden, is left alone."""
+    def walk(folder: Path, deep: int) -> Iterator[Path]:
+        for name in hub.names_in(folder):
+            each = folder / name
+            if name == REFS or not each.is_dir():
+                continue
+            yield each
+            if deep < DEEPEST and not name.startswith(".") and not (each / CONFIG).is_file():
+                yield from walk(each, deep + 1)
+
+    return walk(models_folder(env), 1)
+
+
+def put_there(env: Mapping[str, str]) -> list[Path]:
+    """Folders of models in our own that have no name there: what `export -o` and `quantize -o` were told to make in it."""
+    kept = {each.folder for each in kept_models(env)}
+    return [path for path in below(env) if (path / CONFIG).is_file() and not path.name.startswith(".") and path not in kept]
 
 
 def find_kept(env: Mapping[str, str], repo: str, revision: str, spec: str | None) -> list[Kept]:
