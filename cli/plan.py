@@ -128,7 +128,10 @@ def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Pa
 
 
 def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None) -> dict[str, object]:
-    """What `--json` prints. Keys stay; bytes, seconds, tokens a second."""
+    """What `--json` prints. Keys stay; bytes, seconds, tokens a second. Of a tier, `weights_bytes` are those of its memory, or what a token
+    reads, and `tensor_bytes` those of the model's tensors that lie there: over all tiers, all of them."""
+    from ..runtime.weight_tiers import weight_tiers
+
     placement, work = prepared.placement, found.work
 
     def told(prediction: Prediction | None, tokens: int = 1) -> dict[str, object] | None:
@@ -137,7 +140,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                                "processor_s": prediction.processor_s}
 
     residency, drafting, paged = placement.residency, prepared.speculating, placement.expert_slots is not None and prepared.streams
-    held = placement.host_weights_bytes if residency is None else residency.pinned_nbytes + placement.window_bytes
+    held, lies = placement.pinned_bytes, weight_tiers(prepared)
     return {
         "model": model, "ctx": placement.ctx, "kv": prepared.options.kv, "devices": devices(placement),
         "weights_bytes": placement.weights_bytes, "kv_bytes": placement.kv_bytes, "workspace_bytes": placement.workspace_bytes,
@@ -145,12 +148,13 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
         "vram_bytes": placement.budget.vram, "notes": list(placement.notes), "layers": list(placement.tiers),
         "copied_from_tokens": placement.copied_from,
         "experts": paged.to_json() if paged else None,
-        "tiers": {"memory": {"weights_bytes": paged.held_nbytes if paged else held, "ring_bytes": residency.ring_nbytes if residency else 0,
+        "tiers": {"memory": {"weights_bytes": paged.held_nbytes if paged else held, "tensor_bytes": lies.memory,
+                             "always_bytes": lies.always, "ring_bytes": residency.ring_nbytes if residency else 0,
                              "kv_bytes": placement.host_kv_bytes,
                              "other_bytes": placement.workspace_bytes + placement.baseline_bytes},
-                  "disk": {"weights_bytes": paged.away_nbytes if paged else placement.streamed_bytes, "neuron_bytes": work.neurons,
-                           "kv_bytes": placement.kv_disk_bytes},
-                  "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.card.weights_bytes,
+                  "disk": {"weights_bytes": paged.away_nbytes if paged else placement.streamed_bytes, "tensor_bytes": lies.disk,
+                           "neuron_bytes": work.neurons, "kv_bytes": placement.kv_disk_bytes},
+                  "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.card.weights_bytes, "tensor_bytes": lies.gpu,
                           "kv_bytes": placement.card.kv_bytes, "other_bytes": placement.card.workspace_bytes,
                           "copied_layers_bytes": placement.card.buffers_bytes}},
         "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
@@ -207,8 +211,7 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, disk: str = "disk") -> l
     residency, budget = placement.residency, placement.budget
     other = placement.workspace_bytes + placement.baseline_bytes
     paged = placement.expert_slots is not None and prepared.streams
-    held = placement.host_weights_bytes if residency is None else residency.nbytes + placement.window_bytes
-    held = paged.held_nbytes if paged else held
+    held = paged.held_nbytes if paged else placement.pinned_bytes + (residency.ring_nbytes if residency else 0)
     said = [
         ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens, cache at {prepared.options.kv}"),
         ("layers", where(placement)), *on_gpu(placement),
@@ -218,7 +221,7 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, disk: str = "disk") -> l
              f"{format_size(placement.workspace_bytes)}, program {format_size(placement.baseline_bytes)}  {FREE} free"),
     ]
     if residency is not None:
-        whole = residency.streamed_nbytes + residency.pinned_nbytes
+        whole = max(residency.streamed_nbytes, placement.host_weights_bytes)  # what streams is counted in whole blocks of the disk
         said.append((disk, f"{bar(((WEIGHTS, residency.streamed_nbytes),), whole)} {format_size(residency.streamed_nbytes)} of "
                              f"{format_size(whole)} of weights, read for every token through {format_size(residency.ring_nbytes)}"))
     if paged:

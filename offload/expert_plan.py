@@ -35,4 +35,4 @@ def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, 
         notes.append(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for experts (-c for another)")
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), kv_nbytes(demand, ctx, quantum),
                      demand.workspace, demand.baseline, needed + slots * experts.slot_nbytes, budget, tuple(notes),
-                     kv_bytes_per_token=demand.kv_bytes_per_token, expert_slots=slots)
+                     kv_bytes_per_token=demand.kv_bytes_per_token, expert_slots=slots, always_bytes=demand.always)

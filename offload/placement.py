@@ -20,7 +20,8 @@ LEAST_SHARE = 16  # of a layer's units have slots whatever the budget
 
 @dataclass(frozen=True)
 class Residency:
-    """Indices of blocks, each list in the order of use. `ring_nbytes` of memory hold streamed blocks for the time that they are needed:
+    """Indices of blocks, each list in the order of use, and the bytes of those. Weights that are in no block (norms, biases, row scales)
+    stay in memory beside them and are not counted here. `ring_nbytes` of memory hold streamed blocks for the time that they are needed:
     0 where nothing streams, else room for two of the largest, so that one is read while another is used."""
 
     pinned: tuple[int, ...]
@@ -31,7 +32,7 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that weights take."""
+        """Bytes of memory that blocks take."""
         return self.pinned_nbytes + self.ring_nbytes
 
 

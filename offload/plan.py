@@ -108,6 +108,7 @@ class OnCard:
 class Placement:
     """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` the card's, slack included;
     the weights and KV figures are sums over both. `residency` says which of the demand's blocks stream; None where none does.
+    `always_bytes`: memory for what stays when others stream (`Demand.always`), 0 where everything fits.
     `slots`: of each layer's units, how many stay at a time; empty where all do, or there are none. `expert_slots`: how many experts stay,
     where not all do. `kv_pages`: pages of the cache that stay in memory, None for all; `kv_bytes` are those in memory, `kv_disk_bytes`
     with a full context on the disk. `card` says what of the sums lies on the GPU. `disk_layers`: layers of which a token reads from the
@@ -133,6 +134,7 @@ class Placement:
     card: OnCard = OnCard()
     disk_layers: tuple[int, ...] = ()
     copied_from: int | None = None
+    always_bytes: int = 0
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -144,6 +146,13 @@ class Placement:
     def host_weights_bytes(self) -> int:
         """Bytes of weights that are not on the GPU."""
         return self.weights_bytes - self.card.weights_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of memory of the host in which weights lie from pass to pass: all that are not on the GPU where nothing streams, else what
+        always stays, the pinned blocks and the window of neurons, without the ring. Experts are counted by their pager."""
+        kept = self.always_bytes + self.window_bytes
+        return self.host_weights_bytes if self.residency is None else self.residency.pinned_nbytes + kept
 
     @property
     def host_kv_bytes(self) -> int:
@@ -256,7 +265,7 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
         notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)"))
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), kv_nbytes(demand, ctx, quantum),
                      demand.workspace, demand.baseline, fixed + demand.always + window + residency.nbytes, budget, tuple(notes), 0,
-                     residency, demand.kv_bytes_per_token, slots, window)
+                     residency, demand.kv_bytes_per_token, slots, window, always_bytes=demand.always)
 
 
 def _least(blocks: tuple[int, ...]) -> int:

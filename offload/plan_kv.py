@@ -105,7 +105,8 @@ def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
     pages = largest(fits, most, 1)
     own = held(pages)
     placed = _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, own.residency, own.total_bytes)
-    return replace(placed, slots=own.slots, window_bytes=own.window_bytes, expert_slots=own.expert_slots, notes=own.notes + placed.notes)
+    return replace(placed, slots=own.slots, window_bytes=own.window_bytes, expert_slots=own.expert_slots, always_bytes=own.always_bytes,
+                   notes=own.notes + placed.notes)
 
 
 def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, needed: int, what: str) -> Placement:
@@ -141,4 +142,4 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
         notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: the most that the disk holds"))
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), held, demand.workspace + spill.workspace,
                      demand.baseline, total_bytes, budget, tuple(notes), 0, residency, demand.kv_bytes_per_token, kv_pages=pages,
-                     kv_disk_bytes=on_disk * page)
+                     kv_disk_bytes=on_disk * page, always_bytes=0 if residency is None else demand.always)

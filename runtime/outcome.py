@@ -16,6 +16,7 @@ import numpy as np
 from ..offload.predict import decode, prompt
 from . import forecast, roofs
 from .paged_experts import PagedExperts
+from .weight_tiers import weight_tiers
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -73,8 +74,8 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
     """Where a model lay and how well that was foreseen, for `Stats.placement`."""
     plan, streams = engine.placement, engine.prepared.streams
     made = {"layers": {device: plan.devices.count(device) for device in dict.fromkeys(plan.devices)},
-            "pinned_bytes": plan.residency.pinned_nbytes if plan.residency else plan.weights_bytes, "streamed_bytes": plan.streamed_bytes,
-            **found.to_json()}
+            "pinned_bytes": plan.pinned_bytes, "streamed_bytes": plan.streamed_bytes,
+            "tensor_bytes": weight_tiers(engine.prepared, engine.model.tensors).to_json(), **found.to_json()}
     if isinstance(streams, PagedExperts):
         made["pinned_bytes"] = engine.model.pager.nbytes
         made["experts"] = {**streams.to_json(), **engine.model.pager.tally.to_json()}

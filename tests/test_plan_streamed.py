@@ -29,6 +29,7 @@ def test_what_does_not_fit_streams_and_adds_up() -> None:
     assert placed.ctx == 4096 and placed.kv_bytes == 4096 * 10_000
     fixed = 80 * MB + 20 * MB + placed.kv_bytes
     assert placed.total_bytes == -(-fixed * 105 // 100) + 10 * MB + kept.pinned_nbytes + kept.ring_nbytes
+    assert placed.pinned_bytes == 10 * MB + kept.pinned_nbytes and plan(demand(), Budget(2000 * MB), 4096).pinned_bytes == 840 * MB
     assert placed.total_bytes <= 600 * MB < placed.total_bytes + BLOCK, "no block more would fit"
     assert kept.pinned_nbytes + kept.streamed_nbytes == 100 * BLOCK
     assert placed.weights_bytes == 840 * MB and "do not fit in memory" in placed.notes[0]
