@@ -54,7 +54,7 @@ def test_a_revision_takes_its_own_note_alone(hub: Hub, person: Person) -> None:
 
 
 def test_what_a_file_states_needs_no_note(hub: Hub, person: Person, tmp_path: Path) -> None:
-    hub.add(REPO, FABLE, licence="cc-by-4.0")
+    hub.add(REPO, files=SILENT | {"README.md": b"---\nlicense: apache-2.0\n---\n"}, licence="cc-by-4.0")
     assert person.types("pull", REPO).code == 0 and told(person) == ("apache-2.0", "apache-2.0") and notes(person) == []
 
     def licensed(writer: object) -> None:
