@@ -62,7 +62,7 @@ def test_what_streams_and_what_stays_add_up(tmp_path: Path, spec: str | None) ->
         kept = made.streams.residency
         assert total(tiers) == of_file(folder) and tiers.on_demand == 0, "its embedding is the head too, which streams"
         assert (tiers.streamed == 0) == (not kept.streamed) and (tiers.pinned == 0) == (not kept.pinned)
-        assert 0 < tiers.always < 0.02 * total(tiers) and tiers.memory == tiers.always + tiers.pinned
+        assert 0 < tiers.always < 0.1 * total(tiers) and tiers.memory == tiers.always + tiers.pinned
         assert tiers.streamed <= kept.streamed_nbytes and tiers.pinned <= kept.pinned_nbytes, "a plan counts whole blocks of the disk"
 
 
@@ -95,7 +95,8 @@ def test_neurons_are_in_the_window_or_on_the_disk(tmp_path: Path) -> None:
     for slots in (4, 10**6):
         windows = Windows(found, tuple(min(slots, place.units) for place in found))
         tiers = weight_tiers(replace(made, streams=replace(made.streams, windows=windows)))
-        assert total(tiers) == of_file(tmp_path / "bundled") and (tiers.on_demand > 0) == (slots == 4)
+        rows = check_tensors(made.config, made.store, made.container)["outer"]["embed"].nbytes
+        assert total(tiers) == of_file(tmp_path / "bundled") and (tiers.on_demand > rows) == (slots == 4) and tiers.on_demand >= rows
 
 
 def test_a_plan_reports_tiers_that_add_up_to_the_file(tmp_path: Path) -> None:
