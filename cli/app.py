@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from .completion import whole_words
+from .completion import own_script, whole_words
 from .environment import Environment
 from .errors import guarded
 from .help import PlainGroup
@@ -109,6 +109,7 @@ def variables_of(command: Any) -> set[str]:
 def program(argv: Sequence[str], environment: Environment) -> int:
     command = typer.main.get_command(build(named(argv, environment.variables)))
     say_unknown_variables(command, environment)
+    own_script(argv)
     with whole_words():
         code = command.main(args=list(argv), prog_name="effllm", standalone_mode=False, obj=environment)
     return code or 0

@@ -1,7 +1,8 @@
-"""Names with a colon in bash, which takes a colon for the end of a word (COMP_WORDBREAKS).
+"""Where shells want other things than the library does: a script for zsh that serves at the first tab, and names with a colon in bash.
 
-`effllm run fable:4` reaches the program as `run`, `fable`, `:`, `4`, and bash puts what it is told in the place of the `4`. The words are
-put together again for the library that finds the names, and of what it tells bash, the end after the colon alone is handed on.
+bash takes a colon for the end of a word (COMP_WORDBREAKS). `effllm run fable:4` reaches the program as `run`, `fable`, `:`, `4`, and bash
+puts what it is told in the place of the `4`. The words are put together again for the library that finds the names, and of what it tells
+bash, the end after the colon alone is handed on.
 """
 
 from __future__ import annotations
@@ -9,11 +10,35 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 ASKED = "complete_bash"
 COLON = ":"
+ASKS_FOR_SCRIPT = ("--install-completion", "--show-completion")
+# The library's, but that zsh loads the file at the first tab and takes it for the function itself: then it must complete, too.
+ZSH = """
+#compdef %(prog_name)s
+
+%(complete_func)s() {
+  eval $(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" %(autocomplete_var)s=complete_zsh %(prog_name)s)
+}
+
+if [ "$funcstack[1]" = "_%(prog_name)s" ]; then
+  %(complete_func)s
+else
+  compdef %(complete_func)s %(prog_name)s
+fi
+"""
+
+
+def own_script(argv: Sequence[str]) -> None:
+    """Let the library hand out our script where a line asks for one; a version of it that keeps its own elsewhere hands out that."""
+    if any(word in ASKS_FOR_SCRIPT for word in argv):
+        with suppress(ImportError):
+            from typer import _completion_shared
+
+            getattr(_completion_shared, "_completion_scripts", {})["zsh"] = ZSH
 
 
 @contextmanager
