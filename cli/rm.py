@@ -53,6 +53,6 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
     if json:
         screen.json({**removal.to_json(), "removed": True})
     else:
-        part = "what had come of its download was removed" if removal.owner == SHARED else "what there was of it was removed"
+        part = "what had come of its download was removed" if removal.was_pulled else "what there was of it was removed"
         what = part if removal.is_part else "removed"
         screen.note(f"{removal.folder}: {what}, {size} freed")

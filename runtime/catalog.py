@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import ModelNotFound, UsageError
+from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.header import is_gguf
 from ..offload.size import format_size
 from . import hub, storage, unfinished
@@ -209,8 +210,19 @@ def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[
     if lost := [part for part in names.all_parts(name) if not (found.folder / part).exists()]:
         raise _absent(reference, found.repo, f"{name} of {found.repo} is only partly downloaded: {lost[0]} is missing"
                       + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""), f"to complete it: effllm pull {reference.to_pull}")
-    own = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts} or {"licence": storage.stated_licence(env, found)}
+    own = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts} or {"licence": _licence_of_file(found, name, env)}
     return _from_gguf(reference, found.folder / name, repo=found.repo, revision=found.commit, **own)
+
+
+def _licence_of_file(found: hub.Snapshot, name: str, env: Mapping[str, str]) -> str | None:
+    """What the card of its repository states; where the hub alone did, what the file itself does before that."""
+    if hub.stated_licence(found.folder) is None and storage.licence_notes(env, found.repo, found.commit):
+        from .source import licence_of
+
+        with suppress(EffllmError):
+            if (said := licence_of(found.folder / name)) is not None:
+                return said
+    return storage.stated_licence(env, found)
 
 
 def _absent(reference: Reference, repo: str, message: str, hint: str, entry: CatalogEntry | None = None) -> Absent:

@@ -54,9 +54,10 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
         found.append(_local(str(folder), folder, "folder", None))
     for snapshot in hub.snapshots(env):
         entry = find_entry(entries, snapshot.repo)
-        licence = entry.licence if entry else storage.stated_licence(env, snapshot)
+        licence = entry.licence if entry else hub.stated_licence(snapshot.folder)
         for name, path in _cached(snapshot, entries):
-            found.append(_local(name, path, "hub cache", licence, snapshot.commit))
+            if (model := _local(name, path, "hub cache", licence, snapshot.commit)) is not None:
+                found.append(model if model.licence else replace(model, licence=storage.stated_licence(env, snapshot)))
     others = {os.path.abspath(model.folder): model for model in found if model is not None}
     named = []
     for entry in entries:

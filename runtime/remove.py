@@ -31,7 +31,7 @@ OWN, FOLDER, SHARED = "effllm", "folder", "hub cache"
 @dataclass(frozen=True)
 class Removal:
     """`owner` is effllm, folder or hub cache; `paths` are files, links and folders that go, `nbytes` what the disk gets back. `is_part`: a
-    download of it was stopped, and nothing of it could run."""
+    download of it was stopped, or whoever made it (not `was_pulled`), and nothing of it could run."""
 
     name: str
     owner: str
@@ -40,6 +40,7 @@ class Removal:
     nbytes: int
     locks: Path | None = None
     is_part: bool = False
+    was_pulled: bool = True
 
     def to_json(self) -> dict[str, object]:
         return {"name": self.name, "owner": self.owner, "folder": str(self.folder), "paths": [str(path) for path in self.paths],
@@ -130,7 +131,8 @@ def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Remov
 def _left(text: str, out: Path) -> Removal | None:
     """What whoever was making `out` has left; None where there is nothing of it."""
     left = half_made.left(out)
-    return Removal(text, OWN, out, left, sum(map(allocated, left)), out.parent, is_part=True) if left else None
+    may_be_pulled = hub.COMMIT.fullmatch(out.parent.name) is not None
+    return Removal(text, OWN, out, left, sum(map(allocated, left)), out.parent, True, may_be_pulled) if left else None
 
 
 def _part_of_download(reference: Reference, absent: Absent, env: Mapping[str, str]) -> Path | None:

@@ -103,7 +103,7 @@ def test_a_list_of_versions_fits_a_terminal(hub: Hub, person: Person, monkeypatc
     (kept,) = (row for row in rows if row[0] == "fable:2bit")
     assert kept[1].startswith("local-") and len(kept[1]) == 14
     piped = [line.split() for line in person.types("list", "--long").out.splitlines()]
-    assert [SPLIT, commit[:12], "yes", "hub", "cache"] in piped, "a name that a terminal breaks is whole in a pipe"
+    assert [SPLIT, commit[:12], "yes", hub.repos[REPO].licence, "hub", "cache"] in piped, "a name that a terminal breaks is whole in a pipe"
 
 
 def test_a_blob_that_something_else_shows_stays(hub: Hub, person: Person) -> None:
@@ -226,7 +226,8 @@ def test_an_alias_of_a_file_leads_to_that_file(hub: Hub, person: Person) -> None
     assert resolve("tale", person.env).folder.suffix == ".gguf", "a blob has no name to tell what it is"
     ran = person.types("run", "tale", "Once", "--raw", "-n", "2")
     assert ran.code == 0 and ran.out.strip(), ran.err
-    assert listed(person)["tale"]["licence"] == "not stated" and person.types("verify", "tale").code == 0
+    assert listed(person)["tale"]["licence"] == hub.repos[REPO].licence, "no file states it, the hub did"
+    assert person.types("verify", "tale").code == 0
     assert person.types("alias", "llama3", WHOLE).code == 0, "a name of the catalog, for another model"
     assert resolve("llama3", person.env).folder.name == "fable-Q8_0.gguf"
 
