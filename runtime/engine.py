@@ -28,7 +28,7 @@ from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .kv_disk import disk_tier
 from .model import Model, attention_specs, dims
-from .passes import joined
+from .passes import as_in_one_reading, joined
 from .prepare import EngineOptions, Prepared, folder_kinds, prepare, worker_count
 from .pressure import Watch
 from .sampler import Sampler, refuse_broken
@@ -112,14 +112,15 @@ class Engine:
                       self.placement.kv_pages is not None or bool(kv.policy))
         self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact, prepared.card)
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
-        # told a prompt and how much of it is held; may put more of it into the cache, and says how much is held then
-        self.recall: Callable[[list[int], int], int] = lambda ids, held: held
+        # told a prompt and how much of it is held; may put more of it into the cache. How much is held then, and what a person is told
+        self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
         streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.cancelled())
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                            mmap=options.load == "mmap", container=prepared.container, streams=streams,
                            copied_from=self.placement.copied_from, predictors=prepared.predictors)
         self.cache, self.watch = self.new_cache(), Watch(mapped=options.load == "mmap")
         self.tokens: list[int] = []
+        self.anew = 0  # the first of them that are held as reading them in one prompt, from an empty cache, leaves them
         self.truncated = False
         self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and that were run
         self.load_s = 0.0
@@ -153,11 +154,11 @@ class Engine:
     def reset(self) -> None:
         """Forget the sequence."""
         self.cache.clear()
-        self.tokens, self._logits, self.truncated = [], None, False
+        self.hold([])
 
-    def hold(self, tokens: Sequence[int]) -> None:
-        """The cache was given what these tokens leave there, from outside."""
-        self.tokens, self._logits, self.truncated = list(tokens), None, False
+    def hold(self, tokens: Sequence[int], anew: int = 0) -> None:
+        """The cache was given what these tokens leave there, from outside; the first `anew` as reading them would."""
+        self.tokens, self.anew, self._logits, self.truncated = list(tokens), anew, None, False
 
     def close(self) -> None:
         if self.speculation is not None:
@@ -169,7 +170,7 @@ class Engine:
 
     # -- prompt ----------------------------------------------------------------------------------------------------------------
 
-    def prefill(self, ids: Sequence[int]) -> Iterator[Progress]:
+    def prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
         """Make `ids` the sequence, running only what is not held already. Afterwards the next token can be sampled.
 
         Raises UsageError for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer.
@@ -178,7 +179,7 @@ class Engine:
         self.truncated = False
         yield from self._prefill(ids)
 
-    def _prefill(self, ids: Sequence[int]) -> Iterator[Progress]:
+    def _prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
         ids = list(ids)
         if not ids:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
@@ -190,14 +191,16 @@ class Engine:
                 raise ContextOverflow(f"the prompt has {len(ids)} tokens and the context holds {self.n_ctx}",
                                       "shorten it, raise -c, or --overflow shift to drop the middle")
             ids = self._shortened(ids)
-        held = _common_prefix(self.tokens, ids)
-        held = self.recall(ids, self.cache.truncate(min(held, len(ids) - 1)))
-        self.tokens, self.reused, self.read = ids[:held], held, 0
+        held = common_prefix(self.tokens, ids)
+        held, said = self.recall(ids, self.cache.truncate(min(held, len(ids) - 1)))
+        self.tokens, self.reused, self.read, self.anew = ids[:held], held, 0, min(self.anew, held)
+        yield from map(Notice, said)
         started = time.perf_counter()
         try:
             for piece in self._passes(len(ids) - held):
+                anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, piece, self.prepared.chunk)
                 x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece])
-                self.read = len(self.tokens) - held
+                self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew else self.anew
                 if len(self.tokens) < len(ids):
                     yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens")
             self._logits = self.model.logits(x[-1:])[0]
@@ -310,9 +313,9 @@ class Engine:
         """
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
-        held = self.cache.truncate(min(_common_prefix(self.tokens, ids), known)) if known else 0
+        held = self.cache.truncate(min(common_prefix(self.tokens, ids), known)) if known else 0
         if held:
-            self.tokens, self._logits = list(ids[:held]), None
+            self.hold(ids[:held], min(self.anew, held))
         else:
             self.reset()
         for piece in self._passes(len(ids) - held, pages or self.prepared.chunk // PAGE):
@@ -332,7 +335,8 @@ def replace_error(error: EffllmError, message: str) -> EffllmError:
     return type(error)(message, error.hint)
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
     for i, (x, y) in enumerate(zip(a, b)):
         if x != y:
             return i

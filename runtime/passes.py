@@ -8,11 +8,15 @@ beginning or the end of a prompt, keeps a pass of its own; all others go togethe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from .. import DoesNotFit
 from ..kernels.layout import PAGE
 from ..kernels.tiles import ROWS
 from ..offload.plan import Placement
+
+if TYPE_CHECKING:
+    from .cache import KVCache
 
 FEW = ROWS  # most tokens that any kernel takes as tokens of an answer
 DEARER = 1.1  # what may be streamed for every token so that a long prompt takes fewer passes
@@ -32,6 +36,19 @@ def joined(chunks: Iterable[int], most: int) -> Iterator[int]:
             waiting += tokens
     if waiting:
         yield waiting
+
+
+def is_boundary(tokens: int, sinks: int, chunk: int) -> bool:
+    """Does a chunk of a prompt begin behind so many tokens, on the grid of chunks of `chunk` tokens?"""
+    return tokens == 0 or (tokens - (sinks - PAGE)) % chunk == 0
+
+
+def as_in_one_reading(cache: KVCache, tokens: int, chunk: int) -> bool:
+    """Does a pass of `tokens` more, over what reading a prompt has left in `cache`, leave there what reading a longer prompt from its first
+    token would? A few tokens go to another kernel; over packed pages it matters which ones are packed."""
+    shape = cache.shape
+    exact = cache.sealed == max(0, (cache.n - shape.window - shape.sinks) // PAGE)  # what is in the window is not packed yet
+    return tokens > FEW and (not cache.is_packed or (exact and is_boundary(cache.n, shape.sinks, chunk)))
 
 
 def widest(plan_for: Callable[[int], Placement], chunk: int) -> tuple[int, Placement]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from itertools import takewhile
+from collections.abc import Iterator
 from pathlib import Path
 
-from .. import EffllmError
-from ..kernels.layout import PAGE
-from ..offload.page_file import PageFile
 from ..offload.size import format_size
 from .conversation_file import parse_conversation
 from .engine import Engine
 from .events import Notice, Progress
-from .saved_cache import folder_identity, identity, page_keys, put_exact, put_page, refuse_other, restore_cache, save_cache
+from .saved_cache import folder_identity, identity, refuse_other, restore_cache, save_cache
 from .saved_format import SavedCache, SavedSession
+from .saved_prefix import lend
 from .session import Session
 from .session_store import SessionStore, lost_note, stuck_note
 
@@ -26,7 +23,6 @@ class SavedSessions:
     def __init__(self, store: SessionStore, model: str, budget: int) -> None:
         self.store, self.model, self.budget = store, model, budget
         self._own: dict[str, object] | None = None
-        self._found: Mapping[str, PageFile] | None = None
 
     def check(self, name: str, folder: Path, strict: bool = False) -> None:
         """Before the weights are read: raises what `load` would raise, as far as the model's files tell. A new name is fine."""
@@ -78,48 +74,6 @@ class SavedSessions:
             self._own = identity(engine)
         return self._own
 
-    # -- prompts that begin alike ----------------------------------------------------------------------------------------------
-
     def lend_to(self, engine: Engine) -> None:
-        """From now on a prompt that begins as a saved session does takes its pages."""
-        engine.recall = lambda ids, held: self.recall(engine, ids, held)
-
-    def recall(self, engine: Engine, ids: list[int], held: int) -> int:
-        """Put the pages of the longest beginning of `ids` that any session has into the cache, if that is more than the `held` tokens which
-        it has. Returns how many tokens it holds then. Pages that turn out to be damaged are as good as none."""
-        sinks = engine.cache.shape.sinks
-        most = (len(ids) - 1 - sinks) // PAGE
-        if sinks + PAGE * most <= held or most < 1:
-            return held
-        own = self._identity(engine)
-        if self._found is None:
-            self._found = self._files(own)
-        keys = page_keys(own, ids, sinks, most)
-        pages = list(takewhile(lambda key: key in self._found, keys[1:]))
-        tokens = sinks + PAGE * len(pages)
-        if not pages or tokens <= held or (sinks and keys[0] not in self._found):
-            return held
-        try:
-            with self.store.reading():
-                engine.reset()
-                engine.cache.adopt(tokens, len(pages))
-                put_exact(engine, self.store, self._found[keys[0]] if sinks else None, engine.cache.exact_blocks())
-                for page, key in enumerate(pages):
-                    put_page(engine, self.store, self._found[key], page)
-        except EffllmError:
-            engine.reset()
-            self._found = {}
-            return 0
-        return tokens
-
-    def _files(self, own: Mapping[str, object]) -> dict[str, PageFile]:
-        """Files of pages of all sessions of this identity, by their keys."""
-        found: dict[str, PageFile] = {}
-        for name in self.store.names():
-            try:
-                cache = self.store.read(name).cache
-            except EffllmError:
-                continue
-            if cache is not None and cache.identity == own:
-                found |= {file.key: file for file in cache.files}
-        return found
+        """From now on a prompt that begins as a saved session does takes its pages, and says so."""
+        engine.recall = lambda ids, held: lend(engine, self.store, self._identity(engine), ids, held)

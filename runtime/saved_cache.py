@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache as remembered
 from pathlib import Path
 
 import numpy as np
 
 from .. import ContextOverflow, EffllmError, UsageError
+from ..kernels.compile import cache_key
 from ..kernels.layout import PAGE
 from ..offload.page_file import KEY_NBYTES, VERSION, DamagedPage, PageFile
 from ..quant.kv_exact import pack_exact, unpack_exact
@@ -70,6 +73,16 @@ def identity(engine: Engine) -> dict[str, object]:
             "pages": VERSION}
 
 
+def read_by(engine: Engine) -> str:
+    """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices and the grid of chunks."""
+    return _kernels(" ".join(engine.placement.devices), engine.prepared.chunk)
+
+
+@remembered
+def _kernels(devices: str, chunk: int) -> str:
+    return hashlib.sha256(f"{cache_key()} {np.__version__} {sys.platform} {devices} {chunk}".encode()).hexdigest()[:32]
+
+
 def _of_config(config: ModelConfig) -> str:
     values = {field.name: repr(getattr(config, field.name)) for field in fields(config) if field.name not in NOT_OF_PAGES}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
@@ -119,7 +132,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], s
     for key, blocks in zip((keys[0], tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])), _sinks_and_tail(cache)):
         data = pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.layout)
         exact.append(store.keep_page(key, [data]) if blocks else None)
-    yield SavedCache(own, tuple(tokens), tuple(pages), *exact, spoken)
+    yield SavedCache(own, tuple(tokens), tuple(pages), *exact, spoken, engine.anew, read_by(engine))
 
 
 def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -157,7 +170,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
     except BaseException:
         engine.reset()
         raise
-    engine.hold(tokens)
+    engine.hold(tokens, saved.anew if saved.read_by == read_by(engine) else 0)
 
 
 def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> None:

@@ -39,7 +39,8 @@ class Spoken:
 @dataclass(frozen=True)
 class SavedCache:
     """What a KV cache held: `tokens`, the first of them in `sealed` pages of the files `pages`; `sinks` and `tail` are the exact ones.
-    `identity`: what the bytes depend on besides the tokens."""
+    `identity`: what the bytes depend on besides the tokens. The first `anew` tokens are held as reading them in one prompt, by the kernels
+    `read_by`, leaves them."""
 
     identity: Mapping[str, object]
     tokens: tuple[int, ...]
@@ -47,6 +48,8 @@ class SavedCache:
     sinks: PageFile | None
     tail: PageFile | None
     spoken: Spoken | None
+    anew: int = 0
+    read_by: str = ""
 
     @property
     def sealed(self) -> int:
@@ -79,7 +82,7 @@ class SavedSession:
             "conversation": self.conversation,
             "cache": None if cache is None else {
                 "identity": cache.identity, "tokens": cache.tokens, "pages": [_of_file(file) for file in cache.pages],
-                "sinks": _of_file(cache.sinks), "tail": _of_file(cache.tail),
+                "sinks": _of_file(cache.sinks), "tail": _of_file(cache.tail), "read": [cache.anew, cache.read_by],
                 "spoken": None if cache.spoken is None else
                 {"text": cache.spoken.text, "ids": _without(cache.spoken.ids, cache.tokens), "prompt": cache.spoken.prompt}}}
         return json.dumps({**content, "checksum": _checksum(content)}) + "\n"  # escaped: a lone surrogate has no UTF-8
@@ -131,7 +134,10 @@ def _cache(raw: object) -> SavedCache:
         same, *others = _ids(spoken.get("ids")) or (0,)
         spoken = Spoken(spoken["text"], (*tokens[:same], *others), spoken["prompt"])
     sinks, tail = (None if raw.get(key) is None else _file(raw[key]) for key in ("sinks", "tail"))
-    return SavedCache(raw["identity"], tokens, tuple(map(_file, raw["pages"])), sinks, tail, spoken)
+    read = raw.get("read", [0, ""])
+    if not (isinstance(read, list) and len(read) == 2 and _is_count(read[0]) and read[0] <= len(tokens) and isinstance(read[1], str)):
+        raise Malformed("it does not say what was read")
+    return SavedCache(raw["identity"], tokens, tuple(map(_file, raw["pages"])), sinks, tail, spoken, *read)
 
 
 def _ids(raw: object) -> tuple[int, ...]:

@@ -73,14 +73,25 @@ class SessionStore:
     def names(self) -> list[str]:
         return sorted(path.stem for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
 
+    def newest(self) -> list[str]:
+        """`names`, the one that was saved last first."""
+        def saved(name: str) -> float:
+            try:
+                return self.path(name).stat().st_mtime
+            except OSError:
+                return 0.0
+
+        return sorted(self.names(), key=saved, reverse=True)
+
     def path(self, name: str) -> Path:
         return self.folder / f"{check_name(name)}{SUFFIX}"
 
     def has(self, name: str) -> bool:
         return self.path(name).is_file()
 
-    def read(self, name: str) -> SavedSession:
-        """Raises NoSession, UsageError for a file of another version, EffllmError for one that is damaged or cannot be read."""
+    def read(self, name: str, mentions: str = "") -> SavedSession | None:
+        """Raises NoSession, UsageError for a file of another version, EffllmError for one that is damaged or cannot be read. None, without
+        a look at what it says, for a file that does not mention some text."""
         path = self.path(name)
         try:
             with path.open("rb") as file:
@@ -90,6 +101,8 @@ class SessionStore:
             raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
         except OSError as error:
             raise EffllmError(f"session {name}: {path} cannot be read: {error.strerror}", "another --session NAME") from error
+        if mentions.encode() not in data:
+            return None
         try:
             return parse_saved(data, name)
         except OtherVersion as error:
@@ -108,6 +121,13 @@ class SessionStore:
             write_page_file(self.pages, file, parts)
         self._known.add(file.name)
         return file
+
+    def has_page(self, key: str) -> bool:
+        """Is there a file of pages of that key, as far as names tell?"""
+        try:
+            return any(name.startswith(key) for name in os.listdir(self.pages / key[:2]))
+        except OSError:
+            return False
 
     def _is_whole(self, file: PageFile) -> bool:
         """Is it there? Its bytes are read once; later its size is enough, since others remove files and never change them."""

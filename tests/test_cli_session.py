@@ -181,6 +181,21 @@ def test_a_prompt_that_begins_like_a_saved_session_takes_its_pages(home: Path) -
     assert other["usage"]["cached_tokens"] in (64 + 128, 64 + 256) and other["text"] == fresh["text"]
 
 
+def test_what_was_restored_is_told_with_whose_it_was(home: Path) -> None:
+    """And only `--session` looks for it: a run without one depends on nothing that was said before."""
+    long = "Once there was a fox who lived at the edge of the wood. " * 20
+    assert Ran("run", "fable", long + STORY, "--session", "one", *FLAGS).code == 0
+    ran, fresh = (Ran("run", "fable", long + THIRD, "--stats", *flags, *FLAGS) for flags in (("--session", "two"), ()))
+    assert re.search(r"^(192|320) tokens of the prompt restored from session one$", ran.err, re.MULTILINE), ran.err
+    assert re.search(r"^prompt \d+ tokens, (192|320) of them cached", ran.err, re.MULTILINE), ran.err
+    assert "restored" not in fresh.err and "cached" not in fresh.err and ran.out == fresh.out
+    key, digest, _ = json.loads((home / "one.json").read_text())["cache"]["pages"][0]
+    page = home / "pages" / key[:2] / f"{key}-{digest}.kv"
+    page.write_bytes(page.read_bytes()[:-1] + b"x")
+    ran = Ran("run", "fable", long + THIRD, "--session", "three", *FLAGS)
+    assert ran.code == 0 and ran.out == fresh.out and len(re.findall("^session .* is damaged: .* --cache\\)$", ran.err, re.MULTILINE)) == 1
+
+
 def test_settings_and_help_know_the_flags(home: Path) -> None:
     shown = json.loads(Ran("config", "show", "--json").out)
     assert shown["session-disk"] == {"value": DISK, "origin": "built in"} and shown["session"]["value"] is None

@@ -126,7 +126,9 @@ COVERED = {
     # M. defaults, and the same again
     "ollama#11725; minimal-ai#17; mlx-lm#1669": ("test_sampler.py::test_generation_config_supplies_defaults",),
     "ollama#586, #5274, #1749; llama.cpp#2838": ("test_cli_run.py::test_the_same_seed_writes_the_same_text",),
-    "llama.cpp#19981 (what is remembered changes the answer)": ("test_session.py::test_history_and_fresh_cache_agree",),
+    "llama.cpp#19981 (what is remembered changes the answer)": (
+        "test_session.py::test_history_and_fresh_cache_agree",
+        "test_saved_prefix.py::test_over_an_unpacked_cache_every_logit_has_the_bits_of_a_prompt_read_whole",),
     # N. others
     "ollama#925, #1653, #4444, #11844": ("test_storage.py::test_ollama_925_the_shell_completes_commands_and_models",),
     "mlx-lm#818, #841": ("test_cli_chat.py::test_history_is_private_and_comes_back",),

@@ -1,0 +1,117 @@
+"""Prompts that begin as a saved session does: the pages of that beginning are restored instead of being read, whatever the session's name.
+
+The names of the files of pages are the index. Each begins with the key of all tokens up to the page's end, so how far a prompt is known is
+a look into one folder for each page, and nothing is opened where it is not. Then the sessions' own files say whose pages they are, the
+newest first: a file without the key is not parsed.
+
+Lent is what reading the tokens again would leave: pages of a prompt, read by the same kernels (`SavedCache.anew`). Those of an answer were
+multiplied a token at a time, which gives other bits. Over an unpacked cache every logit then has the bits of a prompt that was read whole.
+Over packed pages it has those of a process that has read the session's prompt before this one: as many of the newest tokens that both have
+in common as the window holds are read again, so that what follows sees them exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
+from .. import EffllmError
+from ..kernels.layout import PAGE
+from ..offload.direct import Interrupted
+from ..offload.page_file import DamagedPage
+from .engine import Engine, common_prefix
+from .passes import FEW, is_boundary
+from .saved_cache import page_keys, put_exact, put_page, read_by
+from .saved_format import SavedCache, SavedSession
+from .session_store import SessionStore
+
+
+def lend(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
+    """Put the longest beginning of `ids` that a session of identity `own` has into the engine's cache, if that is more than the `held`
+    tokens which it has. Returns how many tokens it holds then, and what a person is told. A page that turns out to be damaged is read as
+    part of the prompt, and so is all behind it."""
+    sinks, most = engine.cache.shape.sinks, pages_of(engine, ids, len(ids))
+    if most < 1 or sinks + PAGE * most <= held:
+        return held, []
+    keys = page_keys(own, ids, sinks, most)
+    try:
+        with store.reading():
+            there = sum(1 for _ in takewhile(store.has_page, keys[1:]))
+            session, pages = _longest(engine, store, own, ids, keys[: there + 1])
+            if session is None or sinks + PAGE * pages <= held:
+                return held, []
+            return _restore(engine, store, session, ids, pages)
+    except OSError:  # a folder that cannot be opened lends nothing
+        return min(held, engine.cache.n), []
+
+
+def pages_of(engine: Engine, ids: Sequence[int], common: int) -> int:
+    """How many pages of a prompt may come from a session that has its first `common` tokens. At least a token is left to be read."""
+    shape, packed = engine.cache.shape, engine.cache.is_packed
+    pages = (min(common, len(ids) - 1) - shape.sinks - shape.window * packed) // PAGE
+    tokens = shape.sinks + PAGE * pages
+    if not packed and len(ids) - tokens <= FEW and not is_boundary(tokens, shape.sinks, engine.prepared.chunk):
+        pages -= 1  # so few tokens go to another kernel than the chunk that they are the end of
+    return max(0, pages)
+
+
+def _longest(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int],
+             keys: Sequence[str]) -> tuple[SavedSession | None, int]:
+    """The session that lends most pages of these `keys` (the first is that of the sinks), and how many."""
+    best, most, by = None, 0, read_by(engine)
+    for name in store.newest() if len(keys) > 1 else ():
+        if most + 1 == len(keys):
+            break
+        try:
+            session = store.read(name, mentions=keys[most + 1])
+        except EffllmError:  # who asks for it by its name is told
+            continue
+        if session is None or session.cache is None or session.cache.identity != own or session.cache.read_by != by:
+            continue
+        if (pages := _pages_lent(engine, session.cache, ids, keys)) > most:
+            best, most = session, pages
+    return best, most
+
+
+def _pages_lent(engine: Engine, cache: SavedCache, ids: Sequence[int], keys: Sequence[str]) -> int:
+    common, sinks = common_prefix(cache.tokens, ids), engine.cache.shape.sinks
+    if sinks and (cache.sinks is None or cache.sinks.key != keys[0]):
+        return 0
+    same = sum(1 for _ in takewhile(lambda pair: pair[0].key == pair[1], zip(cache.pages, keys[1:])))
+    return min(same, pages_of(engine, ids, common), max(0, cache.anew - sinks) // PAGE)
+
+
+def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Sequence[int], pages: int) -> tuple[int, list[str]]:
+    """Hold the first pages of a session, those before the first damaged one. Where that fails the engine holds nothing."""
+    said: list[str] = []
+    try:
+        while pages > 0:
+            tokens = engine.cache.shape.sinks + PAGE * pages
+            whole, damage = _put(engine, store, session.cache, tokens, pages)
+            if whole == pages:
+                engine.hold(ids[:tokens], anew=tokens)
+                return tokens, [*said, f"{tokens} tokens of the prompt restored from session {session.name}"]
+            said = [f"session {session.name} is damaged: {damage}; the prompt is read from there on"
+                    f" (effllm session rm {session.name} --cache)"]
+            pages = whole
+    except (EffllmError, Interrupted):  # reading the prompt meets the same, and says so
+        pages = 0
+    except BaseException:
+        engine.reset()
+        raise
+    engine.reset()
+    return 0, said
+
+
+def _put(engine: Engine, store: SessionStore, saved: SavedCache, tokens: int, pages: int) -> tuple[int, str]:
+    """Pages into an empty cache: how many are whole, and what is wrong with the next. 0 where the exact tokens before them are damaged."""
+    page = 0
+    engine.reset()
+    engine.cache.adopt(tokens, pages)
+    try:
+        put_exact(engine, store, saved.sinks, engine.cache.exact_blocks())
+        for page in range(pages):
+            put_page(engine, store, saved.pages[page], page)
+    except DamagedPage as error:
+        return page, error.message
+    return pages, ""

@@ -1,0 +1,376 @@
+"""A prompt that begins as some saved session does takes the pages of that beginning: found by their names, with the bits of reading it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm.kernels.layout import PAGE
+from effllm.runtime import saved_prefix, session_store
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.passes import FEW
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.saved_cache import identity, save_cache
+from effllm.runtime.saved_format import SavedSession, parse_saved
+from effllm.runtime.saved_prefix import lend
+from effllm.runtime.session_store import DamagedSession, SessionStore
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+SINKS = 64
+
+
+def opened(**options) -> Engine:
+    return list(open_engine(FABLE, EngineOptions(**{"device": "cpu", "ctx": 1536, **options})))[-1]
+
+
+@pytest.fixture(scope="module", params=["16bit", "32bit"])
+def unpacked(request):
+    engine = opened(kv=request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def packed():
+    engine = opened(kv="4bit")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def one():
+    engine = opened()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def store(tmp_path) -> SessionStore:
+    return SessionStore(tmp_path / "sessions")
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 2000, count).tolist()
+
+
+def read(engine: Engine, ids: list[int]) -> list[str]:
+    return [event.text for event in engine.prefill(ids) if isinstance(event, Notice)]
+
+
+def answer(engine: Engine, ids: list[int]) -> None:
+    for token in ids:
+        engine.forward_logits([token])
+
+
+def save(engine: Engine, store: SessionStore, name: str = "one", **changes) -> SavedSession:
+    with store.writing(name):
+        *_, cache = save_cache(engine, store, identity(engine), None)
+        session = SavedSession(name, "fable", 0.0, {}, replace(cache, **changes))
+        store.write(session)
+    return session
+
+
+def restored(engine: Engine, store: SessionStore, ids: list[int], before: list[int] | None = None) -> list[str]:
+    """Read a prompt, in a process that has read only `before`, with what the sessions of a folder lend."""
+    engine.reset()
+    if before:
+        read(engine, before)
+    own = identity(engine)
+    engine.recall = lambda prompt, held: lend(engine, store, own, prompt, held)
+    try:
+        return read(engine, ids)
+    finally:
+        engine.recall = lambda prompt, held: (held, [])
+
+
+def logits(engine: Engine) -> list[np.ndarray]:
+    """Of the token that comes next, of an answer, and of a prompt behind it."""
+    found = [engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in tokens(3, 7))]
+    read(engine, [*engine.tokens, *tokens(60, 8)])
+    return [*found, engine._logits.copy()]
+
+
+def assert_same(some: list[np.ndarray], others: list[np.ndarray]) -> None:
+    for got, want in zip(some, others, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+# Tokens in common, tokens behind them -> pages that are lent. The grid of chunks has boundaries at 448 and 960.
+PROMPTS = {"a question behind a document": (900, 60, 6), "few tokens behind a chunk's end": (448, 5, 3),
+           "few tokens in the midst of a chunk": (SINKS + 5 * PAGE, 5, 4), "just as many as make a chunk": (SINKS + 5 * PAGE, FEW + 1, 5),
+           "a page and no more": (SINKS + PAGE + 3, 20, 1), "all of it": (1000, 0, 6), "a chunk more": (700, 600, 4)}
+
+
+@pytest.mark.parametrize(("common", "rest", "pages"), PROMPTS.values(), ids=PROMPTS)
+def test_over_an_unpacked_cache_every_logit_has_the_bits_of_a_prompt_read_whole(unpacked, store, common, rest, pages):
+    engine, prompt = unpacked, tokens(1000)[:common] + tokens(rest, 1)
+    engine.reset()
+    read(engine, tokens(1000))
+    answer(engine, tokens(3, 2))
+    save(engine, store)
+    lent = SINKS + PAGE * pages
+    assert restored(engine, store, prompt) == [f"{lent} tokens of the prompt restored from session one"]
+    assert (engine.reused, engine.read, engine.tokens) == (lent, len(prompt) - lent, prompt)
+    got = logits(engine)
+    engine.reset()
+    assert read(engine, prompt) == [] and engine.reused == 0
+    assert_same(got, logits(engine))
+
+
+def test_over_packed_pages_it_is_as_if_the_process_had_read_the_other_prompt_before(packed, store):
+    prompt = tokens(1000)[:900] + tokens(60, 1)
+    packed.reset()
+    read(packed, tokens(1000))
+    save(packed, store)
+    (said,) = restored(packed, store, prompt)
+    lent, sealed = packed.reused, packed.cache.sealed
+    assert said.startswith(f"{lent} tokens ") and lent == SINKS + 5 * PAGE  # 900 and not the window of 128
+    got = logits(packed)
+    packed.reset()
+    read(packed, tokens(1000))
+    read(packed, prompt)
+    assert (packed.reused, packed.cache.sealed) == (lent, sealed)
+    assert_same(got, logits(packed))
+
+
+def test_an_answer_is_not_lent_because_reading_it_gives_other_bits(one, store):
+    said = tokens(420, 3)
+    one.reset()
+    read(one, tokens(500))
+    answer(one, said)
+    session = save(one, store)
+    prompt = [*tokens(500), *said, *tokens(30, 4)]
+    assert session.cache.sealed == 5 and session.cache.anew == 500
+    assert restored(one, store, prompt) == [f"{SINKS + 3 * PAGE} tokens of the prompt restored from session one"]
+    got = logits(one)
+    one.reset()
+    read(one, prompt)
+    assert_same(got, logits(one))
+
+
+def test_what_is_lent_is_lent_on(one, store):
+    """Also what was read behind it, and the pages lie on the disk once."""
+    first, second = tokens(500), tokens(500)[:400] + tokens(500, 1)
+    one.reset()
+    read(one, first)
+    save(one, store, "one")
+    before = store.nbytes()
+    assert restored(one, store, second)
+    assert one.anew == 900
+    cache = save(one, store, "two").cache
+    assert cache.pages[:2] == store.read("one").cache.pages[:2]
+    assert store.nbytes() - before == sum(store._sizes()[file.name] for file in (*cache.pages[2:], cache.tail))
+    assert restored(one, store, [*second, *tokens(40, 9)]) == [f"{SINKS + 5 * PAGE} tokens of the prompt restored from session two"]
+    assert restored(one, store, [*first, 11]) == [f"{SINKS + 2 * PAGE} tokens of the prompt restored from session two"]  # both have these
+
+
+def test_a_process_takes_what_is_more_than_it_holds(one, store):
+    one.reset()
+    read(one, tokens(800))
+    save(one, store)
+    assert restored(one, store, tokens(800), before=tokens(790)) == [] and one.reused == 790
+    assert len(restored(one, store, tokens(800), before=tokens(300))) == 1 and one.reused == SINKS + 4 * PAGE
+    assert restored(one, store, tokens(800, 5), before=tokens(300)) == [] and one.reused == 0
+
+
+# ---- who lends nothing
+
+
+@pytest.mark.parametrize("part", ["model", "weights", "kv", "basis", "sink", "window", "positions", "exact", "pages"])
+def test_a_session_of_something_else_lends_nothing(one, store, part):
+    """Though its file names the very pages."""
+    one.reset()
+    read(one, tokens(500))
+    save(one, store, identity={**identity(one), part: "other"})
+    assert restored(one, store, tokens(600)) == [] and one.reused == 0
+
+
+def test_other_bits_of_the_cache_find_nothing(one, packed, store):
+    one.reset()
+    read(one, tokens(500))
+    save(one, store)
+    assert restored(packed, store, tokens(600)) == [] and packed.reused == 0
+    assert len(restored(one, store, tokens(600))) == 1
+
+
+@pytest.mark.parametrize("changes", [{"read_by": "another machine"}, {"anew": 0}, {"anew": SINKS + PAGE - 1},
+                                     {"tokens": tuple(tokens(500, 9))}, {"sinks": None}], ids=lambda changes: next(iter(changes)))
+def test_pages_that_this_run_would_not_make_are_not_lent(one, store, changes):
+    one.reset()
+    read(one, tokens(500))
+    save(one, store, **changes)
+    assert restored(one, store, tokens(600)) == [] and one.reused == 0
+
+
+def test_pages_without_a_session_are_not_lent(one, store):
+    one.reset()
+    read(one, tokens(500))
+    save(one, store)
+    store.path("one").unlink()
+    assert restored(one, store, tokens(600)) == [] and one.reused == 0
+
+
+def test_a_file_of_before_says_nothing_of_reading_and_lends_nothing(one, store):
+    one.reset()
+    read(one, tokens(500))
+    session = save(one, store)
+    content = json.loads(session.to_json())
+    assert content["cache"].pop("read") == [500, session.cache.read_by]
+    store.path("one").write_text(_summed(content))
+    assert (store.read("one").cache.anew, store.read("one").cache.read_by) == (0, "")
+    assert restored(one, store, tokens(600)) == [] and one.reused == 0
+    for lie in ([501, ""], [-1, ""], [True, ""], [1], [1, 2], 3):
+        content["cache"]["read"] = lie
+        store.path("one").write_text(_summed(content))
+        with pytest.raises(DamagedSession, match="does not say what was read"):
+            store.read("one")
+
+
+def _summed(content: dict) -> str:
+    from effllm.runtime.saved_format import _checksum
+
+    return json.dumps({**content, "checksum": _checksum({key: value for key, value in content.items() if key != "checksum"})})
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("how", ["altered", "cut short", "gone"])
+@pytest.mark.parametrize(("which", "pages"), [(2, 2), (0, 0), (-1, 0)], ids=["a page behind others", "the first page", "the sinks"])
+def test_a_damaged_page_is_read_as_part_of_the_prompt_and_told_in_one_line(one, store, which, pages, how):
+    prompt = tokens(600)[:520] + tokens(30, 1)
+    one.reset()
+    read(one, prompt)
+    want = logits(one)
+    one.reset()
+    read(one, tokens(600))
+    cache = save(one, store).cache
+    damage(store, cache.sinks if which < 0 else cache.pages[which], how)
+    if how == "gone" and which >= 0:  # its name is not there, so nobody asks for it
+        said = restored(one, store, prompt)
+        assert said == [f"{SINKS + PAGE * pages} tokens of the prompt restored from session one"] * bool(pages)
+    else:
+        warning, *rest = restored(one, store, prompt)
+        assert warning.startswith("session one is damaged: the ") and warning.endswith("(effllm session rm one --cache)")
+        assert rest == [f"{SINKS + PAGE * pages} tokens of the prompt restored from session one"] * bool(pages)
+    assert one.reused == (SINKS + PAGE * pages if pages else 0)
+    assert_same(logits(one), want)
+    one.reset()
+    read(one, tokens(600))
+    save(one, store, "two")  # the same bits again: that page is whole now, for both
+    assert restored(one, store, prompt) == [f"{SINKS + 3 * PAGE} tokens of the prompt restored from session two"]
+
+
+def damage(store: SessionStore, file, how: str) -> None:
+    path = store.pages / file.name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data if how == "altered" else data[:-10])
+    store._known.clear()  # as in a process of its own
+
+
+def test_a_damaged_session_stands_in_nobodys_way(one, store):
+    one.reset()
+    read(one, tokens(500))
+    save(one, store, "one")
+    save(one, store, "two")
+    path = store.path("two")
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    assert restored(one, store, tokens(600)) == [f"{SINKS + 2 * PAGE} tokens of the prompt restored from session one"]
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError])
+def test_stopped_while_it_is_restored_an_engine_holds_nothing(one, store, monkeypatch, raised):
+    one.reset()
+    read(one, tokens(600))
+    want = one._logits.copy()
+    save(one, store)
+
+    def stopped(*_):
+        raise raised
+
+    monkeypatch.setattr(saved_prefix, "put_page", stopped)
+    with pytest.raises(raised):
+        restored(one, store, [*tokens(600), 11])
+    assert (one.tokens, one.anew, one.cache.n, one.cache.sealed) == ([], 0, 0, 0)
+    read(one, tokens(600))
+    np.testing.assert_array_equal(one._logits, want)
+
+
+def test_a_folder_that_cannot_be_opened_lends_nothing(one, store, monkeypatch):
+    one.reset()
+    read(one, tokens(500))
+    save(one, store)
+
+    def closed(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(SessionStore, "reading", closed)
+    assert restored(one, store, tokens(600), before=tokens(400)) == [] and one.reused == 400
+
+
+# ---- what looking costs
+
+
+def test_no_file_is_opened_for_a_prompt_that_nobody_began(one, store, monkeypatch):
+    """And of many sessions only those are parsed that may lend."""
+    one.reset()
+    read(one, tokens(500))
+    save(one, store, "one")
+    for seed in range(1, 4):
+        one.reset()
+        read(one, tokens(400, seed))
+        save(one, store, f"other{seed}")
+    parsed, opened_files = [], []
+    monkeypatch.setattr(session_store, "parse_saved", lambda data, name: parsed.append(name) or parse_saved(data, name))
+    real = SessionStore.read
+    monkeypatch.setattr(SessionStore, "read", lambda self, name, mentions="": opened_files.append(name) or real(self, name, mentions))
+    assert restored(one, store, tokens(600, 50)) == [] and (parsed, opened_files) == ([], [])
+    assert restored(one, store, tokens(100)) == [] and opened_files == []
+    assert len(restored(one, store, tokens(600))) == 1 and parsed == ["one"]
+
+
+# ---- what an engine knows of its own tokens
+
+
+def test_an_engine_knows_what_it_holds_as_reading_leaves_it(one):
+    one.reset()
+    assert one.anew == 0
+    read(one, tokens(300))
+    assert one.anew == 300
+    answer(one, [11, 12])
+    assert one.anew == 300
+    read(one, [*tokens(300), 11, 12, *tokens(100, 1)])
+    assert one.anew == 300  # what was answered lies between
+    read(one, [*tokens(200), *tokens(100, 2)])
+    assert one.anew == 300
+    read(one, [*tokens(200), *tokens(100, 2), *tokens(FEW, 3)])
+    assert one.anew == 300  # few tokens, by another kernel
+    read(one, tokens(448 + FEW))
+    assert one.anew == 448
+    for _ in one.score(tokens(400), known=200):
+        continue
+    assert one.anew <= 200
+    one.reset()
+    assert one.anew == 0
+
+
+def test_of_packed_pages_only_whole_chunks_are_as_reading_leaves_them(packed):
+    packed.reset()
+    read(packed, tokens(1000))
+    assert packed.anew == 1000
+    read(packed, [*tokens(1000)[:700], *tokens(300, 1)])  # sees packed what it would have seen exact
+    assert packed.anew == packed.reused < 700
+    packed.reset()
+    read(packed, tokens(700))
+    read(packed, [*tokens(700), *tokens(200, 1)])  # goes on in the midst of a chunk
+    assert packed.anew == 700
