@@ -182,7 +182,7 @@ def test_what_doctor_shows_is_part_of_what_it_says() -> None:
 
 
 def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person, hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command lines of all documents that take no time on the packaged model, in their order, each as it stands."""
+    """The command lines of all documents that take no time on the packaged model, in their order."""
     hub.add("Qwen/Qwen3-0.6B", FABLE)
     monkeypatch.setattr(kv_profile_run, "recorded", lambda *_, **__: iter([object.__new__(Profile)]))  # a minute
     monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
@@ -195,16 +195,14 @@ def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person,
     for words in (words for path in DOCUMENTS for words in command_lines(path)):
         if is_cheap(words) and words not in typed:
             typed.append(words)
-            begun = __import__("time").monotonic()
             ran = person.types(*on_fable(words), answers="y\n" if words[:2] == ["session", "rm"] else None, EFFLLM_PREDICT="3")
-            print(f"{__import__('time').monotonic() - begun:.2f}", words)
             assert ran.code == 0, (words, ran.err)
-    assert len(typed) > 35, typed
+    assert len(typed) > 25, typed
 
 
 # Of these the documents say themselves that they take their time, or they need a terminal, another model or an answer of the hub.
 DEAR = {"chat", "doctor", "bench", "calibrate-sparsity", "kv-profile", "recall", "tinyllama", "qwen3-4b", "org/model", "./neurons", "32768",
-        "--stats"}
+        "--stats", "--against", "..."}
 
 
 def is_cheap(words: list[str]) -> bool:
