@@ -11,7 +11,7 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .loading import at_bits, find_any, follow, last, with_draft
+from .loading import at_bits, find_any, follow, last, wanted_bits, with_draft
 from .options import OUTPUT, AnyModel, Json, RunFlags, WeightFlags
 from .screen import Screen
 
@@ -95,8 +95,8 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
         return
     if weights.keep and "keep" not in weights.settled:
         raise UsageError("random weights are never kept", "drop --keep")
-    low_bit = weights.bits is not None
-    yield lambda: prepare_synthetic(synthetic, options, f"{weights.bits}bit" if low_bit else None), kernel_kinds(low_bit, options)
+    bits = wanted_bits(synthetic, None, weights)  # judged before kernels are compiled for it
+    yield lambda: prepare_synthetic(synthetic, options, bits), kernel_kinds(bits is not None, options)
 
 
 def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:

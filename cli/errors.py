@@ -48,8 +48,7 @@ def describe(error: Exception) -> tuple[str, str, int]:
     if isinstance(error, EffllmError):
         return error.message, error.hint, error.exit_code
     if isinstance(error, typer.TyperException):
-        context = getattr(error, "ctx", None)  # set on usage errors alone
-        return usage_message(error), f"{context.command_path} --help" if context else "effllm --help", error.exit_code
+        return usage_message(error), usage_hint(error), error.exit_code
     if isinstance(error, typer.Abort):
         return "stopped", "", 1
     if isinstance(error, MemoryError):
@@ -64,6 +63,20 @@ def describe(error: Exception) -> tuple[str, str, int]:
 def usage_message(error: typer.TyperException) -> str:
     message = error.format_message().removesuffix(".")
     return message[:1].lower() + message[1:]
+
+
+# Command -> the next step where more words stand on its line than it takes: a prompt, most likely.
+UNQUOTED = {"run": 'a prompt of several words stands in quotes: effllm run MODEL "your prompt"',
+            "chat": 'a chat asks for what to say; to ask once: effllm run MODEL "your prompt"'}
+
+
+def usage_hint(error: typer.TyperException) -> str:
+    """The page that says how the command is written, or how a prompt is typed."""
+    context = getattr(error, "ctx", None)  # set on usage errors alone
+    if context is None:
+        return "effllm --help"
+    surplus = "unexpected extra argument" in error.format_message()
+    return (surplus and UNQUOTED.get(context.info_name)) or f"{context.command_path} --help"
 
 
 def write_error(environment: Environment, message: str, hint: str) -> None:

@@ -181,11 +181,11 @@ def windowed(ref: ModelRef, engine: EngineFlags) -> EngineOptions:
     return engine.options(ctx=min(WINDOW, read_config(ref.folder).max_position_embeddings))
 
 
-def read_text(source: str, screen: Screen) -> str:
-    """The text to score. Raises UsageError, naming the file, for one that is absent, no text or empty."""
-    text = read_stream(screen.environment.stdin) if source == "-" else read_file(Path(source), "--text")
+def read_text(source: str, screen: Screen, flag: str = "--text") -> str:
+    """The text to score. Raises UsageError, naming the file and the `flag`, for one that is absent, no text or empty."""
+    text = read_stream(screen.environment.stdin) if source == "-" else read_file(Path(source), flag)
     if not text.strip():
-        raise UsageError(f"{named(source)} is empty", "--text takes the path of a text file, or - for standard input")
+        raise UsageError(f"{named(source)} is empty", f"{flag} takes the path of a text file, or - for standard input")
     return text
 
 

@@ -70,12 +70,12 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     ref = find(model, screen)
     if calib == eval == "-":
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
-    text = None if eval is None else read_text(eval, screen)
+    text = None if eval is None else read_text(eval, screen, "--eval")
     if gate_rule is not None and gate_sparsity is None:
         raise UsageError("--gate-rule says which gates --gate-sparsity leaves out", "give both, with --bundle-ffn")
     if bundle_ffn:
         check_bundling(bits, spec, target, tensor_type, method, calib if gate_sparsity is None else None, calib_tokens, dry_run)
-        sample = None if calib is None else read_text(calib, screen)
+        sample = None if calib is None else read_text(calib, screen, "--calib")
         made = bundled(ref, Path(out), force, gate_sparsity, gate_rule, sample, screen)
         if not no_kv_profile:
             profile(made.folder, sample, threads, screen)
@@ -83,7 +83,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         return
     if gate_sparsity is not None:
         raise UsageError("--gate-sparsity goes with --bundle-ffn", "effllm quantize MODEL -o DIR --bundle-ffn --gate-sparsity 0.5")
-    sample = None if calib is None else read_text(calib, screen)
+    sample = None if calib is None else read_text(calib, screen, "--calib")
     options = conversion_options(ref, bits, spec, tensor_type, target, method=method, threads=threads, replace=force or None,
                                  calibration_text=sample, calibration_tokens=calib_tokens)
     if dry_run:

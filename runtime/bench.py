@@ -56,13 +56,13 @@ class BenchOptions:
     columns: int = 1
 
     def __post_init__(self) -> None:
-        for name, given, least in (("prompt", self.prompt, 0), ("gen", self.gen, 0), ("depth", self.depth, 0),
-                                   ("repetitions", [self.repetitions], 1), ("columns", [self.columns], 1)):
+        for name, given, least in (("-p", self.prompt, 0), ("-n", self.gen, 0), ("-d", self.depth, 0), ("-r", [self.repetitions], 1),
+                                   ("--columns", [self.columns], 1)):
             for value in given:
                 if value < least:
                     raise UsageError(f"{name} {value} is too small", f"at least {least}")
         if self.columns > LOGIT_ROWS:
-            raise UsageError(f"columns {self.columns} is too large", f"at most {LOGIT_ROWS}")
+            raise UsageError(f"--columns {self.columns} is too large", f"at most {LOGIT_ROWS}")
         if not self.tests:
             raise UsageError("nothing to measure", "give -p or -n")
 

@@ -104,6 +104,11 @@ def test_colour_only_where_it_is_wanted() -> None:
 @pytest.mark.parametrize(("argv", "code", "said"), [
     (["rnu"], 2, "did you mean 'run'"),
     (["run", "--tmep", "1"], 2, "--temp"),
+    (["run", "fable", "hi", "--seed"], 2, "hint: effllm run --help"),
+    (["run", "fable", "tell", "me"], 2, "stands in quotes"),
+    (["chat", "fable", "hello"], 2, "to ask once"),
+    (["list", "fable"], 2, "hint: effllm list --help"),
+    (["eval", "ppl", "fable", "--text"], 2, "hint: effllm eval ppl --help"),
     (["run", "fable", "hi", "--temp", "hot"], 2, "'hot' is not a number"),
     (["run", "fable", "hi", "--top-k", "1.5"], 2, "'1.5' is not a whole number"),
     (["run", "fable", "hi", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
@@ -130,6 +135,10 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["bench"], 2, "--synthetic"),
     (["bench", "--synthetic", "gpt-9"], 2, "tinyllama-1.1b"),
     (["bench", "fable", "-d", "0,x"], 2, "several"),
+    (["bench", "--synthetic", "tinyllama-1.1b", "--bits", "9"], 2, "no weight format '9bit'"),
+    (["bench", "fable", "-r", "0"], 2, "-r 0 is too small"),
+    (["quantize", "fable", "-o", "made", "--bits", "4", "--eval", "/nowhere/at/all.txt"], 2, "--eval takes the path"),
+    (["quantize", "fable", "-o", "made", "--bits", "4", "--method", "gptq", "--calib", "/dev/null"], 2, "--calib takes the path"),
     (["eval"], 2, "missing command"),
     (["eval", "ppl", "fable"], 2, "--text"),
 ])

@@ -1,0 +1,233 @@
+"""The documents against the program: every command line in them is one that it takes, what is cheap runs as it stands, the README's samples
+have the lines that are printed now, and what is called by a name (a flag, a message, a key, an exit code) has that name."""
+
+import io
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+from test_forecast import KNOWN
+
+import effllm
+from effllm.cli.app import build
+from effllm.cli.doctor import show_roofs
+from effllm.cli.environment import Environment
+from effllm.cli.screen import Screen
+from effllm.runtime import kv_profile_run, roofs
+from effllm.runtime.kv_profile import Profile
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+DOCUMENTS = [README, *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("ARCHITECTURE.md", "commands.md"))]
+FABLE = ROOT / "models" / "fable"
+STORY = "Once upon a time there was a fox who wanted to be king, and a king who wanted to be a fox. " * 24
+
+
+@cache
+def application() -> typer.core.TyperGroup:
+    return typer.main.get_command(build())
+
+
+def command_lines(path: Path) -> Iterator[list[str]]:
+    """The words of every command line of effllm in a block, without comments and redirections."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"    (?:\$ )?effllm (.+)", line):
+            text = re.sub(r"(?:\s+#.*|\s+>\s*\S+\s*)+$", "", found[1])
+            yield from (shlex.split(each) for each in text.split(" · "))
+
+
+def taken(words: list[str]) -> dict[str, object]:
+    """Reads a command line as the program does, and runs nothing: what was given. Raises what the program would complain of."""
+    environment = Environment(None, None, None, {})
+    environment.settings = {}
+    command, context = application(), typer.Context(application(), info_name="effllm", obj=environment)
+    while isinstance(command, typer.core.TyperGroup):
+        name, command, words = command.resolve_command(context, words)
+        context = typer.Context(command, parent=context, info_name=name)
+    return command.make_context(context.info_name, words, parent=context.parent).params
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_line_is_one_that_the_program_takes(path: Path) -> None:
+    wrong = []
+    for words in command_lines(path):
+        try:
+            taken(words)
+        except typer.TyperException as error:
+            wrong.append(f"effllm {shlex.join(words)}: {error.format_message()}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_line_that_the_program_does_not_take_is_found() -> None:
+    for words in (["plan"], ["plan", "fable", "--rma", "6G"], ["eval", "pls", "fable"], ["run", "fable", "hi", "-n", "many"]):
+        with pytest.raises(typer.TyperException):
+            taken(words)
+    assert sum(len([*command_lines(path)]) for path in DOCUMENTS) > 60
+
+
+def flags(command: object) -> set[str]:
+    """Every flag of a command and of those beneath it."""
+    own = {name for parameter in command.params for name in parameter.opts}
+    return own.union(*map(flags, getattr(command, "commands", {}).values()))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_flag_and_command_that_is_named_exists(path: Path) -> None:
+    known, text = flags(application()) | {"-h", "--help"}, path.read_text(encoding="utf-8")
+    spans = [span for span in re.findall(r"`([^`\n]+)`", text) if not re.match(r"(?:pip|make|lm_eval|hf|git) |[\w/]+\.py", span)]
+    for span in spans:
+        for flag in re.findall(r"(?<![\w:/.-])--?[a-zA-Z][\w-]*", span):
+            assert flag in known, f"{path.name}: `{span}` names {flag}, which no command has"
+        words = span.split()
+        if words[0] == "effllm" and not words[1].startswith("-") and words[1] != "COMMAND":
+            command = application().commands[words[1]]
+            assert not isinstance(command, typer.core.TyperGroup) or words[2] in command.commands, span
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file_and_its_heading(path: Path) -> None:
+    for link in re.findall(r"\]\(([^):]+)\)", path.read_text(encoding="utf-8")):
+        name, _, heading = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), link
+        titles = [re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                  for line in target.read_text(encoding="utf-8").splitlines() if line.startswith("#")] if heading else []
+        assert not heading or heading in titles, link
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "docs" / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_every_file_that_is_named_is_there(path: Path) -> None:
+    folders = "benchmarks|cli|docs|kernels|models|offload|quant|runtime|tests|tools"
+    for name in re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.(?:py|md|yaml|svg|txt)", path.read_text(encoding="utf-8")):
+        assert (ROOT / name).is_file(), name
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    said = {int(code) for code in re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.M)}
+    errors = [value for value in vars(effllm).values() if isinstance(value, type) and issubclass(value, effllm.EffllmError)]
+    assert len(errors) > 5 and said == {error.exit_code for error in errors} | {130}
+
+
+def test_messages_that_are_quoted_are_messages() -> None:
+    """What a person looks a message up by: it stands in the sources as it is quoted, an ellipsis standing for what varies."""
+    quoted = re.findall(r'\*\*(?:.*?)"([^"]+)"', (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    files = [path for folder in ("cli", "runtime", "offload") for path in (ROOT / folder).rglob("*.py")]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    assert len(quoted) > 6
+    for message in quoted:
+        for part in re.split(r"…|\.\.\.", message):
+            assert part.strip() in sources, f"no message says {part.strip()!r}"
+
+
+# -- what is printed ----------------------------------------------------------------------------------------------------------------
+
+
+def sample(command: str) -> list[str]:
+    """What the README shows below a command."""
+    lines = README.read_text(encoding="utf-8").splitlines()
+    shown = []
+    for line in lines[lines.index(f"    $ {command}") + 1 :]:
+        if line and not line.startswith("    ") or line.startswith("    $ "):
+            break
+        shown.append(line.removeprefix("    "))
+    return [line for line in shown if line]
+
+
+def shape(line: str) -> str:
+    """A line without what differs between machines and hours: figures, sizes, commits, bars and folders."""
+    for pattern, sign in ((r"\b[0-9a-f]{12,40}\b", "COMMIT"), (r"(?<!\w)/[\w/.-]*\w", "FOLDER"), (r"[█▓▒·]{3,}", "BAR"),
+                          (r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?", "N"), (r"\bN (?:[KMGT]i)?B\b", "SIZE"), (r"\s+", " ")):
+        line = re.sub(pattern, sign, line)
+    return line.strip()
+
+
+def shapes(lines: list[str]) -> list[str]:
+    return [shape(line) for line in lines]
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, on a machine that was measured."""
+    monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "story.txt").write_text(STORY)
+    (tmp_path / "my-model").symlink_to(FABLE)
+    return tmp_path
+
+
+def test_the_samples_have_the_lines_that_are_printed_now(at_home: Path, person, hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("org/model", FABLE)
+    command = "effllm run fable \"Tell me a story about the fox and the king.\" --seed 4 -n 90 --stats"
+    ran, said = person.types(*shlex.split(command)[1:]), sample(command)
+    begun = next(index for index, line in enumerate(said) if line.startswith("stopped after"))
+    *figures, foreseen = shapes(ran.err.splitlines())
+    assert figures == shapes(said[begun:-1]) and foreseen.startswith(shape(said[-1]))
+    assert shapes(person.types("plan", "fable").out.splitlines()) == shapes(sample("effllm plan fable"))
+    pulled = person.types("pull", "org/model", "--dry-run").err.splitlines()
+    assert shapes(pulled) == shapes(sample("effllm pull org/model --dry-run"))
+
+
+def test_what_doctor_shows_is_part_of_what_it_says() -> None:
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {})
+    show_roofs(Screen(environment), KNOWN)
+    printed = set(shapes(environment.stdout.getvalue().splitlines()))
+    block = re.search(r"\n\n((?:    .+\n)+)\nSo formats", (ROOT / "docs" / "speed.md").read_text(encoding="utf-8"))[1]
+    assert len(block.splitlines()) > 6 and set(shapes(block.splitlines())) <= printed, printed
+
+
+def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person, hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command lines of all documents that take no time on the packaged model, in their order."""
+    hub.add("Qwen/Qwen3-0.6B", FABLE)
+    monkeypatch.setattr(kv_profile_run, "recorded", lambda *_, **__: iter([object.__new__(Profile)]))  # a minute
+    monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
+    made = person.types("quantize", "fable", "-o", "fable-4bit", "--bits", "4")
+    lines = made.err.splitlines()
+    printed = [*lines[:-1], *made.out.splitlines(), lines[-1]]
+    assert shapes(printed) == shapes(sample("effllm quantize fable -o fable-4bit --bits 4"))
+    shutil.copytree("fable-4bit", "to-remove")
+    typed = []
+    for words in (words for path in DOCUMENTS for words in command_lines(path)):
+        if is_cheap(words) and words not in typed:
+            typed.append(words)
+            ran = person.types(*on_fable(words), answers="y\n" if words[:2] == ["session", "rm"] else None, EFFLLM_PREDICT="3")
+            assert ran.code == 0, (words, ran.err)
+    assert len(typed) > 25, typed
+
+
+# Of these the documents say themselves that they take their time, or they need a terminal, another model or an answer of the hub.
+DEAR = {"chat", "doctor", "bench", "calibrate-sparsity", "kv-profile", "recall", "tinyllama", "qwen3-4b", "org/model", "./neurons", "32768",
+        "--stats", "--against", "..."}
+
+
+def is_cheap(words: list[str]) -> bool:
+    return not DEAR & set(words) and (words[0] != "quantize" or "--dry-run" in words)
+
+
+def on_fable(words: list[str]) -> list[str]:
+    """A command line with names in the place of its placeholders: what is verified or removed is what effllm made. `run` gets a prompt."""
+    model = "to-remove" if words == ["rm", "MODEL"] else "./fable-4bit" if words[0] in ("verify", "rm") else "fable"
+    names = {"MODEL": model, "SMALL-MODEL": "fable", "FILE": "story.txt", "DIR": "made"}
+    asks = words[0] == "run" and taken(words)["prompt"] is None
+    return [*(names.get(word, word) for word in words), *(["hi"] if asks else [])]
+
+
+def test_keys_of_json_have_the_names_that_are_told(at_home: Path, person) -> None:
+    memory, speed = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("memory.md", "speed.md"))
+    planned = person.types("plan", "fable", "--json").json
+    (keys,) = re.findall(r"under fixed keys: (.+?)\.\n", memory)
+    assert set(re.findall(r"`(\w+)`", keys)) <= planned.keys()
+    figures = person.types("run", "fable", "hi", "-n", "1", "--json").json
+    assert set(re.findall(r"`io\.(\w+)`", memory)) == {"disk_bytes_read", "disk_wait_s"} <= figures["io"].keys()
+    (first, ours) = re.findall(r"its fields come first in JSON and CSV \((.+?);.+?ours after \((.+?)\)", speed, re.DOTALL)[0]
+    from effllm.runtime.bench import BenchRow
+
+    fields = [*BenchRow.__dataclass_fields__]
+    begin, end = re.findall(r"`(\w+)`", first)
+    ours = re.findall(r"`(\w+)`", ours)
+    assert fields[0] == begin and set(ours) <= set(fields[fields.index(end) + 1 :]), json.dumps(fields)
