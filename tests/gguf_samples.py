@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from effllm.offload.checkpoint import TensorStore
+from effllm.offload.shards import PAD
 from effllm.quant.weight import RAW_NUMPY, to_f32
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
@@ -40,7 +41,7 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     """float32 values of a folder's tensors."""
     with TensorStore.open(folder) as store:
         return {name: to_f32(store.read(info).view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
-                for name, info in store.tensors.items()}
+                for name, info in store.tensors.items() if not name.startswith(PAD)}
 
 
 def peer_name(name: str, arch: str) -> str:

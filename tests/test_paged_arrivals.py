@@ -101,7 +101,7 @@ def test_a_damaged_expert_is_named_when_it_is_needed(source: Path, tmp_path: Pat
         file.seek(piece.ranges[0].offset)
         file.write(b"\x00\x7e")  # the first scale is NaN
     engine = paging(tmp_path / "m.gguf", SLOTS, ctx=256)
-    with pytest.raises(CheckpointError, match="blk.0.ffn_gate_exps.weight with a scale of NaN") as caught:
+    with pytest.raises(CheckpointError, match="'blk.0.ffn_gate_exps.weight' with a scale of NaN") as caught:
         logits(engine)
     assert caught.value.hint and "\n" not in caught.value.message
     engine.close()
