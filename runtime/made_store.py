@@ -16,7 +16,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.header import TensorInfo
 from .container import Container
 
-BLOCK_NBYTES = 4 << 20  # of what one step of a conversion makes
+BLOCK_NBYTES = 256 << 10  # of what one step of a conversion makes: the arrays of four threads stay within a few megabytes
 STEP_VALUES = 1 << 17  # that are put in order at once where a tensor is made again and again: what is between stays in a cache
 SCRATCH_NBYTES = 32  # for each of them, of all arrays between what is read and what is made; tests measure them
 
