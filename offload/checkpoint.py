@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from .header import AGAIN, MAX_HEADER, CheckpointError, TensorInfo, damaged, par
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from .arrival import Arrival
 
 __all__ = ["CheckpointError", "OpenFile", "TensorInfo", "TensorStore", "open_regular"]
 
@@ -112,6 +114,10 @@ class TensorStore:
     def place(self, info: TensorInfo) -> int | None:
         """Where in its file a tensor's bytes lie just as `read` gives them; None where they are made on the way in."""
         return info.offset
+
+    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+        """How tensors that have no place are made each time they are needed, piece by piece; None where they cannot be."""
+        return None
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
         """The files that have to be here for a tensor to be read; several where it is made of parts."""

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from .header import CheckpointError, damaged
 
@@ -43,6 +44,16 @@ class Read:
     out: memoryview
     needed: int
     more: tuple[memoryview, ...] = ()
+
+    def run(self, fill: Callable[[Read], int]) -> int:
+        return fill(self)
+
+
+class Job(Protocol):
+    """What a thread of the reader does at once: a read, or reads of which it then makes something."""
+
+    def run(self, fill: Callable[[Read], int]) -> int:
+        """Do it; `fill` makes a read. Returns the bytes read, raises CheckpointError."""
 
 
 @dataclass
@@ -84,7 +95,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Queued:
-    reads: tuple[Read, ...]
+    reads: tuple[Job, ...]
     ticket: Ticket
     since: float = field(default_factory=time.perf_counter)
 
@@ -111,7 +122,7 @@ class Reader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, reads: Sequence[Read], urgent: bool = False, together: int = 1) -> Ticket:
+    def submit(self, reads: Sequence[Job], urgent: bool = False, together: int = 1) -> Ticket:
         """Have reads made, in this order, after those that were submitted before; `urgent` before all that are not. A thread takes
         `together` of them at a time: handing over a small read costs as much as making it."""
         ticket = Ticket(len(reads))
@@ -190,7 +201,7 @@ class Reader:
             started, count, error = time.perf_counter(), 0, None
             try:
                 for read in queued.reads:
-                    count += self._fill(read)
+                    count += read.run(self._fill)
             except CheckpointError as failed:
                 error = failed
             ended = time.perf_counter()

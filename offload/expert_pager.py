@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .arrival import Desks, plan_desks
 from .checkpoint import CheckpointError, TensorInfo, TensorStore
 from .direct import READ_NBYTES, Ticket
 from .experts import Policy, Slots
 from .memory import anonymous
 from .placement import Residency
-from .streaming import Part, StreamingPager, lay_out, reads_of, views
+from .streaming import Part, StreamingPager, reads_of, views
 
 ONE_READ_NBYTES = 4 << 20  # an expert of up to so many bytes is one read, a larger one several side by side
 TRACE_TOKENS = 512  # the newest that a trace holds
@@ -75,7 +76,8 @@ class ExpertPager(StreamingPager):
         self.slot_nbytes = max(part.nbytes for part in parts)
         self.pool, self.tally = Slots(slots, policy), Tally()
         self.memory = anonymous(slots * self.slot_nbytes)
-        self.nbytes += self.memory.nbytes
+        self._desks = Desks(plan_desks(parts))
+        self.nbytes += self.memory.nbytes + self._desks.nbytes
         self._experts_of = tuple(parts)
         self._width = min(2 * per_token, experts)  # slots of the passage
         self._room = max(0, slots - self._width)  # that a chunk's experts may hold beside it
@@ -94,11 +96,11 @@ class ExpertPager(StreamingPager):
     def views(self, key: int, slot: int) -> tuple[np.ndarray, ...]:
         """Where the ranges of an expert lie in a slot, as uint8 arrays."""
         part = self._experts_of[key]
-        return views(self.memory, part, self._laid_out(part, slot)[1])
+        return views(self.memory, part, part.laid_out(slot * self.slot_nbytes)[1])
 
     def places(self, key: int) -> tuple[int, ...]:
         """Where the ranges of an expert begin in any slot."""
-        return tuple(lay_out(self._experts_of[key].ranges)[2])
+        return tuple(self._experts_of[key].laid_out()[1])
 
     # -- a visit ---------------------------------------------------------------------------------------------------------------
 
@@ -244,13 +246,11 @@ class ExpertPager(StreamingPager):
         self._stuck = [each for each in self._stuck if each[1].left]
 
     def _read(self, key: int, slot: int, urgent: bool) -> Ticket:
-        extents, _ = self._laid_out(self._experts_of[key], slot)
-        most = ONE_READ_NBYTES if max(each.nbytes for each in extents) <= ONE_READ_NBYTES else READ_NBYTES
-        return self._reader.submit(reads_of(extents, self.memory, most), urgent)
-
-    def _laid_out(self, part: Part, slot: int) -> tuple[list, list[int]]:
-        extents, _, places = lay_out(part.ranges, slot * self.slot_nbytes)
-        return extents, places
+        part = self._experts_of[key]
+        extents, places = part.laid_out(slot * self.slot_nbytes)
+        most = ONE_READ_NBYTES if max((each.nbytes for each in extents), default=0) <= ONE_READ_NBYTES else READ_NBYTES
+        jobs = [*reads_of(extents, self.memory, most), *part.makings(self.memory, places, self._desks)]
+        return self._reader.submit(jobs, urgent)
 
     # -- guesses ---------------------------------------------------------------------------------------------------------------
 

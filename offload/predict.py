@@ -67,7 +67,8 @@ class Part:
 @dataclass(frozen=True)
 class Paged:
     """Experts of which the share `kept` is in memory, and a token finds the share `hit_rate` of those that it visits. Which ones it needs
-    is known only when a layer's router has spoken, so the disk works beside the products of experts alone."""
+    is known only when a layer's router has spoken, so the disk works beside the products of experts alone. `expert_s`: seconds that putting
+    one in order takes of the processor, each time it is read."""
 
     layers: int
     experts: int
@@ -75,18 +76,27 @@ class Paged:
     expert_nbytes: int
     kept: float
     hit_rate: float
+    expert_s: float = 0.0
 
     @property
     def missed(self) -> float:
         """Experts of a layer that a token has read."""
         return self.per_token * (1 - self.hit_rate)
 
-    def nbytes(self, tokens: int) -> float:
-        """Bytes from the disk for a chunk of so many tokens, routed without any pattern where they are several."""
+    def reads(self, tokens: int) -> float:
+        """Experts from the disk for a chunk of so many tokens, routed without any pattern where they are several."""
         if tokens == 1:
-            return self.layers * self.missed * self.expert_nbytes
+            return self.layers * self.missed
         visited = self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)
-        return self.layers * visited * (1 - self.kept) * self.expert_nbytes
+        return self.layers * visited * (1 - self.kept)
+
+    def nbytes(self, tokens: int) -> float:
+        """Bytes of them."""
+        return self.reads(tokens) * self.expert_nbytes
+
+    def made_s(self, tokens: int) -> float:
+        """Seconds of the processor that they take before they can be multiplied."""
+        return self.reads(tokens) * self.expert_s
 
 
 @dataclass(frozen=True)
@@ -166,7 +176,8 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     disk = work.streamed / _disk(work, rates, 1) if work.streamed else 0.0
     disk += work.kv_disk_bytes(depth) / rates.disk if work.kv_disk_bytes(depth) else 0.0
     routed = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts if part.routed)
-    return _made(work, rates, weights + attention + fixed, memory, disk, waits, routed)
+    made = 0.0 if work.paged is None else work.paged.made_s(1)
+    return _made(work, rates, weights + attention + fixed + made, memory, disk, waits, routed)
 
 
 def window_gain(work: Work, rates: Rates) -> float | None:
@@ -202,6 +213,7 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
     disk = spilled / rates.disk if spilled else 0.0
     if work.streamed or work.neurons:
         streamed = work.streamed + work.neurons if work.paged is None else work.paged.nbytes(-(-tokens // passes))
+        seconds += 0.0 if work.paged is None else passes * work.paged.made_s(-(-tokens // passes))
         disk += passes * streamed / _disk(work, rates, tokens)
     return _made(work, rates, seconds, passes * work.bytes_per_token / rates.memory, disk, routed=routed)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import TensorInfo, TensorStore
-from .direct import BLOCK, READ_NBYTES, Read, Reader, Traffic
+from .direct import BLOCK, READ_NBYTES, Job, Read, Reader, Traffic
 from .memory import anonymous
 from .pager import ResidentPager
 from .placement import Residency
@@ -47,6 +47,25 @@ class Part:
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
         return lay_out(self.ranges)[1]
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that are read for it."""
+        return self.nbytes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor in it."""
+        return tuple(own.nbytes for own in self.ranges)
+
+    def laid_out(self, start: int = 0) -> tuple[list[_Extent], list[int]]:
+        """What is read into memory from `start` on, and where each tensor then begins."""
+        extents, _, places = lay_out(self.ranges, start)
+        return extents, places
+
+    def makings(self, memory: np.ndarray, places: Sequence[int], desks: object) -> list[Job]:
+        """What else is to be done for it: nothing, it lies in its file as it is used."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -227,7 +246,7 @@ class StreamingPager:
 
 
 def views(memory: np.ndarray, part: Part, places: Sequence[int]) -> tuple[np.ndarray, ...]:
-    return tuple(memory[place : place + own.nbytes] for place, own in zip(places, part.ranges, strict=True))
+    return tuple(memory[place : place + nbytes] for place, nbytes in zip(places, part.sizes, strict=True))
 
 
 def reads_of(extents: Sequence[_Extent], memory: np.ndarray, most: int = READ_NBYTES) -> list[Read]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
+from ..offload.arrival import Arrival, desk_of
 from ..offload.checkpoint import TensorInfo
 from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
@@ -14,6 +15,7 @@ from .config import ModelConfig
 from .container import DTYPES, Container, StoredTensor
 from .convert_plan import MATRICES
 from .families import TensorRule
+from .made_store import scratch_nbytes
 
 RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -32,6 +34,7 @@ class ExpectedStore:
         experts_stored = QuantSpec.parse(config.experts_stored) if spec is None and config.experts_stored else None
         stored: dict[str, StoredTensor] = {}
         self._made: set[str] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self.nbytes, self.notices = 0, ()
         self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
@@ -39,10 +42,11 @@ class ExpectedStore:
             own = recipe.spec_for(rule.name, rule.shape, role) if low else raw
             if experts_stored is not None and families.expert_of(role) is not None and len(rule.shape) == 2:
                 own = experts_stored
+                self._made.add(rule.name)
             if formats is not None and (made := formats(role, rule)) is not None:
                 own = made
                 self._made.add(rule.name)
-            shape, nbytes = tuple(rule.shape), own.nbytes(rule.shape)
+            shape, nbytes = self._shapes.setdefault(rule.name, tuple(rule.shape)), own.nbytes(rule.shape)
             stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
             dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
             self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), self.nbytes, nbytes)
@@ -54,6 +58,14 @@ class ExpectedStore:
     def place(self, info: TensorInfo) -> int | None:
         """As if all lay in one file, as it is read but for what is made on the way in."""
         return None if info.name in self._made else info.offset
+
+    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+        """As if a file held each as it is in memory, read and put in order at once; there is nothing to read."""
+        if not self._made.issuperset(info.name for info in infos):
+            return None
+        sizes = tuple(info.nbytes for info in infos)
+        scratch = max(scratch_nbytes(*self._shapes[info.name]) for info in infos)
+        return Arrival(sizes, sum(sizes), max(map(desk_of, sizes)), scratch, tuple)
 
     def close(self) -> None:
         """Nothing is open."""

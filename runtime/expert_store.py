@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
+from ..kernels.tiles import ROWS
+from ..offload.arrival import Arrival, Piece, desk_of
 from ..offload.checkpoint import CheckpointError, TensorStore
+from ..offload.direct import READ_NBYTES
 from ..offload.header import AGAIN, TensorInfo, damaged, shown
 from ..offload.notes import Fallback
 from ..offload.size import format_size
+from ..offload.streaming import Range
 from ..quant.codes import Codes
 from ..quant.imports import mxfp4
 from ..quant.levels import MXFP
@@ -28,7 +33,7 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32
 from .container import Container, StoredTensor
 from .families.mixtral import MOST_EXPERTS
-from .made_store import MadeStore
+from .made_store import MadeStore, scratch_nbytes, steps
 
 FORMAT = QuantSpec(4, mxfp4.GROUP, "mxfp")
 JOINT = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias)?")
@@ -122,6 +127,55 @@ class ExpertStore(MadeStore):
     def place(self, info: TensorInfo) -> int | None:
         return None if info.name in self.made else super().place(info)
 
+    # -- one by one, again and again -------------------------------------------------------------------------------------------
+
+    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+        parts = [self._parts.get(info.name) for info in infos]
+        if any(part is None or len(part.joint.shape) == 2 for part in parts):
+            return None
+        joints = {part.joint.name: part for part in parts}.values()  # gate and up lie in one
+        return Arrival(tuple(info.nbytes for info in infos), sum(_height(part) * sum(_widths(part)) for part in joints),
+                      max(desk_of(*(_piece(part) * width for width in _widths(part))) for part in joints),
+                      max(scratch_nbytes(_height(part) // part.step, self._depth(part)) for part in joints),
+                      partial(self._pieces, tuple(infos)))
+
+    def _pieces(self, infos: Sequence[TensorInfo]) -> list[Piece]:
+        """Runs of outputs of each tensor that holds some of these: gate and up come of the same bytes."""
+        found, inside = [], {}
+        for index, info in enumerate(infos):
+            inside.setdefault(self._parts[info.name].joint.name, []).append((index, info))
+        for own in inside.values():
+            part = self._parts[own[0][1].name]
+            files, height, high = [each for each in (part.joint, part.scales) if each is not None], _height(part), _piece(part)
+            for begin in range(0, height, high):
+                count = min(high, height - begin)
+                ranges = tuple(Range(each.file, each.offset + (part.expert * height + begin) * width, count * width)
+                               for each, width in zip(files, _widths(part), strict=True))
+                found.append(Piece(ranges, partial(self._put, tuple(own), begin // part.step)))
+        return found
+
+    def _put(self, own: Sequence[tuple[int, TensorInfo]], first: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+        """What is read of a joint tensor into the tensors that are in it, whose outputs from `first` on these are."""
+        for index, info in own:
+            part, out = self._parts[info.name], outs[index]
+            if part.inputs_first:
+                typed = raws[0].view(_typed(part.joint)).reshape(part.joint.shape[1], -1)
+                out.view(typed.dtype).reshape(-1, len(typed))[:] = typed[:, part.first :: part.step].T
+                continue
+            blocks, scales = (raw.reshape(-1, width)[part.first :: part.step] for raw, width in zip(raws, _widths(part), strict=True))
+            each = info.nbytes * part.step // _height(part)
+            for begin, end in steps(len(blocks), self._depth(part)):
+                codes = _unpacked(blocks[begin:end])
+                if info.dtype == "U8":
+                    self._put_codes(info, first + begin, codes, scales[begin:end], out)
+                else:
+                    out[(first + begin) * each : (first + end) * each] = self._widened(part, codes, scales[begin:end])
+
+    @staticmethod
+    def _depth(part: Part) -> int:
+        """Inputs of an expert's matrix."""
+        return part.joint.shape[1] if part.inputs_first else part.joint.shape[2] * mxfp4.GROUP
+
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
@@ -131,12 +185,7 @@ class ExpertStore(MadeStore):
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         part = self._parts[info.name]
         if part.scales is not None:
-            codes, scales = self._codes(part, begin, end)
-            try:
-                values = mxfp4.dequantize(codes, scales)
-            except ValueError as error:
-                raise self._not_a_number(part) from error
-            out[:] = from_f32(values, "bf16").reshape(-1).view(np.uint8)
+            out[:] = self._widened(part, *self._codes(part, begin, end))
         elif part.inputs_first:
             mine = self._slab(part)[:, part.first :: part.step][:, begin:end]
             out.view(mine.dtype).reshape(end - begin, -1)[:] = mine.T
@@ -144,18 +193,27 @@ class ExpertStore(MadeStore):
             out[:] = self._outputs(part.joint, part, begin, end).reshape(-1)
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
-        part = self._parts[info.name]
-        codes, scales = self._codes(part, begin, end)
+        self._put_codes(info, begin, *self._codes(self._parts[info.name], begin, end), blob)
+
+    def _put_codes(self, info: TensorInfo, begin: int, codes: np.ndarray, scales: np.ndarray, blob: np.ndarray) -> None:
+        """Outputs from `begin` on of codes [n, K] and scales [n, K / 32] into their places in a blob."""
         if (scales == mxfp4.NOT_A_NUMBER).any():
-            raise self._not_a_number(part)
-        shape, made = self.container.tensors[info.name].shape, Codes(codes, scales, None, np.full(end - begin, 0.5, np.float32), MXFP)
+            raise self._not_a_number(self._parts[info.name])
+        shape, made = self.container.tensors[info.name].shape, Codes(codes, scales, None, np.full(len(codes), 0.5, np.float32), MXFP)
         put_rows(blob, FORMAT, shape, begin, made)
         put_tables(blob, FORMAT, shape, made)
 
     def _codes(self, part: Part, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Codes uint8 [n, K] and scales uint8 [n, K / 32] of some outputs."""
         blocks, scales = (self._outputs(joint, part, begin, end) for joint in (part.joint, part.scales))
-        return mxfp4.unpack_pairs(blocks.reshape(end - begin, -1, mxfp4.GROUP_NBYTES)).reshape(end - begin, -1), scales
+        return _unpacked(blocks), scales
+
+    def _widened(self, part: Part, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Bytes of codes [n, K] and scales [n, K / 32] as bfloat16."""
+        try:
+            return from_f32(mxfp4.dequantize(codes, scales), "bf16").reshape(-1).view(np.uint8)
+        except ValueError as error:
+            raise self._not_a_number(part) from error
 
     def _outputs(self, joint: TensorInfo, part: Part, begin: int, end: int) -> np.ndarray:
         """Bytes [n, bytes of an output] of a part's outputs [begin, end), where outputs come before inputs."""
@@ -176,13 +234,38 @@ class ExpertStore(MadeStore):
                 experts, inputs, outputs = joint.shape
                 raw = np.empty(joint.nbytes // experts, np.uint8)
                 self.read_at(joint.file, joint.offset + part.expert * raw.nbytes, memoryview(raw))
-                typed = raw.view(np.uint32 if joint.dtype == "F32" else np.uint16).reshape(inputs, outputs)
+                typed = raw.view(_typed(joint)).reshape(inputs, outputs)
                 self._slabs[kind] = key, typed
             return self._slabs[kind][1]
 
     @staticmethod
     def _not_a_number(part: Part) -> CheckpointError:
         return CheckpointError(f"{part.joint.file} has tensor {shown(part.scales.name)} with a scale of NaN", AGAIN)
+
+
+def _height(part: Part) -> int:
+    """Rows of an expert in its joint tensor."""
+    return part.joint.shape[1]
+
+
+def _widths(part: Part) -> tuple[int, ...]:
+    """Bytes of a row of the joint tensor, and of its scales where it has some."""
+    return tuple(each.nbytes // (each.shape[0] * each.shape[1]) for each in (part.joint, part.scales) if each is not None)
+
+
+def _piece(part: Part) -> int:
+    """Rows of a joint tensor that are read at once; all where inputs come first."""
+    unit = ROWS * part.step
+    return _height(part) if part.inputs_first else min(_height(part), max(unit, READ_NBYTES // sum(_widths(part)) // unit * unit))
+
+
+def _typed(joint: TensorInfo) -> type:
+    return np.uint32 if joint.dtype == "F32" else np.uint16
+
+
+def _unpacked(blocks: np.ndarray) -> np.ndarray:
+    """Bytes [n, K / 2] of MXFP4 blocks -> codes [n, K]."""
+    return mxfp4.unpack_pairs(blocks.reshape(len(blocks), -1, mxfp4.GROUP_NBYTES)).reshape(len(blocks), -1)
 
 
 def _container(stored: dict[str, StoredTensor], tensors: Mapping[str, TensorInfo]) -> Container:

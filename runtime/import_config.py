@@ -44,6 +44,14 @@ ENDINGS = {
                             "weight_g_idx": ORDER}),
     "fp8": ("weight", {"weight_scale_inv": replace(SCALES, needed=False), "weight_scale": replace(SCALES, needed=False)}),
 }
+# Layout -> the dimension along which parts hold outputs, and whether as bits in words; scales of the others may be of several outputs.
+CUTS = {
+    "gptq": {"qweight": (1, False), "qzeros": (1, True), "scales": (1, False)},
+    "awq": {"qweight": (1, True), "qzeros": (1, True), "scales": (1, False)},
+    "packed": {"weight_packed": (0, False), "weight_scale": (0, False), "weight_zero_point": (0, True)},
+    "integers": {"weight": (0, False)},
+    "fp8": {"weight": (0, False)},
+}
 CODES = {"integers": "I8", "fp8": "F8_E4M3"}  # the type of codes that bear a weight's name; what has another type is a plain weight
 
 

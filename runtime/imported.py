@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 
 import numpy as np
 
+from ..kernels.tiles import ROWS
+from ..offload.arrival import Arrival, Piece, desk_of
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import TensorInfo, damaged, shown
 from ..offload.notes import Fallback
 from ..offload.size import format_size
+from ..offload.streaming import Range
 from ..quant.codes import Codes
 from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
-from ..quant.pack import pack
+from ..quant.pack import pack, put_rows
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import CODES, ENDINGS, FLOATS, bits_of, block_of, layout_of, may_run_from_codes
+from .import_config import CODES, CUTS, ENDINGS, FLOATS, bits_of, block_of, layout_of, may_run_from_codes
+from .made_store import scratch_nbytes, steps
 
+WORD = 32  # bits
+Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
 WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
 # Of activations and caches, which are not rounded to a checkpoint's scales here.
@@ -175,6 +181,73 @@ class ImportedStore(TensorStore):
             return
         yield partial(self.read_into, info, out), info.nbytes
 
+    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+        if any(info.name not in self._parts for info in infos):
+            return None  # lies ready at an odd place, or is a range of rows
+        parts = [tuple(self._parts[info.name].values()) for info in infos]
+        return Arrival(tuple(info.nbytes for info in infos), sum(part.nbytes for own in parts for part in own),
+                      max(desk_of(*(part.nbytes for part in own)) for own in parts), max(map(self._scratch, infos)),
+                      lambda: [Piece(tuple(Range(part.file, part.offset, part.nbytes) for part in own), partial(self._put, info, index))
+                               for index, (info, own) in enumerate(zip(infos, parts, strict=True))])
+
+    def _scratch(self, info: TensorInfo) -> int:
+        """Bytes of memory for what lies between a weight's parts and the weight: a step's arrays, scales and zero points as a whole."""
+        codes = next(iter(self._parts[info.name].values()))
+        others = sum(part.nbytes for part in self._parts[info.name].values()) - codes.nbytes
+        return scratch_nbytes(*self._shape_of(info), self._unit(info)) + 4 * others
+
+    def _put(self, info: TensorInfo, index: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+        """A weight out of its parts, some outputs at a time."""
+        parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
+        arrays = {name: self._typed(part, raw) for (name, part), raw in zip(parts.items(), raws, strict=True)}
+        each = info.nbytes // shape[0]
+        for begin, end in steps(*shape, self._unit(info)):
+            try:
+                array = self._cut(arrays, begin, end, shape[0]).get
+            except ValueError as error:
+                raise _unfit(info, info.name, str(error)) from error
+            own = end - begin, shape[1]
+            if spec is None:
+                made = from_f32(self._checked(info, own, self._decoded, array), self._wide)
+                out[begin * each : end * each] = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
+            else:
+                codes = self._checked(info, own, lambda *held: groups.packable(self._integers(*held), spec), array)
+                put_rows(out, spec, shape, begin, codes)
+
+    def _shape_of(self, info: TensorInfo) -> tuple[int, int]:
+        """The weight's."""
+        return self._shapes.get(info.name, info.shape)
+
+    def _unit(self, info: TensorInfo) -> int:
+        """Outputs that can be made by themselves: whole words of zero points and blocks of scales; all where nobody says how high those
+        are."""
+        rows, scales = self._shape_of(info)[0], self._parts[info.name].get("weight_scale_inv", self._parts[info.name].get("weight_scale"))
+        if self._layout not in CODES or len(scales.shape) < 2 or scales.shape[0] in (1, rows):
+            return lcm(ROWS, WORD)
+        return lcm(ROWS, self._block[0]) if self._block[0] else rows
+
+    def _cut(self, arrays: Mapping[str, np.ndarray], begin: int, end: int, rows: int) -> dict[str, np.ndarray]:
+        """What outputs [begin, end) of `rows` are made of. Raises ValueError for arrays that have others than those."""
+        bits, found = bits_of(self._section), dict(arrays)
+        for name, (axis, packed) in CUTS[self._layout].items():
+            if name not in arrays:
+                continue
+            first, last, every = (-(-at * bits // WORD) if packed else at for at in (begin, end, rows))
+            if arrays[name].shape[axis] != every:
+                raise ValueError(f"{name} {list(arrays[name].shape)} for {rows} outputs")
+            found[name] = arrays[name][first:last] if axis == 0 else arrays[name][:, first:last]
+        if "weight_shape" in arrays:
+            found["weight_shape"] = arrays["weight_shape"].reshape(-1) - [rows - (end - begin), 0]
+        for name in arrays.keys() - {"weight", "weight_g_idx"} if self._layout in CODES else ():
+            values = arrays[name]
+            if values.size == 1 or len(values) == 1:
+                continue
+            high = 1 if len(values) == rows else self._block[0]
+            if high and len(values) != -(-rows // high):
+                raise ValueError(f"{name} {list(values.shape)} for {rows} outputs")
+            found[name] = values[begin // high : -(-end // high)] if high else values
+        return found
+
     def _weight(self, info: TensorInfo) -> str | None:
         """The weight that a tensor is, or of which it is a range of rows; None for what is read as it lies."""
         if info.name in self._parts:
@@ -185,19 +258,20 @@ class ImportedStore(TensorStore):
         """The weight as kernels read it. One thread at a time: the arrays in between are several times as large."""
         spec, shape = self._specs[info.name], self._shapes[info.name]
         with self._lock:
-            return pack(self._checked(info, shape, lambda *parts: groups.packable(self._integers(*parts), spec)), spec)
+            return pack(self._checked(info, shape, lambda *held: groups.packable(self._integers(*held), spec), self._read_part(info)), spec)
 
     def _values(self, info: TensorInfo) -> np.ndarray:
         """float32 [N, K]; the last one is kept, because rows of one weight are asked for block by block. One thread at a time."""
         with self._lock:
             if self._last is None or self._last[0] != info.name:
-                self._last = info.name, self._checked(info, info.shape, self._decoded)
+                self._last = info.name, self._checked(info, info.shape, self._decoded, self._read_part(info))
             return self._last[1]
 
-    def _checked(self, info: TensorInfo, shape: tuple[int, ...], decode: Callable) -> np.ndarray | Codes:
-        """What `decode` makes of a weight's parts and its shape. Raises CheckpointError where they do not fit one another or the shape."""
+    def _checked(self, info: TensorInfo, shape: tuple[int, ...], decode: Callable, array: Array) -> np.ndarray | Codes:
+        """What `decode` makes of parts, which `array` gives by name, for a weight of this shape. Raises CheckpointError where they do not
+        fit one another or the shape."""
         try:
-            found = decode(self._parts[info.name], shape)
+            found = decode(array, shape)
         except ValueError as error:
             raise _unfit(info, info.name, str(error)) from error
         own = found.shape if isinstance(found, np.ndarray) else found.codes.shape
@@ -205,26 +279,27 @@ class ImportedStore(TensorStore):
             damaged(info.file, f"holds {shown(info.name)} of shape {list(own)}, expected {list(shape)}")
         return found
 
-    def _array(self, parts: Mapping[str, TensorInfo], name: str) -> np.ndarray | None:
-        """A part: words as int32, scales as float32, codes as they are."""
-        if (info := parts.get(name)) is None:
-            return None
-        raw = TensorStore.read(self, info)
+    def _read_part(self, info: TensorInfo) -> Array:
+        """What reads a part of a weight by its name."""
+        parts = self._parts[info.name]
+        return lambda name: self._typed(parts[name], TensorStore.read(self, parts[name])) if name in parts else None
+
+    def _typed(self, info: TensorInfo, raw: np.ndarray) -> np.ndarray:
+        """Bytes of a part: words as int32, scales as float32, codes as they are."""
         if info.dtype in FLOATS:
             return to_f32(raw.view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
         if info.dtype not in WHOLE:
             damaged(info.file, f"holds {shown(info.name)} as {info.dtype}")
         return raw.view(WHOLE[info.dtype]).reshape(info.shape)
 
-    def _decoded(self, parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> np.ndarray:
+    def _decoded(self, array: Array, shape: tuple[int, ...]) -> np.ndarray:
         """float32 [N, K]."""
         if self._layout != "fp8":
-            return self._integers(parts, shape).values()
-        array = partial(self._array, parts)
-        return fp8.dequantize(array("weight"), array("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"), self._block)
+            return self._integers(array, shape).values()
+        inverse = array("weight_scale_inv")
+        return fp8.dequantize(array("weight"), array("weight_scale") if inverse is None else inverse, self._block)
 
-    def _integers(self, parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> groups.Groups:
-        array = partial(self._array, parts)
+    def _integers(self, array: Array, shape: tuple[int, ...]) -> groups.Groups:
         if self._layout == "gptq":
             group = self._section.get("group_size")
             order = array("g_idx")
@@ -233,7 +308,8 @@ class ImportedStore(TensorStore):
             return gptq.decode(array("qweight"), array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
                                self._section.get("checkpoint_format", "gptq") != "gptq_v2")
         if self._layout == "awq":
-            return awq.decode(array("qweight"), array("qzeros"), array("scales"), shape[1] // max(1, parts["scales"].shape[0]))
+            scales = array("scales")
+            return awq.decode(array("qweight"), array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
         if self._layout == "integers":
             return compressed_tensors.decode_bytes(array("weight"), array("weight_scale"), array("weight_zero_point"),
                                                    array("weight_g_idx"), bits_of(self._section), self._block)

@@ -16,7 +16,25 @@ from ..offload.checkpoint import TensorStore
 from ..offload.header import TensorInfo
 from .container import Container
 
-BLOCK_NBYTES = 4 << 20  # of what one step of a conversion makes
+BLOCK_NBYTES = 256 << 10  # of what one step of a conversion makes: the arrays of four threads stay within a few megabytes
+STEP_VALUES = 1 << 17  # that are put in order at once where a tensor is made again and again: what is between stays in a cache
+SCRATCH_NBYTES = 32  # for each of them, of all arrays between what is read and what is made; tests measure them
+
+
+def steps(rows: int, width: int, unit: int = ROWS) -> Iterator[tuple[int, int]]:
+    """Rows [begin, end) of `width` values, about STEP_VALUES at once, on a multiple of `unit` rows."""
+    step = _step(width, unit)
+    for begin in range(0, rows, step):
+        yield begin, min(rows, begin + step)
+
+
+def scratch_nbytes(rows: int, width: int, unit: int = ROWS) -> int:
+    """Bytes of memory for the arrays of a step, at most."""
+    return SCRATCH_NBYTES * width * min(rows, _step(width, unit))
+
+
+def _step(width: int, unit: int) -> int:
+    return max(unit, STEP_VALUES // width // unit * unit)
 
 
 class MadeStore(TensorStore, ABC):

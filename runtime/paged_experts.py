@@ -1,7 +1,8 @@
 """Experts of a mixture over a pager that holds some of them: how a model is cut, and a layer's experts as the ops ask for them.
 
 Everything else stays in memory; of the embedding a token's rows are read, unless it is the head too. An expert's matrices lie side by
-side in a folder that effllm wrote, so one read brings them; elsewhere each is a read of its own, all asked for at once.
+side in a folder that effllm wrote, so one read brings them; elsewhere each is a read of its own, all asked for at once. What a file holds
+otherwise than kernels read it is put in order each time it arrives, where the store says how.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..kernels.expert_pages import ExpertPages, Visit
 from ..kernels.workspace import address
-from ..offload.checkpoint import TensorInfo, TensorStore
+from ..offload.arrival import DeskPlan, MadePart, plan_desks
+from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ..offload.expert_pager import ExpertPager
 from ..offload.experts import Choice, choose, policy
+from ..offload.hardware import cpu_threads
+from ..offload.memory import anonymous
 from ..offload.pager import resident_nbytes
 from ..offload.plan import Experts
 from ..offload.predict import Paged
+from ..offload.size import format_size
 from ..offload.streaming import FETCH_NBYTES, Part, Range
 from ..quant.weight import Expert, Linear, Norm, Weight
 from . import expert_trace
@@ -49,9 +55,20 @@ class ExpertParts:
     @cached_property
     def always_nbytes(self) -> int:
         """Bytes of memory beside the slots."""
-        return FETCH_NBYTES + RECORD_NBYTES * len(self.parts) + sum(resident_nbytes(infos) for infos in self.always.values())
+        resident = sum(resident_nbytes(infos) for infos in self.always.values())
+        return FETCH_NBYTES + self.desks.nbytes + RECORD_NBYTES * len(self.parts) + resident
 
-    @property
+    @cached_property
+    def desks(self) -> DeskPlan:
+        """Where experts are put in order as they arrive."""
+        return plan_desks(self.parts)
+
+    @cached_property
+    def read_nbytes(self) -> int:
+        """Bytes that are read for an expert."""
+        return max(part.read_nbytes for part in self.parts)
+
+    @cached_property
     def demand(self) -> Experts:
         """What the planner is told."""
         return Experts(len(self.layers), len(self.parts), self.per_token, max(part.nbytes for part in self.parts))
@@ -67,13 +84,14 @@ class PagedExperts:
     cancelled: Callable[[], bool] = lambda: False
     direct: bool = True
     trace_key: str = ""  # under which the routing of this run is kept; empty: it is not
+    expert_s: float = 0.0  # seconds to put an expert in order each time it is read
 
     @property
     def work(self) -> Paged:
         """What a prediction is told."""
         parts = self.parts
-        return Paged(len(parts.layers), parts.experts, parts.per_token, parts.demand.slot_nbytes, self.slots / len(parts.parts),
-                     self.choice.hit_rate)
+        return Paged(len(parts.layers), parts.experts, parts.per_token, parts.read_nbytes, self.slots / len(parts.parts),
+                     self.choice.hit_rate, self.expert_s)
 
     @property
     def held_nbytes(self) -> int:
@@ -100,9 +118,13 @@ class PagedExperts:
         share = f"{100 * self.choice.hit_rate:.0f}% of the experts that a token needs"
         if self.slots == len(self.parts.parts):
             return ()
+        said = f"{share} are in memory, by replaying its last tokens; {self.choice.policy} decides which ones stay"
         if not self.choice.rates:
-            return (f"no routing of this model is known yet: {share} are in memory if it is without any pattern",)
-        return (f"{share} are in memory, by replaying its last tokens; {self.choice.policy} decides which ones stay",)
+            said = f"no routing of this model is known yet: {share} are in memory if it is without any pattern"
+        if not self.parts.desks.count:
+            return (said,)
+        return said, (f"an expert is put in order each time it is read: {format_size(self.parts.demand.slot_nbytes)} of memory for "
+                      f"{format_size(self.parts.read_nbytes)} of file, by way of {format_size(self.parts.desks.nbytes)} for all of them")
 
     def pager(self, store: TensorStore) -> ExpertPager:
         parts = self.parts
@@ -113,15 +135,15 @@ class PagedExperts:
 
 def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts: int, per_token: int,
                 store: TensorStore) -> ExpertParts | None:
-    """The experts of a model as parts; None where it has none, or where some cannot be read as they lie."""
+    """The experts of a model as parts; None where it has none, or where some can neither be read as they lie nor made one by one."""
     layers = tuple(key for key in sorted(key for key in tensors if key != "outer") if "router" in tensors[key])
     parts: list[Part] = []
     for key in layers:
         for expert in range(experts):
-            matrices = [tensors[key][expert_role(expert, role)] for role in ROLES]
-            if not all(_lies_straight(matrix, store) for matrix in matrices):
+            part = _part([tensors[key][expert_role(expert, role)] for role in ROLES], store)
+            if part is None:
                 return None
-            parts.append(Part(tuple(Range(matrix.info.file, store.place(matrix.info), matrix.nbytes) for matrix in matrices)))
+            parts.append(part)
     if not parts:
         return None
     outer = tensors["outer"]
@@ -137,7 +159,36 @@ def paged(parts: ExpertParts, slots: int, tensors: Mapping[int | str, Mapping[st
     """Paging by the policy that would have done best on what is known of the model's routing."""
     key = expert_trace.key_of(tensors, store) if isinstance(store, TensorStore) else ""
     trace = expert_trace.known(key, len(parts.layers), parts.per_token, parts.experts) if key else None
-    return PagedExperts(parts, slots, choose(trace, parts.experts, slots, len(parts.layers)), trace_key=key)
+    return PagedExperts(parts, slots, choose(trace, parts.experts, slots, len(parts.layers)), trace_key=key, expert_s=_made_s(parts, store))
+
+
+def _made_s(parts: ExpertParts, store: TensorStore) -> float:
+    """Seconds until an expert is put in order by as many threads as there are desks, from a piece of one; 0 where none has to be."""
+    made = next((part for part in parts.parts if isinstance(part, MadePart)), None)
+    if made is None or not isinstance(store, TensorStore):
+        return 0.0
+    piece, outs = made.arrival.pieces()[0], [anonymous(nbytes) for nbytes in made.arrival.nbytes]
+    raws = [anonymous(own.nbytes) for own in piece.ranges]
+    try:
+        for own, raw in zip(piece.ranges, raws, strict=True):
+            store.read_at(own.file, own.offset, memoryview(raw))
+        started = perf_counter()
+        piece.put(raws, outs)
+    except (CheckpointError, ValueError):
+        return 0.0  # it is said by name when it is needed
+    took, share = perf_counter() - started, sum(raw.nbytes for raw in raws) / made.arrival.file_nbytes
+    return took / share / min(parts.desks.count, cpu_threads())
+
+
+def _part(matrices: Sequence[ModelTensor], store: TensorStore) -> Part | None:
+    """An expert."""
+    made = tuple(index for index, matrix in enumerate(matrices) if not _lies_straight(matrix, store))
+    ranges = tuple(Range(matrix.info.file, store.place(matrix.info), matrix.nbytes)
+                   for index, matrix in enumerate(matrices) if index not in made)
+    if not made:
+        return Part(ranges)
+    arrival = store.arrival([matrices[index].info for index in made])
+    return None if arrival is None else MadePart(ranges, arrival, made)
 
 
 def _stays(role: str) -> bool:

@@ -29,7 +29,7 @@ from .demands import Asked, cache_form
 from .kv_setting import AUTO
 from .model import check_tensors
 from .paged_experts import PagedExperts
-from .parts import CONVERTED, Parts
+from .parts import Parts
 from .passes import widest
 from .predictors import Predictors
 from .predictors import load as load_predictors
@@ -256,7 +256,7 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
 def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
     """The error with the reason why weights cannot be left on the disk."""
     hint = error.hint
-    if parts.kept_for == CONVERTED and folder is not None:
+    if parts.kept_for and folder is not None:
         hint = f"effllm quantize {folder} -o DIR --bits 4 makes a folder that runs from the disk"
     return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -115,6 +116,9 @@ class SyntheticStore:
     def place(self, info: TensorInfo) -> int | None:
         """Nowhere."""
         return None
+
+    def arrival(self, infos: Sequence[TensorInfo]) -> None:
+        """Nor out of any file."""
 
     def check_unchanged(self) -> None:
         """Nothing on disk can change."""

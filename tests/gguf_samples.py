@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from effllm.offload.checkpoint import TensorStore
+from effllm.offload.shards import PAD
 from effllm.quant.weight import RAW_NUMPY, to_f32
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
@@ -40,7 +41,7 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     """float32 values of a folder's tensors."""
     with TensorStore.open(folder) as store:
         return {name: to_f32(store.read(info).view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
-                for name, info in store.tensors.items()}
+                for name, info in store.tensors.items() if not name.startswith(PAD)}
 
 
 def peer_name(name: str, arch: str) -> str:
@@ -53,10 +54,12 @@ def peer_name(name: str, arch: str) -> str:
 
 
 def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama",
-                change: Callable[[gguf.GGUFWriter], None] | None = None, per_file: int = 0) -> dict[str, np.ndarray]:
+                change: Callable[[gguf.GGUFWriter], None] | None = None, per_file: int = 0,
+                others: Mapping[str, str] | None = None) -> dict[str, np.ndarray]:
     """The model of `folder` as a file with matrices of `kind`; returns what its weights mean, under their names in the folder.
 
-    `change` may add keys; `per_file` tensors go into each of several files, where that is not 0.
+    `change` may add keys; `per_file` tensors go into each of several files, where that is not 0. `others`: kinds of experts by a part of
+    their tensor's name in the file.
     """
     raw = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_file)
@@ -87,9 +90,14 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
         back = gguf.quants.dequantize(data, own).reshape(values.shape)
         meant[name] = separated(back, heads) if arch in INTERLEAVED and heads else back
     for name, found in experts.items():
-        data = gguf.quants.quantize(np.stack([found[number][1] for number in range(len(found))]), TYPES[kind])
-        writer.add_tensor(name, data, raw_dtype=TYPES[kind])
-        back = gguf.quants.dequantize(data, TYPES[kind])
+        own = next((other for part, other in (others or {}).items() if part in name), kind)
+        rows = np.stack([found[number][1] for number in range(len(found))])
+        if own.endswith("_K"):
+            data = super_blocks(rows.reshape(-1, rows.shape[-1]), own).reshape(*rows.shape[:2], -1)
+        else:
+            data = gguf.quants.quantize(rows, TYPES[own])
+        writer.add_tensor(name, data, raw_dtype=TYPES[own])
+        back = gguf.quants.dequantize(data, TYPES[own]).reshape(rows.shape)
         meant |= {found[number][0]: back[number].reshape(found[number][1].shape) for number in found}
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

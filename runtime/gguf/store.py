@@ -8,8 +8,9 @@ load needs a few megabytes beside what it keeps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import NoReturn
@@ -17,11 +18,15 @@ from typing import NoReturn
 import numpy as np
 
 from ... import EffllmError
+from ...kernels.tiles import ROWS
+from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import OpenFile, TensorStore
+from ...offload.direct import READ_NBYTES
 from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...offload.notes import Fallback
 from ...offload.size import format_size
+from ...offload.streaming import Range
 from ...quant.imports import mxfp4
 from ...quant.imports.gguf import DECODERS, KEPT, dequantize, kept
 from ...quant.pack import put_rows, put_tables
@@ -29,7 +34,7 @@ from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
-from ..made_store import MadeStore
+from ..made_store import MadeStore, scratch_nbytes, steps
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 from .split import close_all, open_parts
@@ -52,6 +57,16 @@ class Source:
     def nbytes(self) -> int:
         """In the file."""
         return self.tensor.nbytes // self.tensor.shape[0] * self.shape[0]
+
+    @property
+    def piece(self) -> int:
+        """Rows that are read at once where a matrix is made again and again: a disk's full rate, or a block of them."""
+        return min(self.shape[0], max(ROWS, READ_NBYTES // self.tensor.row_nbytes // ROWS * ROWS))
+
+    @property
+    def in_order(self) -> bool:
+        """Is it a matrix whose rows the file has in a checkpoint's order?"""
+        return len(self.shape) == 2 and not self.heads and not self.offset
 
 
 @dataclass(frozen=True)
@@ -132,10 +147,42 @@ class GgufStore(MadeStore):
             return None
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
+    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+        sources = [self._sources[info.name] for info in infos]
+        if not all(source.in_order for source in sources):
+            return None
+        return Arrival(tuple(info.nbytes for info in infos), sum(source.nbytes for source in sources),
+                      max(desk_of(source.piece * source.tensor.row_nbytes) for source in sources),
+                      max(scratch_nbytes(*source.shape) for source in sources), partial(self._pieces, tuple(infos)))
+
+    def _pieces(self, infos: Sequence[TensorInfo]) -> list[Piece]:
+        """Runs of rows of each matrix; those of an expert lie side by side."""
+        found = []
+        for index, info in enumerate(infos):
+            source, (rows, _) = self._sources[info.name], self._sources[info.name].shape
+            tensor, each = source.tensor, source.tensor.row_nbytes
+            for begin in range(0, rows, source.piece):
+                own = Range(tensor.file, tensor.offset + (source.first + begin) * each, min(source.piece, rows - begin) * each)
+                found.append(Piece((own,), partial(self._put, info, index, begin)))
+        return found
+
+    def _put(self, info: TensorInfo, index: int, first: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+        """Rows from `first` on, as the file has them, into their places."""
+        source, out = self._sources[info.name], outs[index]
+        raw, each = raws[0].reshape(-1, source.tensor.row_nbytes), info.nbytes // source.shape[0]
+        for begin, end in steps(len(raw), source.shape[1]):
+            if info.dtype == "U8":
+                self._put_codes(info, first + begin, raw[begin:end], out)
+            else:
+                self._widen(info, raw[begin:end], out[(first + begin) * each : (first + end) * each])
+
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
         source = self._sources[info.name]
-        tensor = source.tensor
-        codes = kept(self._rows(source, begin, end, tensor.row_nbytes), tensor.type)
+        self._put_codes(info, begin, self._rows(source, begin, end, source.tensor.row_nbytes), blob)
+
+    def _put_codes(self, info: TensorInfo, begin: int, raw: np.ndarray, blob: np.ndarray) -> None:
+        source = self._sources[info.name]
+        tensor, codes = source.tensor, kept(raw, source.tensor.type)
         halves = codes.scales if codes.supers is None else codes.supers
         finite = np.isfinite(halves.view(np.float16)) if codes.levels is None else codes.scales < mxfp4.NOT_A_NUMBER
         if not finite.all():
@@ -147,15 +194,20 @@ class GgufStore(MadeStore):
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         source = self._sources[info.name]
         tensor = source.tensor
-        width, nbytes = tensor.shape[-1] if len(tensor.shape) > 1 else 1, tensor.nbytes // tensor.shape[0]
+        nbytes = tensor.nbytes // tensor.shape[0]
         if len(tensor.shape) == 1 and tensor.type not in RAW:  # a vector of blocks has no rows to speak of
             raw = np.empty(tensor.nbytes, np.uint8)
             self.read_at(tensor.file, tensor.offset, memoryview(raw))
             out[:] = self._dequantized(raw, tensor, tensor.shape[0]).reshape(-1)[begin:end].view(np.uint8)
             return
-        raw = self._rows(source, begin, end, nbytes)
+        self._widen(info, self._rows(source, begin, end, nbytes), out)
+
+    def _widen(self, info: TensorInfo, raw: np.ndarray, out: np.ndarray) -> None:
+        """Rows [n, row bytes] of the file as raw values."""
+        source = self._sources[info.name]
+        tensor = source.tensor
         if tensor.type not in RAW:
-            values = self._dequantized(raw, tensor, width)
+            values = self._dequantized(raw, tensor, tensor.shape[-1] if len(tensor.shape) > 1 else 1)
         elif source.offset:
             scheme = tensor.type.lower()
             values = to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme) - np.float32(source.offset)
