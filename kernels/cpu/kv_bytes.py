@@ -40,7 +40,7 @@ from .kv_loops import LEAST, ask, field_at, high_product, largest, loop, pick, s
 
 UNIT = 16  # tokens whose codes of a quad of channels are 64 bytes
 MOST_K, MOST_V = 6, 5  # bits of codes that may be multiplied as bytes
-LINES = 10  # asked for ahead while a group of K is multiplied
+LINES = 5  # asked for ahead while a group of K, or 32 tokens of a group of V, are multiplied
 TOP = 32512  # of a scaled query before it is rounded to a byte: 127 * 256
 KEY_STEP = 256 * 32768 / (TOP * 32767)  # what a query of 1 becomes, in bytes, counts in
 UNITS_AT_ONCE = 2 if WIDTH == 64 else 1  # of the products with K
@@ -267,18 +267,19 @@ def _dot_values(rows: int):
     chains = 2 if rows < 8 else 1  # sums of a row side by side: a product takes several cycles
 
     @intrinsic
-    def dot_values(typingctx, codes, bits, zeros, weights, step, out, stride, keep, take):
+    def dot_values(typingctx, codes, bits, zeros, weights, step, out, stride, keep, take, ahead, share):
         """float32 [R, 16] at `out`, rows `stride` bytes apart, times `keep`, plus `take`, both float32 [R], times step times the sum over
         tokens of weights, bytes [R, PAGE], and a group of values: codes of `bits` moved up by `value_multiple`, and `zeros`, a byte for
-        every token."""
+        every token. LINES cache lines from `ahead` on, `share` bytes further for every 32 tokens, are asked for meanwhile."""
 
         def codegen(context, builder, signature, args):
-            codes, bits, zeros, weights, step, out, stride, keep, take = args
+            codes, bits, zeros, weights, step, out, stride, keep, take, ahead, share = args
             count = rows * PIECES
 
             def products(width: int) -> list[ir.Value]:
                 first = [(WORDS, constant(WORDS, 0))] * (count * chains)
                 at, running, finish = loop(builder, I64(PAGE // 32), 1, first)
+                ask(builder, builder.add(ahead, builder.mul(at, share)), LINES)
                 source, zero_at = builder.mul(at, I64(64)), builder.add(zeros, builder.shl(at, I64(5)))
                 weight_at, made = builder.add(weights, builder.shl(at, I64(5))), list(running)
                 for quad in range(8):
@@ -306,7 +307,7 @@ def _dot_values(rows: int):
                     store(builder, value, where, 4)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4, types.float32, *[types.int64] * 4), codegen
+        return types.void(*[types.int64] * 4, types.float32, *[types.int64] * 6), codegen
 
     return dot_values
 

@@ -51,16 +51,18 @@ MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the 
 
 @inlined()
 def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, softcap):
-    """Merge a page into the running output of its block. The page of the entry `following` is asked for meanwhile."""
+    """Merge a page into the running output of its block. The page of the entry `following` is asked for meanwhile, one half beside each
+    side's products: all of it beside K's would take longer than they do."""
     begin_of = scratch + query_places(padded, depth)[6]
     _, _, _, _, _, at_steps, _, at_widths, behind = row_places(padded, depth)
     scores, widths, more = begin_of, begin_of + at_widths, begin_of + behind
     record, parts, tables, nbytes = _record(a, entry, kv), _parts(a, kv), a[TABLES], i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1]
+    ahead, half = _record(a, following, kv), (nbytes // 2 + 63) // 64 * 64
     most_k, most_v = read_widths(record, widths, depth // CHANNELS)
     if most_k <= MOST_K and header_bits(record, 0) <= MEAN_K and u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
-        scores_by_bytes(record, parts, depth, rows, padded, scratch, scores, widths, more, tables, _record(a, following, kv), nbytes)
+        scores_by_bytes(record, parts, depth, rows, padded, scratch, scores, widths, more, tables, ahead, half)
     else:
-        prefetch(_record(a, following, kv), nbytes)
+        prefetch(ahead, half)
         scores_by_numbers(record, parts, depth, rows, padded, scratch, scores, begin_of + at_steps, more, tables, scale,
                            a[CHANNEL_SCALE] + 4 * kv * depth)
     begin, few = _begin(entry[FIRST], entry[COUNT], a[POSITION], a[WINDOW]), most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
@@ -72,6 +74,7 @@ def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, s
             for t in range(rows * PAGE):
                 s[t] = _cap(s[t], softcap)
     if not few:
+        prefetch(ahead + half, nbytes - half)
         output_by_numbers(record, parts, depth, rows, padded, scores, begin_of, more, tables, begin, entry[COUNT])
         return
     if softcap != ZERO:
@@ -81,7 +84,7 @@ def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, s
         for r in range(rows):
             for t in range(begin):
                 s[r * PAGE + t] = MINUS_INF
-    output_by_bytes(record, parts, depth, rows, padded, scores, begin_of, more, tables)
+    output_by_bytes(record, parts, depth, rows, padded, scores, begin_of, more, tables, ahead + half, nbytes - half)
 
 
 @kernel({"contract"})

@@ -105,7 +105,7 @@ def read_widths(record, widths, groups):
 
 @inlined()
 def scores_by_bytes(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, ahead, nbytes):
-    """Scores in units of log 2. The record `ahead` is asked for meanwhile."""
+    """Scores in units of log 2. `nbytes` from `ahead` on are asked for meanwhile."""
     _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
     at_scales, at_room, at_scaled, at_terms, at_factors = key_places(padded, depth)
     tile, groups, quads = tile_rows(rows), depth // CHANNELS, depth // 4
@@ -133,8 +133,8 @@ def scores_by_bytes(record, at, depth, rows, padded, scratch, scores, widths, mo
 
 
 @inlined()
-def output_by_bytes(record, at, depth, rows, padded, scores, begin_of, more, tables):
-    """Merge a page into its block's output, from scores in units of log 2."""
+def output_by_bytes(record, at, depth, rows, padded, scores, begin_of, more, tables, ahead, nbytes):
+    """Merge a page into its block's output, from scores in units of log 2. `nbytes` from `ahead` on are asked for meanwhile."""
     at_lowest, at_low, at_up, at_fractions, at_zeros, at_weights = value_places(padded, depth)
     _, at_sums, at_output, at_m, at_factors, _, _, at_widths, _ = row_places(padded, depth)
     sums, output, factors = begin_of + at_sums, begin_of + at_output, begin_of + at_factors
@@ -153,6 +153,7 @@ def output_by_bytes(record, at, depth, rows, padded, scores, begin_of, more, tab
             weigh_4(scores + 4 * PAGE * r, more + at_low, more + at_up, more + at_fractions, tables, weights, PAGE * padded, groups,
                     tops, tops + 4 * padded)
     fold_sums(begin_of + at_m, begin_of + at_m + 4 * padded, sums, sums + 4 * padded, factors, padded)
+    share = nbytes // (SPANS * groups) + 1
     source, largest = record + at[3], quarter_power(i16_at(record + TAIL_OFFSET)[0], tables)
     for group in range(groups):
         step, zeros = largest * _VALUE_STEPS[bits[group]], more + at_zeros + PAGE * group
@@ -160,10 +161,10 @@ def output_by_bytes(record, at, depth, rows, padded, scores, begin_of, more, tab
             weights, out = more + at_weights + PAGE * (group * padded + r), output + 4 * (r * depth + CHANNELS * group)
             keep = factors + 4 * r
             if EIGHT and tile == 8:
-                dot_values_8(source, bits[group], zeros, weights, step, out, 4 * depth, keep, keep + 4 * padded)
+                dot_values_8(source, bits[group], zeros, weights, step, out, 4 * depth, keep, keep + 4 * padded, ahead, share)
             else:
-                dot_values_4(source, bits[group], zeros, weights, step, out, 4 * depth, keep, keep + 4 * padded)
-        source += 2 * PAGE * bits[group]
+                dot_values_4(source, bits[group], zeros, weights, step, out, 4 * depth, keep, keep + 4 * padded, ahead, share)
+        source, ahead = source + 2 * PAGE * bits[group], ahead + SPANS * share
 
 
 @inlined()
