@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import UsageError
 from ..kernels.layout import PageLayout
 from ..offload.notes import Fallback
 from ..offload.page_slots import slot_nbytes
@@ -25,10 +26,15 @@ LEAST_PICKED, PICKED_SHARE = 4, 8  # at least so many pages, else a share of all
 
 
 def spill_folder(options: EngineOptions) -> Path:
-    """`--spill-dir`, or a folder beside the compiled kernels."""
+    """`--spill-dir`, or a folder beside the compiled kernels. Raises UsageError for the home of nobody."""
     from ..kernels.compile import cache_root
 
-    return Path(options.spill_dir).expanduser() if options.spill_dir else cache_root() / "kv"
+    if not options.spill_dir:
+        return cache_root() / "kv"
+    try:
+        return Path(options.spill_dir).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"--spill-dir {options.spill_dir}: there is no such user", "give the path without ~") from error
 
 
 def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, pages: int, workspace: int) -> Spill:

@@ -58,7 +58,7 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
             return half
         folder, repo, variant = _part_of_download(reference, absent, env), absent.repo, None
         if folder is None:
-            raise
+            raise ModelNotFound(absent.message, "effllm list shows what is here") from absent
     except ModelNotFound:
         half = _left(text, Path(os.path.abspath(reference.path))) if _is_in_ours(reference, env) else None
         if half is None:

@@ -125,6 +125,8 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["run", "fable", "hi", "--raw", "-s", "Be brief."], 2, "--system"),
     (["run", "fable", "  "], 2, "the prompt is empty"),
     (["run", "fable", "-f", "/nowhere/at/all.txt"], 2, "No such file"),
+    (["run", "fable", "hi", "--kv-ram", "16M", "--spill-dir", "~nobody-of-this-name/x"], 2, "there is no such user"),
+    (["rm", "tinyllama"], 3, "effllm list shows what is here"),
     (["run", "fabel", "hi"], 3, "did you mean fable"),
     (["run", "tell me a story"], 3, 'effllm run fable "tell me a story"'),
     (["run", "./no-such-folder", "hi"], 3, "no-such-folder"),

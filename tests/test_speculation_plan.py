@@ -68,8 +68,8 @@ def test_a_mixture_from_the_disk_never_drafts() -> None:
 
 
 def test_the_memory_of_a_draft_model_counts() -> None:
-    alone = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="2G"))
-    both = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="2G", draft=str(FABLE)))
+    alone = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G"))
+    both = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G", draft=str(FABLE)))
     taken = both.speculating.draft_nbytes
     assert taken > 11_540_992 and alone.placement.budget.ram - both.placement.budget.ram == taken
     assert both.speculating.lookup and both.speculating.draft.placement.ctx == 256
