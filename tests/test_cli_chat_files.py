@@ -131,6 +131,7 @@ def test_the_editor_writes_the_message(chat: Chat) -> None:
     assert len(chat.messages()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("editor", "said"), [
     ("", "no editor is named"), ("/no/such/editor", "cannot be started"), ("'open", "cannot be understood")])
 def test_an_editor_that_does_not_start_is_one_line(folder: Path, editor: str, said: str) -> None:

@@ -62,6 +62,7 @@ def test_a_stream_that_is_no_terminal_gets_no_codes(terminals: tuple[str, ...], 
         assert not any(code in COLOUR.sub("", err) for code in CODES), err
 
 
+@pytest.mark.slow
 def test_colour_by_variables_and_by_a_flag() -> None:
     words = ("run", "fable", STORY, "-n", "2")
     assert not COLOUR.search(written((), *words, FORCE_COLOR="1", NO_COLOR="1")[1])

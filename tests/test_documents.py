@@ -181,6 +181,7 @@ def test_what_doctor_shows_is_part_of_what_it_says() -> None:
     assert len(block.splitlines()) > 6 and set(shapes(block.splitlines())) <= printed, printed
 
 
+@pytest.mark.slow
 def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person, hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command lines of all documents that take no time on the packaged model, in their order."""
     hub.add("Qwen/Qwen3-0.6B", FABLE)

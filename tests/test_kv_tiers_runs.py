@@ -66,6 +66,7 @@ def test_a_run_keeps_to_its_budget_and_answers_the_same(model: Path, expected: d
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_mixture_with_its_cache_and_its_experts_on_the_disk(tmp_path: Path) -> None:
     """Of both a part: what the plan says in one process, another one keeps to."""
     mixture = long_context_mixture(tmp_path / "mixture")

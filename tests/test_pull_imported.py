@@ -97,7 +97,8 @@ def test_published_codes_of_experts_come_along_from_two_shards(hub: Hub, person:
     assert not person.blobs(REPO), "the published weights were kept, and nobody had asked for that"
 
 
-@pytest.mark.parametrize("name", ["gptq 4", "gptq 4, act order", "gptq 3", "awq", "int4", "int8, a scale per row", "fp8 blocks"])
+@pytest.mark.parametrize("name", ["gptq 4, act order", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "gptq 4", "gptq 3", "awq", "int4", "int8, a scale per row", "fp8 blocks"))])
 def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tmp_path: Path, name: str) -> None:
     """Codes that kernels multiply count as they are, what is widened with 16 bits, before a byte of them is here."""
     written(tmp_path / "m", name)

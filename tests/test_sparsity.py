@@ -145,6 +145,7 @@ class Ran:
         self.out, self.err = self.environment.stdout.getvalue(), self.environment.stderr.getvalue()
 
 
+@pytest.mark.slow
 def test_the_way_of_a_model_through_the_commands(tmp_path: Path) -> None:
     """The packaged model's weights behind ReLU: no good model, a real one."""
     shutil.copytree(FABLE, tmp_path / "relu")
