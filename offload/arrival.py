@@ -146,7 +146,9 @@ class Making:
             extents, nbytes, places = lay_out(ranges, gap=0)
             count = sum(fill(read) for read in reads_of(extents, desk, nbytes))
             self.piece.put([desk[place : place + own.nbytes] for place, own in zip(places, ranges, strict=True)], self.outs)
-        except (ValueError, MemoryError) as error:  # nobody would hear of it: whoever waits sees what a job's ticket says
+        except CheckpointError:
+            raise
+        except Exception as error:  # it would end the thread, and whoever waits would wait for ever: it hears what a job's ticket says
             raise CheckpointError(f"{ranges[0].file} holds weights that cannot be put in order: {error}", AGAIN) from error
         finally:
             self.desks.give(desk)

@@ -21,8 +21,8 @@ from effllm.runtime.source import open_store
 sys.path.insert(0, str(Path(__file__).parent))
 import test_imported
 from family_models import CASES, Case, written
-from gguf_samples import write_model
-from made_mixtures import GPTQ_SHAPE, counts, imported_mixture
+from gguf_samples import counts, write_model
+from made_mixtures import GPTQ_SHAPE, imported_mixture
 from test_mxfp4 import packed_model
 
 KINDS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_1", "Q4_1")
@@ -214,7 +214,8 @@ def test_desks_are_as_many_as_their_memory_allows() -> None:
         assert plan.count == max(1, arrival.DESKS_NBYTES // (plan.desk_nbytes + (1 << 20))) < THREADS
 
 
-@pytest.mark.parametrize("error", (ValueError("no weight"), MemoryError("no room"), CheckpointError("named already", "hint")))
+@pytest.mark.parametrize("error", (ValueError("no weight"), MemoryError("no room"), IndexError("beyond the end"),
+                                   CheckpointError("named already", "hint")))
 def test_what_goes_wrong_on_a_desk_is_one_line_and_frees_it(tmp_path: Path, error: Exception) -> None:
     path, _ = some(tmp_path)
 
