@@ -16,29 +16,25 @@ from contextlib import contextmanager, suppress
 ASKED = "complete_bash"
 COLON = ":"
 ASKS_FOR_SCRIPT = ("--install-completion", "--show-completion")
-# The library's, but that zsh loads the file at the first tab and takes it for the function itself: then it must complete, too.
-ZSH = """
-#compdef %(prog_name)s
-
-%(complete_func)s() {
-  eval $(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" %(autocomplete_var)s=complete_zsh %(prog_name)s)
-}
-
-if [ "$funcstack[1]" = "_%(prog_name)s" ]; then
+# The last line of the library's script, and what stands there instead: zsh loads the file at the first tab and takes it for the function
+# itself, which then must complete, too.
+ZSH_END = "compdef %(complete_func)s %(prog_name)s"
+ZSH_OWN = f'''if [ "$funcstack[1]" = "_%(prog_name)s" ]; then
   %(complete_func)s
 else
-  compdef %(complete_func)s %(prog_name)s
-fi
-"""
+  {ZSH_END}
+fi'''
 
 
 def own_script(argv: Sequence[str]) -> None:
-    """Let the library hand out our script where a line asks for one; a version of it that keeps its own elsewhere hands out that."""
+    """Mend the script for zsh that the library hands out where a line asks for one; a version that keeps it elsewhere hands out its own."""
     if any(word in ASKS_FOR_SCRIPT for word in argv):
-        with suppress(ImportError):
+        with suppress(ImportError, KeyError):
             from typer import _completion_shared
 
-            getattr(_completion_shared, "_completion_scripts", {})["zsh"] = ZSH
+            scripts = getattr(_completion_shared, "_completion_scripts", {})
+            head, end, rest = scripts["zsh"].rpartition(f"\n{ZSH_END}")
+            scripts["zsh"] = f"{head}\n{ZSH_OWN}{rest}" if end else rest
 
 
 @contextmanager
