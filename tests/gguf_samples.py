@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -14,6 +15,9 @@ from tokenizers import Tokenizer
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import PAD
 from effllm.quant.weight import RAW_NUMPY, to_f32
+
+if TYPE_CHECKING:
+    from family_models import Case
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
@@ -104,6 +108,18 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
     writer.write_tensors_to_file()
     writer.close()
     return meant
+
+
+def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
+    """What a file states of the experts of a `Case`."""
+    own = case.changes
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(own.get("num_local_experts", own.get("num_experts")))
+        writer.add_expert_used_count(own["num_experts_per_tok"])
+        if "moe_intermediate_size" in own:
+            writer.add_expert_feed_forward_length(own["moe_intermediate_size"])
+    return change
 
 
 def super_blocks(values: np.ndarray, kind: str) -> np.ndarray:

@@ -1,10 +1,9 @@
 """Mixtures whose experts lie otherwise in their files than kernels read them, for tests."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 from family_models import Case, written
@@ -14,18 +13,6 @@ from test_imported import CASES as IMPORTED
 
 GPTQ_SHAPE = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 32,
               "moe_intermediate_size": 192, "num_hidden_layers": 2, "norm_topk_prob": True}
-
-
-def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
-    """What a file states of the experts of a `Case`."""
-    own = case.changes
-
-    def change(writer: gguf.GGUFWriter) -> None:
-        writer.add_expert_count(own.get("num_local_experts", own.get("num_experts")))
-        writer.add_expert_used_count(own["num_experts_per_tok"])
-        if "moe_intermediate_size" in own:
-            writer.add_expert_feed_forward_length(own["moe_intermediate_size"])
-    return change
 
 
 def imported_mixture(folder: Path, name: str, shape: Mapping[str, object] = GPTQ_SHAPE) -> None:

@@ -19,7 +19,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import FEW_EXPERTS, Case, oracle, text, written
-from gguf_samples import FABLE, fable_gguf, write_model
+from gguf_samples import FABLE, counts, fable_gguf, write_model
 
 QUICK = {"device": "cpu", "kv": "32bit", "ctx": 256, "threads": 1}
 SIZES = {"intermediate_size": 96, "hidden_size": 64}  # multiples of a block
@@ -29,18 +29,6 @@ MIXTURES = {
                                                  "norm_topk_prob": True})),
     "olmoe": ("olmoe", Case("olmoe", {**SIZES, "num_experts": 3, "num_experts_per_tok": 2, "eos_token_id": None})),
 }
-
-
-def counts(family: str):
-    """What a file states of the experts."""
-    case = MIXTURES[family][1].changes
-
-    def change(writer: gguf.GGUFWriter) -> None:
-        writer.add_expert_count(case.get("num_local_experts", case.get("num_experts")))
-        writer.add_expert_used_count(case["num_experts_per_tok"])
-        if "moe_intermediate_size" in case:
-            writer.add_expert_feed_forward_length(case["moe_intermediate_size"])
-    return change
 
 
 def logits(path: Path, ids: list[int], **options: object) -> np.ndarray:
@@ -55,7 +43,7 @@ def logits(path: Path, ids: list[int], **options: object) -> np.ndarray:
 def test_a_mixture_answers_as_transformers_does(tmp_path: Path, family: str) -> None:
     arch, case = MIXTURES[family]
     model = written(case, tmp_path / "source")
-    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, counts(family))
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, counts(MIXTURES[family][1]))
     config = read_config(tmp_path / "m.gguf", strict=True)
     assert (config.family, config.mixture) == (family, read_config(tmp_path / "source").mixture)
     for length in (1, 7, 200):
@@ -72,7 +60,7 @@ def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
     """Each type means what the package says: as codes where the kernels multiply them, else widened; the router stays exact."""
     arch, case = MIXTURES[family]
     written(case, tmp_path / "source")
-    meant = write_model(tmp_path / "source", tmp_path / "m.gguf", kind, arch, counts(family))
+    meant = write_model(tmp_path / "source", tmp_path / "m.gguf", kind, arch, counts(MIXTURES[family][1]))
     with open_gguf_store(tmp_path / "m.gguf", "f32") as store:
         assert store.tensors.keys() == meant.keys()
         for name, info in store.tensors.items():
@@ -95,7 +83,7 @@ def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
 def test_a_tensor_for_every_expert_as_older_files_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arch, case = MIXTURES["mixtral"]
     written(case, tmp_path / "source")
-    write_model(tmp_path / "source", tmp_path / "new.gguf", "F32", arch, counts("mixtral"))
+    write_model(tmp_path / "source", tmp_path / "new.gguf", "F32", arch, counts(MIXTURES["mixtral"][1]))
     real = gguf.GGUFWriter.add_tensor
 
     def add_tensor(writer: gguf.GGUFWriter, name: str, data: np.ndarray, **more: object) -> None:
@@ -104,7 +92,7 @@ def test_a_tensor_for_every_expert_as_older_files_have_it(tmp_path: Path, monkey
             real(writer, own, each, **more)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_tensor)
-    write_model(tmp_path / "source", tmp_path / "old.gguf", "F32", arch, counts("mixtral"))
+    write_model(tmp_path / "source", tmp_path / "old.gguf", "F32", arch, counts(MIXTURES["mixtral"][1]))
     ids = list(range(40))
     np.testing.assert_array_equal(logits(tmp_path / "old.gguf", ids), logits(tmp_path / "new.gguf", ids))
 
@@ -133,7 +121,7 @@ def test_a_tensor_that_the_family_does_not_use_is_refused(tmp_path: Path) -> Non
     written(case, tmp_path / "source")
 
     def change(writer: gguf.GGUFWriter) -> None:
-        counts("qwen3_moe")(writer)
+        counts(MIXTURES["qwen3_moe"][1])(writer)
         writer.add_tensor("blk.1.attn_q.bias", np.zeros(128, np.float32))
 
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, change)

@@ -17,8 +17,8 @@ from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import FEW_EXPERTS, Case, written
-from gguf_samples import add_fable_tokenizer, write_model
-from made_mixtures import counts, imported_mixture
+from gguf_samples import add_fable_tokenizer, counts, write_model
+from made_mixtures import imported_mixture
 from streamed_models import FABLE, paging, random_folder
 from test_mxfp4 import packed_model
 from test_paged_models import logits, paged, resident

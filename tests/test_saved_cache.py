@@ -4,12 +4,11 @@ import json
 import shutil
 import zlib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from saves import FABLE, opened, read, save, tokens
 
-import effllm
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.kernels import raw_pages
 from effllm.kernels.cpu.ops import CpuOps
@@ -22,18 +21,12 @@ from effllm.quant.kv import codec
 from effllm.quant.kv_exact import pack_exact, unpack_exact
 from effllm.quant.kv_stored import check_stored
 from effllm.runtime.cache import AttnSpec, CacheShape, open_cache
-from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.saved_cache import folder_identity, identity, page_keys, refuse_other, restore_cache, save_cache, tail_key
+from effllm.runtime.engine import Engine
+from effllm.runtime.saved_cache import folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
 from effllm.runtime.saved_format import SavedCache, SavedSession
 from effllm.runtime.session_store import SessionStore
 
-FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 LENGTHS = {"a page sealed": 400, "sinks alone": 40, "nothing sealed": 200, "on a page's end": 64 + 2 * PAGE}
-
-
-def opened(**options) -> Engine:
-    return list(open_engine(FABLE, EngineOptions(**{"device": "cpu", "ctx": 1024, **options})))[-1]
 
 
 @pytest.fixture(scope="module", params=["4bit", "16bit", "32bit"])
@@ -57,24 +50,6 @@ def store(tmp_path) -> SessionStore:
     return SessionStore(tmp_path / "sessions")
 
 
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(10, 2000, count).tolist()
-
-
-def read_prompt(engine: Engine, ids: list[int]) -> None:
-    for _ in engine.prefill(ids):
-        continue
-
-
-def saved(engine: Engine, store: SessionStore, name: str = "tale") -> SavedSession:
-    with store.writing(name):
-        *_, cache = save_cache(engine, store, identity(engine), None)
-        session = SavedSession(name, "fable", 0.0, {}, cache)
-        store.write(session)
-    assert isinstance(cache, SavedCache)
-    return session
-
-
 def restore(engine: Engine, store: SessionStore, name: str = "tale") -> None:
     session = store.read(name)
     refuse_other(session, identity(engine))
@@ -87,7 +62,7 @@ def rest(engine: Engine, ids: list[int]) -> list[np.ndarray]:
     """Logits of a few tokens one by one, of some at once, and of a prompt that takes part of it back."""
     found = [engine.forward_logits([token]).copy() for token in ids[:3]]
     found.append(engine.forward_logits(ids[3:30]).copy())
-    read_prompt(engine, [*engine.tokens[:-20], *ids[40:60]])
+    read(engine, [*engine.tokens[:-20], *ids[40:60]])
     return [*found, engine._logits.copy()]
 
 
@@ -95,10 +70,10 @@ def rest(engine: Engine, ids: list[int]) -> list[np.ndarray]:
 def test_every_logit_afterwards_has_the_same_bits(pair, store, length):
     first, second = pair
     first.reset()
-    read_prompt(first, tokens(length))
+    read(first, tokens(length))
     for token in tokens(5, 1):
         first.forward_logits([token])
-    saved(first, store)
+    save(first, store, "tale")
     second.reset()
     restore(second, store)
     assert second.tokens == first.tokens and second.cache.n == first.cache.n and second.cache.sealed == first.cache.sealed
@@ -111,9 +86,9 @@ def test_a_cache_that_was_cut_back_comes_back_as_it_was(pair, store):
     """Its last page is packed though its tokens are newer than the window: what is held is not a function of the length."""
     first, second = pair
     first.reset()
-    read_prompt(first, tokens(500))
-    read_prompt(first, [*tokens(500)[:330], 11, 12])
-    saved(first, store)
+    read(first, tokens(500))
+    read(first, [*tokens(500)[:330], 11, 12])
+    save(first, store, "tale")
     restore(second, store)
     assert (second.cache.n, second.cache.sealed) == (first.cache.n, first.cache.sealed)
     more = tokens(60, 3)
@@ -125,8 +100,8 @@ def test_two_thousand_tokens_take_a_third_of_what_they_take_in_sixteen_bits(stor
     """Sealed pages at 4.5 bits, 192 to 319 tokens exact; the session's own file counts."""
     engine = opened(kv="4bit", ctx=2048)
     try:
-        read_prompt(engine, tokens(2000))
-        session = saved(engine, store)
+        read(engine, tokens(2000))
+        session = save(engine, store, "tale")
         nbytes = sum(path.stat().st_size for path in store.folder.rglob("*") if path.is_file())
         values = 2000 * 2 * engine.config.num_hidden_layers * engine.config.num_key_value_heads * engine.config.head_dim
         assert nbytes <= 0.35 * 2 * values
@@ -137,10 +112,10 @@ def test_two_thousand_tokens_take_a_third_of_what_they_take_in_sixteen_bits(stor
 
 def test_sessions_that_begin_alike_share_their_pages(one, store):
     one.reset()
-    read_prompt(one, tokens(600))
-    first = saved(one, store, "first")
-    read_prompt(one, [*tokens(600)[:470], *tokens(130, 5)])
-    second = saved(one, store, "second")
+    read(one, tokens(600))
+    first = save(one, store, "first")
+    read(one, [*tokens(600)[:470], *tokens(130, 5)])
+    second = save(one, store, "second")
     same = [a == b for a, b in zip(first.cache.pages, second.cache.pages)]
     assert len(same) == 3 and same[:2] == [True, True] and first.cache.sinks == second.cache.sinks and first.cache.tail != second.cache.tail
 
@@ -204,8 +179,8 @@ def test_a_folder_tells_another_model_and_other_weights(one, tmp_path):
 
 def test_a_context_too_short_for_what_was_held(one, store):
     one.reset()
-    read_prompt(one, tokens(500))
-    saved(one, store)
+    read(one, tokens(500))
+    save(one, store, "tale")
     small = opened(kv="4bit", ctx=400)
     with pytest.raises(ContextOverflow, match="session tale holds 500 tokens and the context 400") as caught:
         restore(small, store)
@@ -221,8 +196,8 @@ def test_a_context_too_short_for_what_was_held(one, store):
 @pytest.mark.parametrize("how", ["altered", "cut short", "gone"])
 def test_damaged_files_are_named_and_the_engine_goes_on(one, store, which, where, how):
     one.reset()
-    read_prompt(one, tokens(400))
-    cache = saved(one, store).cache
+    read(one, tokens(400))
+    cache = save(one, store, "tale").cache
     path = store.pages / {"page": cache.pages[0], "sinks": cache.sinks, "tail": cache.tail}[which].name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -236,15 +211,15 @@ def test_damaged_files_are_named_and_the_engine_goes_on(one, store, which, where
     assert caught.value.message.startswith(f"session tale is damaged: {where} ") and said in caught.value.message
     assert caught.value.hint.startswith("effllm session rm tale --cache") and caught.value.exit_code == 1
     assert one.tokens == [] and one.cache.n == 0
-    read_prompt(one, tokens(400))
+    read(one, tokens(400))
     assert np.isfinite(one._logits).all()
 
 
 def test_forged_sessions_reach_no_kernel(one, store):
     """Whole checksums around content that no engine wrote."""
     one.reset()
-    read_prompt(one, tokens(400))
-    session, own = saved(one, store), identity(one)
+    read(one, tokens(400))
+    session, own = save(one, store, "tale"), identity(one)
     cache, ids = session.cache, list(session.cache.tokens)
     page = bytearray(store.read_page(cache.pages[0]))
     widths = bytearray(page)
@@ -281,7 +256,7 @@ def test_forged_sessions_reach_no_kernel(one, store):
 
 def test_pages_say_what_they_are_of(one):
     one.reset()
-    read_prompt(one, tokens(400))
+    read(one, tokens(400))
     cache = one.cache
     page = cache.read(0)[2]
     check_stored(cache.codecs[2], page, cache.layout, 2, 64)
@@ -316,7 +291,7 @@ def test_exact_tokens_come_back_to_the_bit(stored, counts, parts):
 
 def test_keys_and_values_are_packed_to_less_than_their_bits(one):
     one.reset()
-    read_prompt(one, tokens(250))
+    read(one, tokens(250))
     blocks = one.cache.exact_blocks()
     counts = [count for _, count in blocks]
     data = pack_exact([one.cache.read(page) for page, _ in blocks], counts, one.cache.layout)

@@ -1,49 +1,40 @@
 """A prompt that begins as some saved session does takes the pages of that beginning: found by their names, with the bits of reading it."""
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from saves import opened, read, save, tokens
 
-import effllm
 from effllm.kernels.layout import PAGE
 from effllm.runtime import saved_prefix, session_store
-from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.events import Notice
+from effllm.runtime.engine import Engine
 from effllm.runtime.passes import FEW
-from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.saved_cache import identity, save_cache
-from effllm.runtime.saved_format import SavedSession, parse_saved
+from effllm.runtime.saved_cache import identity
+from effllm.runtime.saved_format import parse_saved
 from effllm.runtime.saved_prefix import lend
 from effllm.runtime.session_store import DamagedSession, SessionStore
 
-FABLE = Path(effllm.__path__[0]) / "models" / "fable"
-SINKS = 64
-
-
-def opened(**options) -> Engine:
-    return list(open_engine(FABLE, EngineOptions(**{"device": "cpu", "ctx": 1536, **options})))[-1]
+SINKS, CTX = 64, 1536
 
 
 @pytest.fixture(scope="module", params=["16bit", "32bit"])
 def unpacked(request):
-    engine = opened(kv=request.param)
+    engine = opened(ctx=CTX, kv=request.param)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def packed():
-    engine = opened(kv="4bit")
+    engine = opened(ctx=CTX, kv="4bit")
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def one():
-    engine = opened()
+    engine = opened(ctx=CTX)
     yield engine
     engine.close()
 
@@ -53,25 +44,9 @@ def store(tmp_path) -> SessionStore:
     return SessionStore(tmp_path / "sessions")
 
 
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(10, 2000, count).tolist()
-
-
-def read(engine: Engine, ids: list[int]) -> list[str]:
-    return [event.text for event in engine.prefill(ids) if isinstance(event, Notice)]
-
-
 def answer(engine: Engine, ids: list[int]) -> None:
     for token in ids:
         engine.forward_logits([token])
-
-
-def save(engine: Engine, store: SessionStore, name: str = "one", **changes) -> SavedSession:
-    with store.writing(name):
-        *_, cache = save_cache(engine, store, identity(engine), None)
-        session = SavedSession(name, "fable", 0.0, {}, replace(cache, **changes))
-        store.write(session)
-    return session
 
 
 def restored(engine: Engine, store: SessionStore, ids: list[int], before: list[int] | None = None) -> list[str]:
@@ -111,7 +86,7 @@ def test_over_an_unpacked_cache_every_logit_has_the_bits_of_a_prompt_read_whole(
     engine.reset()
     read(engine, tokens(1000))
     answer(engine, tokens(3, 2))
-    save(engine, store)
+    save(engine, store, "one")
     lent = SINKS + PAGE * pages
     assert restored(engine, store, prompt) == [f"{lent} tokens of the prompt restored from session one"]
     assert (engine.reused, engine.read, engine.tokens) == (lent, len(prompt) - lent, prompt)
@@ -125,7 +100,7 @@ def test_over_packed_pages_it_is_as_if_the_process_had_read_the_other_prompt_bef
     prompt = tokens(1000)[:900] + tokens(60, 1)
     packed.reset()
     read(packed, tokens(1000))
-    save(packed, store)
+    save(packed, store, "one")
     (said,) = restored(packed, store, prompt)
     lent, sealed = packed.reused, packed.cache.sealed
     assert said.startswith(f"{lent} tokens ") and lent == SINKS + 5 * PAGE  # 900 and not the window of 128
@@ -142,7 +117,7 @@ def test_an_answer_is_not_lent_because_reading_it_gives_other_bits(one, store):
     one.reset()
     read(one, tokens(500))
     answer(one, said)
-    session = save(one, store)
+    session = save(one, store, "one")
     prompt = [*tokens(500), *said, *tokens(30, 4)]
     assert session.cache.sealed == 5 and session.cache.anew == 500
     assert restored(one, store, prompt) == [f"{SINKS + 3 * PAGE} tokens of the prompt restored from session one"]
@@ -171,7 +146,7 @@ def test_what_is_lent_is_lent_on(one, store):
 def test_a_process_takes_what_is_more_than_it_holds(one, store):
     one.reset()
     read(one, tokens(800))
-    save(one, store)
+    save(one, store, "one")
     assert restored(one, store, tokens(800), before=tokens(790)) == [] and one.reused == 790
     assert len(restored(one, store, tokens(800), before=tokens(300))) == 1 and one.reused == SINKS + 4 * PAGE
     assert restored(one, store, tokens(800, 5), before=tokens(300)) == [] and one.reused == 0
@@ -185,14 +160,14 @@ def test_a_session_of_something_else_lends_nothing(one, store, part):
     """Though its file names the very pages."""
     one.reset()
     read(one, tokens(500))
-    save(one, store, identity={**identity(one), part: "other"})
+    save(one, store, "one", identity={**identity(one), part: "other"})
     assert restored(one, store, tokens(600)) == [] and one.reused == 0
 
 
 def test_other_bits_of_the_cache_find_nothing(one, packed, store):
     one.reset()
     read(one, tokens(500))
-    save(one, store)
+    save(one, store, "one")
     assert restored(packed, store, tokens(600)) == [] and packed.reused == 0
     assert len(restored(one, store, tokens(600))) == 1
 
@@ -202,14 +177,14 @@ def test_other_bits_of_the_cache_find_nothing(one, packed, store):
 def test_pages_that_this_run_would_not_make_are_not_lent(one, store, changes):
     one.reset()
     read(one, tokens(500))
-    save(one, store, **changes)
+    save(one, store, "one", **changes)
     assert restored(one, store, tokens(600)) == [] and one.reused == 0
 
 
 def test_pages_without_a_session_are_not_lent(one, store):
     one.reset()
     read(one, tokens(500))
-    save(one, store)
+    save(one, store, "one")
     store.path("one").unlink()
     assert restored(one, store, tokens(600)) == [] and one.reused == 0
 
@@ -217,7 +192,7 @@ def test_pages_without_a_session_are_not_lent(one, store):
 def test_a_file_of_before_says_nothing_of_reading_and_lends_nothing(one, store):
     one.reset()
     read(one, tokens(500))
-    session = save(one, store)
+    session = save(one, store, "one")
     content = json.loads(session.to_json())
     assert content["cache"].pop("read") == [500, session.cache.read_by]
     store.path("one").write_text(_summed(content))
@@ -248,7 +223,7 @@ def test_a_damaged_page_is_read_as_part_of_the_prompt_and_told_in_one_line(one, 
     want = logits(one)
     one.reset()
     read(one, tokens(600))
-    cache = save(one, store).cache
+    cache = save(one, store, "one").cache
     damage(store, cache.sinks if which < 0 else cache.pages[which], how)
     if how == "gone" and which >= 0:  # its name is not there, so nobody asks for it
         said = restored(one, store, prompt)
@@ -293,7 +268,7 @@ def test_stopped_while_it_is_restored_an_engine_holds_nothing(one, store, monkey
     one.reset()
     read(one, tokens(600))
     want = one._logits.copy()
-    save(one, store)
+    save(one, store, "one")
 
     def stopped(*_):
         raise raised
@@ -309,7 +284,7 @@ def test_stopped_while_it_is_restored_an_engine_holds_nothing(one, store, monkey
 def test_a_folder_that_cannot_be_opened_lends_nothing(one, store, monkeypatch):
     one.reset()
     read(one, tokens(500))
-    save(one, store)
+    save(one, store, "one")
 
     def closed(*_, **__):
         raise PermissionError(13, "Permission denied")

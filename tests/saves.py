@@ -1,0 +1,39 @@
+"""Engines of the packaged model, prompts of random tokens, and what is saved of them: for tests of saved sessions."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+import effllm
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.saved_cache import identity, save_cache
+from effllm.runtime.saved_format import SavedCache, SavedSession
+from effllm.runtime.session_store import SessionStore
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+
+
+def opened(**options) -> Engine:
+    return list(open_engine(FABLE, EngineOptions(**{"device": "cpu", "ctx": 1024, **options})))[-1]
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 2000, count).tolist()
+
+
+def read(engine: Engine, ids: list[int]) -> list[str]:
+    """Read a prompt; what a person is told."""
+    return [event.text for event in engine.prefill(ids) if isinstance(event, Notice)]
+
+
+def save(engine: Engine, store: SessionStore, name: str, **changes) -> SavedSession:
+    """What the engine holds as a session; `changes` to what is said of the cache."""
+    with store.writing(name):
+        *_, cache = save_cache(engine, store, identity(engine), None)
+        assert isinstance(cache, SavedCache)
+        session = SavedSession(name, "fable", 0.0, {}, replace(cache, **changes))
+        store.write(session)
+    return session
