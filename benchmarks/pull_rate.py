@@ -1,7 +1,8 @@
 """How fast a large file comes over the loopback: `effllm pull` beside huggingface_hub, from the same server in a process of its own.
 
 Rounds alternate, the better half of each side counts. effllm checks the sha256 while it writes, the library checks the length alone, so it
-is measured once more with its file hashed afterwards (its transfer by chunks, Xet, is off on all sides: the loopback has no such storage).
+is measured once more with its file hashed afterwards, and effllm once more without the hash: what it costs beside the transfer. The
+library's transfer by chunks, Xet, is off on all sides: the loopback has no such storage.
 Where the processor has no instructions for sha256 the hash alone takes as long as the library does without it.
 
     python benchmarks/pull_rate.py [--nbytes 1000000000] [--rounds 5] [--discard]
@@ -26,6 +27,7 @@ import hub_server
 from hub_server import Hub, running
 from huggingface_hub import snapshot_download
 
+from effllm.offload import transfer
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.download import download
 from effllm.runtime.pull.repository import describe
@@ -52,6 +54,14 @@ def ours(endpoint: str, cache: Path) -> None:
     repository = describe(client, REPO, "main")
     *_, folder = download(repository, list(repository.files.values()), client, env)
     assert (folder / "model.safetensors").exists()
+
+
+def ours_unchecked(endpoint: str, cache: Path) -> None:
+    made, transfer.new_hash = transfer.new_hash, lambda digest, size: None
+    try:
+        ours(endpoint, cache)
+    finally:
+        transfer.new_hash = made
 
 
 def theirs(endpoint: str, cache: Path) -> None:
@@ -96,7 +106,7 @@ def main() -> None:
     command = [sys.executable, __file__, "--serve", "--nbytes", str(given.nbytes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         endpoint = server.stdout.readline().strip()
-        took: dict[Callable, list[float]] = {ours: [], theirs: [], theirs_checked: []}
+        took: dict[Callable, list[float]] = {ours: [], ours_unchecked: [], theirs: [], theirs_checked: []}
         for _ in range(given.rounds):
             for pull in took:
                 took[pull].append(seconds(pull, endpoint))
@@ -105,6 +115,7 @@ def main() -> None:
     size = f"{given.nbytes / 1e9:g} GB over the loopback, better half of {given.rounds} rounds"
     publish("pull-rate", "Download rate", __doc__.split("\n\n")[1], [
         Figure("effllm_gbps", "effllm pull, sha256 checked", size, rates[ours], "GB/s"),
+        Figure("effllm_unchecked_gbps", "effllm pull without its hash", size, rates[ours_unchecked], "GB/s"),
         Figure("huggingface_hub_gbps", "huggingface_hub, length checked", size, rates[theirs], "GB/s"),
         Figure("huggingface_hub_checked_gbps", "huggingface_hub, then sha256", size, rates[theirs_checked], "GB/s"),
         Figure("sha256_gbps", "sha256 alone", "one core, from memory", hash_rate() / 1e9, "GB/s"),
