@@ -1,31 +1,68 @@
 """How long a conversion will take, measured before it starts: a sample of rows goes through reading, method and packing, unwritten.
 
-A method without calibration costs the same for every weight. One with it costs in proportion to a row's length as well, and to the cube of
-it once per tensor for factoring what the text showed; running the text itself is counted by its multiplications.
+A method without calibration costs the same for every weight. One that searches codes in the metric of a text goes through the inputs of a
+block of rows one by one, so a block takes something for each input however many rows it has, beside what each weight takes; the two are
+told apart by a sample of few rows. Its products, a weight's with every input of its row, are counted, as are those of running the text.
+What the text showed is factored once for all tensors that read the same inputs, with the cube of their number.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from math import prod
+from dataclasses import dataclass, replace
+from math import ceil, prod
 
 import numpy as np
 
+from ..quant import methods
 from ..quant.codes import Codes
 from ..quant.error import squared_error
 from ..quant.pack import pack
 from ..quant.spec import QuantSpec
 from ..quant.stats import Stats
+from .calibrate import READS, WINDOW
 from .convert_plan import ConversionPlan, Job
-from .convert_stream import Block, read_rows, widened
-from .families import expert_of
+from .convert_stream import BLOCK_NBYTES, Block, read_rows, widened
+from .families import expert_of, kind_of
 
-SAMPLE_WEIGHTS = 1 << 20
+SAMPLE_WEIGHTS, FEW_ROWS = 1 << 20, 8  # and of few rows an eighth
+WIDER = 2  # how much faster a product is in float32 than in float64
+TAPS = {role: tap for tap, roles in READS.items() for role in roles}
 Quantize = Callable[[Job, np.ndarray, Stats | None], Codes]
 
 
-def estimate(plan: ConversionPlan, todo: Sequence[Job], quantize: Quantize, calibration_tokens: int) -> float:
+@dataclass(frozen=True)
+class Costs:
+    """What was measured on rows of `depth` inputs, in seconds: a block's for each input, a weight's (products with `depth` inputs among
+    it), factoring what a text showed of `depth` inputs; a weight's where no text showed anything. `rate`: operations a second of a product
+    in float32, multiplications and additions."""
+
+    depth: int
+    input_s: float
+    weight_s: float
+    factor_s: float
+    plain_s: float
+    rate: float
+
+    def searched(self, shape: Sequence[int], products: float) -> float:
+        """Seconds for a tensor [N, K] of which each weight takes part in `products` * K multiplications in float64."""
+        rows, depth = shape
+        blocks = ceil(rows / max(16, BLOCK_NBYTES // 4 // depth))
+        further = 2 * products * max(0, depth - self.depth) / (self.rate / WIDER)
+        return blocks * depth * self.input_s + rows * depth * (self.weight_s + further)
+
+    def factored(self, depth: int) -> float:
+        """Seconds for what a text showed of so many inputs."""
+        return self.factor_s * (depth / self.depth) ** 3
+
+    def tried(self, shape: Sequence[int], trials: int, most_rows: int) -> float:
+        """Seconds for `trials` of rounding at most `most_rows` rows of a tensor and judging the error of its outputs."""
+        rows, depth = min(shape[0], most_rows), shape[1]
+        return trials * rows * depth * (self.weight_s + 2 * depth / self.rate)
+
+
+def estimate(plan: ConversionPlan, todo: Sequence[Job], method: str, quantize: Quantize, calibration_tokens: int) -> float:
     """Seconds for `todo`. `calibration_tokens`: of the text that runs before, 0 for a method that needs none."""
     low = [job for job in todo if job.quantized]
     if not low:
@@ -34,24 +71,70 @@ def estimate(plan: ConversionPlan, todo: Sequence[Job], quantize: Quantize, cali
     for job in low:
         weights[job.spec] = weights.get(job.spec, 0) + prod(job.shape)
     spec = max(weights, key=weights.get)
-    sample = min((job for job in low if job.spec == spec), key=lambda job: job.shape[1])
-    n, depth = sample.shape
-    n = min(n, max(16, SAMPLE_WEIGHTS // depth // 16 * 16))
-    _seconds(plan, sample, n, quantize, made_up(depth) if calibration_tokens else None)  # compiling and loading are no part of the work
-    stats = made_up(depth) if calibration_tokens else None
-    first = _seconds(plan, sample, n, quantize, stats)
-    if not calibration_tokens:
-        return first * sum(weights.values()) / (n * depth)
-    again = _seconds(plan, sample, n, quantize, stats)  # with what the text showed factored already
-    factoring = max(0.0, first - again) * sum((other.shape[1] / depth) ** 3 for other in low)
-    return again * sum(prod(other.shape) * other.shape[1] / depth for other in low) / (n * depth) + factoring \
-        + calibration_tokens * 2 * sum(_visited(plan, other) * (prod(other.shape) + other.shape[1] ** 2) for other in low) \
-        / _multiplications(depth)
+    alike = [job for job in low if job.spec == spec]
+    if calibration_tokens:
+        unseen = [job for job in low if not _seen(plan, job)]
+        sample = min([job for job in alike if _seen(plan, job)] or alike, key=lambda job: (job.shape[1], -job.shape[0]))
+        return total(plan, low, method, _measured(plan, sample, quantize, bool(unseen)), calibration_tokens)
+    sample = min(alike, key=lambda job: job.shape[1])
+    n = _rows(sample)
+    _seconds(plan, sample, n, quantize, None)  # compiling and loading are no part of the work
+    return _seconds(plan, sample, n, quantize, None) * sum(weights.values()) / (n * sample.shape[1])
+
+
+def total(plan: ConversionPlan, low: Sequence[Job], method: str, costs: Costs, tokens: int) -> float:
+    """Seconds for tensors with a text of `tokens` tokens."""
+    seen, own = [job for job in low if _seen(plan, job)], methods.get(method)
+    seconds = costs.plain_s * sum(prod(job.shape) for job in low if not _seen(plan, job))
+    if "hessian" in own.NEEDS:
+        seconds += sum(costs.searched(job.shape, own.PRODUCTS) for job in seen)
+        seconds += sum(costs.factored(depth) for depth in {_inputs(job): job.shape[1] for job in seen}.values())
+    else:  # a layer's tensors are changed together, and then rounded
+        seconds += sum(costs.searched(job.shape, 0.0) for job in seen)
+        seconds += sum(costs.tried(job.shape, len(own.EXPONENTS), own.ROWS) for job in seen if job.key != "outer")
+    return seconds + tokens * text_operations(plan) / costs.rate
+
+
+def text_operations(plan: ConversionPlan) -> float:
+    """Multiplications and additions of a token of the text: matrices of layers, attention within a window, half of a product of the inputs
+    with themselves wherever they are read."""
+    config, matrices = plan.config, [job for job in plan.jobs if kind_of(job.role) in TAPS and len(job.shape) == 2]
+    inputs = {_inputs(job): _visited(plan, job) * job.shape[1] ** 2 for job in matrices}
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * min(WINDOW, config.context_length)
+    return sum(2 * _visited(plan, job) * prod(job.shape) for job in matrices) + sum(inputs.values()) + attention + config.hidden_size ** 2
+
+
+def _seen(plan: ConversionPlan, job: Job) -> bool:
+    """Does the text show a tensor's inputs? An embedding's where it is the head too."""
+    return job.role != "embed" or all(other.role != "head" for other in plan.jobs)
+
+
+def _inputs(job: Job) -> tuple[object, ...]:
+    """What tensors that read the same inputs have in common."""
+    return job.key, expert_of(job.role), TAPS.get(kind_of(job.role), job.role)
 
 
 def _visited(plan: ConversionPlan, job: Job) -> float:
     """The share of tokens that read a tensor."""
     return 1.0 if expert_of(job.role) is None else plan.config.mixture.per_token / plan.config.mixture.experts
+
+
+def _rows(sample: Job) -> int:
+    n, depth = sample.shape
+    return min(n, max(16, SAMPLE_WEIGHTS // depth // 16 * 16))
+
+
+def _measured(plan: ConversionPlan, sample: Job, quantize: Quantize, plainly: bool) -> Costs:
+    """`Costs` by rows of `sample`; `plainly`: of what no text shows as well."""
+    depth, n = sample.shape[1], _rows(sample)
+    few = max(1, n // FEW_ROWS)
+    stats = made_up(depth)
+    _seconds(plan, sample, few, quantize, stats)  # compiling and loading are no part of the work, nor is factoring, which comes once
+    apart, every = (_seconds(plan, sample, rows, quantize, stats) for rows in (few, n))
+    row_s = max(0.0, every - apart) / (n - few) if n > few else every / n
+    factor_s = _factored_s(stats)
+    plain_s = _seconds(plan, sample, n, quantize, None) / (n * depth) if plainly else 0.0
+    return Costs(depth, max(0.0, every - n * row_s) / depth, row_s / depth, factor_s, plain_s, _multiplications(depth))
 
 
 def made_up(depth: int) -> Stats:
@@ -67,6 +150,13 @@ def _seconds(plan: ConversionPlan, job: Job, n: int, quantize: Quantize, stats: 
     made = quantize(job, rows, stats)
     squared_error(rows, made, job.spec)
     pack(made, job.spec)
+    return time.monotonic() - begun
+
+
+def _factored_s(stats: Stats) -> float:
+    """Seconds for the factor of what a text showed."""
+    begun = time.monotonic()
+    _ = replace(stats).feedback  # a copy has not made it yet
     return time.monotonic() - begun
 
 

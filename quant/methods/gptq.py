@@ -4,7 +4,8 @@ Scales and zeros are those of `rtn`, fixed before the first code is chosen, so i
 a table of who belongs to which group. Each input's code then makes up for the errors of those before it. Sweeps over all codes follow, each
 chosen again given all others, and each group's scale with them: every step lowers the error of the outputs, e H eT.
 
-A row never sees another one. Sums are in float64, so that a code does not hang on how BLAS cuts a block of rows.
+A row never sees another one. Sums are in float64, so that a code does not hang on how BLAS cuts a block of rows. Products of one input
+with a block's are a few ten thousand multiplications: the threads of BLAS that share one wait for each other longer than it takes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from ... import UsageError
+from ...kernels.blas import one_thread
 from ..codes import Codes, Sparse, bf16, scale_values
 from ..spec import QuantSpec
 from ..stats import Stats
@@ -22,6 +24,7 @@ from . import checked, rtn
 NEEDS = frozenset({"hessian"})
 BLOCK = 64  # inputs between two large products
 SWEEPS = 2
+PRODUCTS = 0.5 + SWEEPS  # multiplications of a weight for each input of its row, in float64: half of them are fed back, a sweep takes all
 TINY = 1e-300
 
 
@@ -77,10 +80,11 @@ class Search:
             end = min(len(order), begin + BLOCK)
             asked = feedback[:begin, begin:end].T.astype(np.float64) @ errors[:begin]
             within = np.ascontiguousarray(feedback[begin:end, begin:end].T, np.float64)
-            for at, column in enumerate(order[begin:end]):
-                weights = self.weights[column]
-                wanted = weights + asked[at] + within[at, :at] @ errors[begin : begin + at]
-                errors[begin + at] = weights - self._choose(column, wanted)
+            with one_thread():
+                for at, column in enumerate(order[begin:end]):
+                    weights = self.weights[column]
+                    wanted = weights + asked[at] + within[at, :at] @ errors[begin : begin + at]
+                    errors[begin + at] = weights - self._choose(column, wanted)
 
     def sweep(self) -> None:
         """Each group's scale and each code again, given all others: the exact minimum along one coordinate at a time."""
@@ -92,16 +96,17 @@ class Search:
             gradient = hessian[begin:end].astype(np.float64) @ errors
             within = hessian[begin:end, begin:end].astype(np.float64)
             moved = np.zeros_like(gradient)  # of what the weights mean, since the gradient was taken
-            for first in range(0, end - begin, group):
-                last = min(end - begin, first + group)
-                values = self._bound(begin + first, begin + last)
-                power = np.einsum("kn,kn->n", within[first:last, first:last] @ values, values)
-                pull = np.einsum("kn,kn->n", gradient[first:last] - within[first:last] @ moved, values)
-                moved[first:last] = values * self._rescale((begin + first) // group, pull / np.maximum(power, TINY))
-            for at, column in enumerate(range(begin, end)):
-                before = self._meaning(column)
-                after = self._choose(column, before + (gradient[at] - within[at] @ moved) / within[at, at])
-                moved[at] += after - before
+            with one_thread():
+                for first in range(0, end - begin, group):
+                    last = min(end - begin, first + group)
+                    values = self._bound(begin + first, begin + last)
+                    power = np.einsum("kn,kn->n", within[first:last, first:last] @ values, values)
+                    pull = np.einsum("kn,kn->n", gradient[first:last] - within[first:last] @ moved, values)
+                    moved[first:last] = values * self._rescale((begin + first) // group, pull / np.maximum(power, TINY))
+                for at, column in enumerate(range(begin, end)):
+                    before = self._meaning(column)
+                    after = self._choose(column, before + (gradient[at] - within[at] @ moved) / within[at, at])
+                    moved[at] += after - before
             errors[begin:end] -= moved
 
     def result(self) -> Codes:
