@@ -25,6 +25,7 @@ import numpy as np
 
 import effllm
 from effllm.kernels.layout import PAGE
+from effllm.offload.predict import Prediction
 from effllm.offload.size import format_size
 from effllm.runtime import kv_disk
 from effllm.runtime.bench import prepare_synthetic
@@ -110,13 +111,13 @@ def disk_rate(engine: Engine) -> float:
     return (stream.traffic.nbytes - before) / (time.perf_counter() - started)
 
 
-def promised(engine: Engine, folder: str | None) -> float:
-    """Tokens a second that `plan` promises at the depth that is run, the disk being probed on a file beside the cache's."""
+def promised(engine: Engine, folder: str | None) -> Prediction:
+    """What `plan` promises with a full context, which is what is run, the disk being probed on a file beside the cache's."""
     with tempfile.NamedTemporaryFile(dir=folder or kv_disk.spill_folder(engine.prepared.options)) as file:
         for _ in range(PROBED // len(noise := np.random.default_rng(4).bytes(1 << 20))):
             file.write(noise)
         os.fsync(file.fileno())
-        return promise(engine.prepared, Path(file.name)).full.tokens_per_s
+        return promise(engine.prepared, Path(file.name)).full
 
 
 def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
@@ -150,7 +151,9 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
                Figure("exact_of_disk", "all pages read: of the disk's rate", under, median(of_disk), ""),
                Figure("exact_tps", "all pages read", f"{format_size(on_disk * page)} from the disk a token", 1 / median(seconds["exact"]),
                       "tokens/s"),
-               Figure("predicted_tps", "all pages read, predicted before the run", under, expected, "tokens/s"),
+               Figure("predicted_tps", "all pages read, predicted before the run", under, expected.tokens_per_s, "tokens/s"),
+               Figure("predicted_disk_ms", "of that, the disk", "a token", 1e3 * expected.disk_s, "ms"),
+               Figure("predicted_processor_ms", "of that, the processor", "a token, beside the disk", 1e3 * expected.processor_s, "ms"),
                Figure("memory_tps", "all in memory", f"{cache.n} tokens", 1 / median(seconds["memory"]), "tokens/s"),
                Figure("sparse_kept", "few picked: of the rate in memory", under, median(kept), ""),
                Figure("sparse_tps", "few picked", f"at most {kv_disk.picked(sides['sparse'].prepared.shape.pages)} pages a layer, "

@@ -17,5 +17,8 @@ def promise(prepared: Prepared, file: Path | None = None) -> forecast.Forecast:
     if (lacking := roofs.missing(wanted, known)) is not None:
         *_, known = roofs.probe(lacking, known)
     found = disk.probe(wanted.file)
-    print("disk", [(read.nbytes, read.depth, round(read.rate / 1e6)) for read in found.reads], file=sys.stderr, flush=True)
+    for what, rates in (("disk", [(read.nbytes, read.depth, round(read.rate / 1e6)) for read in found.reads]),
+                        ("disk, the second time", (found.stretch, round(found.again / 1e6))),
+                        ("attention", [known.machine.attention.get(kv) for kv in wanted.kv])):
+        print(what, rates, file=sys.stderr, flush=True)
     return forecast.forecast(prepared, replace(known, disk=roofs.DiskRoofs(found, "now", wanted.file.stat().st_size)))

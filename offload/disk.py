@@ -3,9 +3,14 @@
 Reads go past the page cache (O_DIRECT, into page-aligned memory), at random places, in four sizes and three numbers of reads under way
 at once: what a disk gives depends on both, and the label on it says neither. Where a file system refuses direct reads, ordinary ones
 follow a request to forget the file's pages, which is said with the result: memory that the system did not give up can answer them.
+
+A pass reads in the order of the file, and the next pass reads the same again. Random places say little of that: a disk that turns gives
+half, and of a virtual one the host may keep what was read (one gave 0.2 GB/s of what nobody had read and 0.9 the second time). So a
+stretch of the file is read twice in its order, as runs of pages are, and the second time counts.
 """
 
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -18,6 +23,7 @@ from pathlib import Path
 
 KIB, MIB = 1 << 10, 1 << 20
 STREAMED = 2 * MIB  # what streaming weights issues
+STREAMED_DEPTH = 2  # reads of runs of pages at a time
 SIZES, DEPTHS = (16 * KIB, 128 * KIB, 512 * KIB, STREAMED), (1, 4, 8)
 SECONDS = 2.0
 ROOT = Path("/")
@@ -34,12 +40,15 @@ class DiskRead:
 
 @dataclass(frozen=True)
 class Disk:
-    """What a probe found. `direct`: past the page cache; `device` and `file_system` as the system names them."""
+    """What a probe found. `direct`: past the page cache; `device` and `file_system` as the system names them. `again`: bytes a second of
+    `stretch` bytes in the order of the file, the second time (0: not measured)."""
 
     device: str
     file_system: str
     direct: bool
     reads: tuple[DiskRead, ...]
+    again: float = 0.0
+    stretch: int = 0
 
     @property
     def stream_rate(self) -> float:
@@ -52,6 +61,11 @@ class Disk:
         """The same for one read at a time."""
         largest = max((read.nbytes for read in self.reads), default=0)
         return max((read.rate for read in self.reads if read.nbytes == largest and read.depth == 1), default=0.0)
+
+    def rate_again(self, nbytes: int) -> float:
+        """Bytes a second of `nbytes` that pass after pass reads in the order of the file; of more than was read twice nobody knows whether
+        anything keeps it."""
+        return self.again if self.again and nbytes <= self.stretch else self.stream_rate
 
     def rate_of(self, nbytes: int) -> float:
         """Bytes a second of many reads of `nbytes` at once: a read costs what it costs to begin, and its bytes, both taken from the
@@ -69,7 +83,8 @@ class Disk:
 
 def probe(file: Path, seconds: float = SECONDS, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS) -> Disk:
     """Measure on `file`, with equal time for each pair of size and depth; sizes larger than the file are left out, and a file that is
-    smaller than all of them is read whole. Raises OSError where it cannot be read."""
+    smaller than all of them is read whole. Then, past the page cache, a stretch that takes half as long, twice. Raises OSError where it
+    cannot be read."""
     nbytes = os.stat(file).st_size
     fitting = [size for size in sizes if size <= nbytes] or [max(mmap.PAGESIZE, nbytes // mmap.PAGESIZE * mmap.PAGESIZE)]
     device, file_system = mounted(file)
@@ -77,9 +92,10 @@ def probe(file: Path, seconds: float = SECONDS, sizes: Sequence[int] = SIZES, de
     try:
         each = seconds / (len(fitting) * len(depths))
         reads = [DiskRead(size, depth, _rate(descriptor, nbytes, size, depth, each, direct)) for size in fitting for depth in depths]
+        again, stretch = _again(descriptor, nbytes, fitting[-1], seconds / 2) if direct else (0.0, 0)
     finally:
         os.close(descriptor)
-    return Disk(device, file_system, direct, tuple(reads))
+    return Disk(device, file_system, direct, tuple(reads), again, stretch)
 
 
 def mounted(file: Path, root: Path = ROOT) -> tuple[str, str]:
@@ -123,19 +139,39 @@ def _rate(descriptor: int, nbytes: int, size: int, depth: int, seconds: float, d
     random.Random(size + depth).shuffle(blocks)
     if not direct and sys.platform == "linux":
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    started = time.perf_counter()
-    deadline = started + seconds
+    # Read from the page cache a second time, a file would show the memory's speed.
+    done, took, _ = _read(descriptor, blocks, size, depth, seconds, around=direct)
+    return done / took
 
-    def worker(first: int) -> int:
-        done, turn = 0, first
+
+def _again(descriptor: int, nbytes: int, size: int, seconds: float) -> tuple[float, int]:
+    """Bytes per second of a stretch that is read in order the second time, and its bytes: what about `seconds` read the first time, from
+    the file's middle on where that is not all."""
+    blocks = list(range(0, nbytes - size + 1, size)) or [0]
+    blocks = blocks[len(blocks) // 2 :] + blocks[: len(blocks) // 2]
+    _, _, count = _read(descriptor, blocks, size, STREAMED_DEPTH, seconds)
+    done, took, _ = _read(descriptor, blocks[:count], size, STREAMED_DEPTH, 2 * seconds)
+    return done / took, done
+
+
+def _read(descriptor: int, blocks: Sequence[int], size: int, depth: int, seconds: float, around: bool = False) -> tuple[int, float, int]:
+    """`depth` threads read `size` bytes at each of `blocks` in turn, for about `seconds` or until all are read (`around`: then from the
+    first on): bytes, seconds, and how many blocks were read."""
+    started = time.perf_counter()
+    turns = itertools.count()
+
+    def worker(_: int) -> tuple[int, int]:
+        done = count = 0
         with mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE) as buffer:
-            while True:
+            for turn in turns:  # shared, so that the blocks that were read are the first ones
+                if turn >= len(blocks) and not around:
+                    break
                 done += os.preadv(descriptor, [buffer], blocks[turn % len(blocks)])
-                turn += depth
-                # Read from the page cache a second time, a file would show the memory's speed.
-                if time.perf_counter() > deadline or (not direct and turn >= len(blocks)):
-                    return done
+                count += 1
+                if time.perf_counter() > started + seconds:
+                    break
+        return done, count
 
     with ThreadPoolExecutor(depth, "effllm-probe") as pool:
-        done = sum(pool.map(worker, range(depth)))
-    return done / (time.perf_counter() - started)
+        each = list(pool.map(worker, range(depth)))
+    return sum(done for done, _ in each), time.perf_counter() - started, sum(count for _, count in each)

@@ -3,10 +3,14 @@
 A pass reads what streams while it computes, so T = max(disk bytes / disk rate, seconds of the processor), and those are the sum of: bytes
 of each kind of weight over the rate at which our kernels go through them, products of attention over theirs, and what a pass and a layer
 cost whatever they hold. A rate is measured where a model will feel it (bytes from memory, not from a cache), so a kind whose arithmetic is
-slower than memory simply has a lower one. A prompt is read in chunks, each a pass over the disk.
+slower than memory simply has a lower one. Attention has two: of a short context the newest tokens, which are exact, are a large part and
+caches hold the rest; what lies beyond is all pages, from memory. A prompt is read in chunks, each a pass over the disk.
+
+Every pass reads the same bytes of a disk in the same order. Whatever lies between (a disk's own memory, that of a virtual one's host) may
+give them faster the second time, so the rate for as many bytes as were probed twice is that of the second time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
 
@@ -17,16 +21,20 @@ ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR, CACHED_ERROR = 0.15, 0.1, 0
 USUAL_SHARE = 0.7
 # Weights up to the first size stay in a processor's caches from token to token, from the second on in none: where rates are measured.
 CACHED_NBYTES, MEMORY_NBYTES = 8 << 20, 64 << 20
+# Tokens of a layer's context that are attended to at the rate of a short one.
+NEAR = 1024
 
 
 @dataclass(frozen=True)
 class KindRate:
     """Weights of one kind: bytes a second for one token, products a second for a prompt; `cached`: as `decode`, of a model that is no
-    larger than CACHED_NBYTES (0: not measured)."""
+    larger than CACHED_NBYTES (0: not measured). Of attention all are products: `decode` over NEAR tokens, `deep` over those beyond (0: not
+    measured, taken for the same)."""
 
     decode: float
     prefill: float
     cached: float = 0.0
+    deep: float = 0.0
 
     def decode_at(self, nbytes: int) -> float:
         """Bytes a second for one token of a model of `nbytes` in all: between a cache's rate and the memory's, by orders of magnitude."""
@@ -34,6 +42,11 @@ class KindRate:
             return self.decode
         share = log2(min(max(nbytes, CACHED_NBYTES), MEMORY_NBYTES) / CACHED_NBYTES) / log2(MEMORY_NBYTES / CACHED_NBYTES)
         return 1 / (share / self.decode + (1 - share) / self.cached)
+
+    def attention_s(self, width: int, reaches: Sequence[int]) -> float:
+        """Seconds for one token that attends to so many tokens in each layer, at `width` products a token."""
+        near, every = sum(min(reach, NEAR) for reach in reaches), sum(reaches)
+        return width * (near / self.decode + (every - near) / (self.deep or self.decode))
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class Rates:
     unrest: float = 0.0
     small: Callable[[int], float] | None = None  # bytes a second from the disk of many reads of so many bytes
     disk_alone: float | None = None  # of one read at a time
+    again: Callable[[int], float] | None = None  # bytes a second of so many that every pass reads, in the order of the file
 
 
 @dataclass(frozen=True)
@@ -166,18 +180,19 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     if (work.streamed or work.missed or work.kv_disk_bytes(depth)) and not rates.disk:
         return None
     weights = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts)
-    attended = _attended(work.windows, depth)
-    attention = attended * work.attention_width / _attention(rates, work.kv).decode
-    attention = max(attention, work.kv_bytes * attended / max(1, len(work.windows)) / rates.memory)
+    reaches = [min(depth, depth if window is None else window) for window in work.windows]
+    kept = work.kv_bytes * sum(reaches) / max(1, len(reaches)) / rates.memory
+    attention = max(_attention(rates, work.kv).attention_s(work.attention_width, reaches), kept)
     fixed = rates.token_s + len(work.windows) * rates.layer_s
-    memory = (work.bytes_per_token + work.kv_bytes * attended / max(1, len(work.windows))) / rates.memory
+    memory = work.bytes_per_token / rates.memory + kept
     # What is missing is known, and read, when a layer's gates are: the processor waits for it.
     waits = work.missed / (rates.small(work.read_bytes) if rates.small else rates.disk) if work.missed else 0.0
-    disk = work.streamed / _disk(work, rates, 1) if work.streamed else 0.0
-    disk += work.kv_disk_bytes(depth) / rates.disk if work.kv_disk_bytes(depth) else 0.0
+    pages, ordered = work.kv_disk_bytes(depth), work.kv_disk_bytes(depth) + (work.streamed if work.paged is None else 0)
+    weights_s = work.streamed / _disk(work, rates, 1, ordered) if work.streamed else 0.0
+    pages_s = pages / _again(rates, ordered) if pages else 0.0
     routed = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts if part.routed)
     made = 0.0 if work.paged is None else work.paged.made_s(1)
-    return _made(work, rates, weights + attention + fixed + made, memory, disk, waits, routed)
+    return _made(work, rates, weights + attention + fixed + made, memory, weights_s, pages_s, waits, routed)
 
 
 def window_gain(work: Work, rates: Rates) -> float | None:
@@ -210,12 +225,14 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
     pairs = sum(_pairs(tokens, window) for window in work.windows)
     seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill
     seconds += passes * (rates.token_s + len(work.windows) * rates.layer_s)
-    disk = spilled / rates.disk if spilled else 0.0
+    # What a prompt's last pass reads of the cache is the most that one reads.
+    pages_s = spilled / _again(rates, work.kv_disk_bytes((passes - 1) * work.chunk)) if spilled else 0.0
+    weights_s = 0.0
     if work.streamed or work.neurons:
         streamed = work.streamed + work.neurons if work.paged is None else work.paged.nbytes(-(-tokens // passes))
         seconds += 0.0 if work.paged is None else passes * work.paged.made_s(-(-tokens // passes))
-        disk += passes * streamed / _disk(work, rates, tokens)
-    return _made(work, rates, seconds, passes * work.bytes_per_token / rates.memory, disk, routed=routed)
+        weights_s = passes * streamed / _disk(work, rates, tokens)
+    return _made(work, rates, seconds, passes * work.bytes_per_token / rates.memory, weights_s, pages_s, routed=routed)
 
 
 def load_seconds(work: Work, rates: Rates) -> float | None:
@@ -223,21 +240,29 @@ def load_seconds(work: Work, rates: Rates) -> float | None:
     return work.load / rates.disk if rates.disk else None
 
 
-def _disk(work: Work, rates: Rates, tokens: int) -> float:
-    """The disk's rate for what streams: experts of one token come one at a time where few are missing."""
-    singly = work.paged is not None and tokens == 1 and work.paged.missed < 1.5
-    return rates.disk_alone if singly and rates.disk_alone else rates.disk
+def _disk(work: Work, rates: Rates, tokens: int, ordered: int = 0) -> float:
+    """The disk's rate for weights that stream: experts of one token come one at a time where few are missing; others are among `ordered`
+    bytes that every pass reads (0: nobody has read them before)."""
+    if work.paged is None:
+        return _again(rates, ordered) if ordered else rates.disk
+    return rates.disk_alone if tokens == 1 and work.paged.missed < 1.5 and rates.disk_alone else rates.disk
 
 
-def _made(work: Work, rates: Rates, processor: float, memory: float, disk: float, waits: float = 0.0, routed: float = 0.0) -> Prediction:
-    """For `disk` seconds weights come while the processor works, beside the `routed` of its seconds alone where they are experts; for
-    `waits` seconds it stands still."""
-    beside = processor if work.paged is None else routed
+def _again(rates: Rates, nbytes: int) -> float:
+    """The disk's rate for so many bytes that every pass reads."""
+    return rates.again(nbytes) if rates.again else rates.disk
+
+
+def _made(work: Work, rates: Rates, processor: float, memory: float, weights: float, pages: float, waits: float = 0.0,
+          routed: float = 0.0) -> Prediction:
+    """For `weights` seconds the disk brings weights while the processor works, beside the `routed` of its seconds alone where they are
+    experts; for `pages` seconds it brings the cache, beside everything. For `waits` seconds the processor stands still."""
+    beside, disk = processor if work.paged is None else routed, weights + pages
     error = (ERROR + rates.unrest + (STREAMED_ERROR if disk or waits else 0) + (MIXTURE_ERROR if work.mixture else 0)
              + (UNKNOWN_ERROR if work.assumed else 0) + (CACHED_ERROR if work.bytes_per_token < MEMORY_NBYTES else 0))
     known = all(part.kind in rates.kinds for part in work.parts) and work.kv in rates.attention
     limit = "disk" if disk + waits > processor else "memory" if memory > 0.5 * processor else "processor"
-    seconds = processor - beside + max(disk, beside) + waits
+    seconds = max(processor - beside + max(weights, beside), disk) + waits
     return Prediction(seconds, disk + waits, memory, processor, limit, round(error + (0 if known else UNKNOWN_ERROR), 2))
 
 
@@ -249,13 +274,8 @@ def _kind(rates: Rates, kind: str) -> KindRate:
 def _attention(rates: Rates, kv: str) -> KindRate:
     """The measured one, the slowest other, or one product a byte of memory."""
     others = rates.attention.values()
-    slowest = KindRate(*(min((getattr(rate, side) for rate in others), default=rates.memory) for side in ("decode", "prefill")))
-    return rates.attention.get(kv, slowest)
-
-
-def _attended(windows: tuple[int | None, ...], depth: int) -> int:
-    """Tokens attended to by one token, summed over layers."""
-    return sum(min(depth, depth if window is None else window) for window in windows)
+    slowest = {side: min((getattr(rate, side) for rate in others), default=rates.memory) for side in ("decode", "prefill", "deep")}
+    return rates.attention.get(kv) or KindRate(**slowest)
 
 
 def _pairs(tokens: int, window: int | None) -> int:

@@ -4,7 +4,8 @@ The child has the memory for it, and what it takes is not there when a plan is m
 
     memory      bytes a second of a load-only kernel, the best and the median pass before and after all else: the roof
     overhead    seconds of a pass of one token that no weight explains, for the token and for each layer
-    attention   products a second of attention, per precision of the cache: for one token at a depth, and for a prompt
+    attention   products a second of attention, per precision of the cache: for one token over a short context and over what lies beyond,
+                in memory, and for a prompt
     kind        of weights in one format: bytes a second for one token, from memory and from a cache, products a second for a prompt
 
 The last three are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them.
@@ -22,19 +23,21 @@ from statistics import median
 
 import numpy as np
 
-from ..offload.predict import CACHED_NBYTES, MEMORY_NBYTES
+from ..kernels.layout import PAGE
+from ..offload.predict import CACHED_NBYTES, MEMORY_NBYTES, NEAR
 
 ROOF_NBYTES, MEMORY_PASSES = 256 << 20, 7
 PROMPT = 512  # a chunk of a prompt, as a run reads it
 TOKENS = 24
 LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
 PATIENCE_S = 1.0  # for one figure: on a machine that is never left alone, more runs would take long and agree no better
-DEPTH = 1024
+DEPTH, DEEP_TOKENS = NEAR, 10
 FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 3
 _SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
           "torch_dtype": "bfloat16", "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 SMALL = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-ATTENTIVE = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+ATTENTIVE = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+             "max_position_embeddings": 1 << 20}
 NARROW = {**_SHAPE, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 WIDE = {**_SHAPE, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64}
 RAW = "bf16"
@@ -111,32 +114,34 @@ def _agree(totals: Sequence[float]) -> bool:
 
 def _prompt_s(engine: object, tokens: int) -> list[float]:
     """Seconds for each pass over a prompt."""
+    return _settled(lambda: _passes_s(engine, tokens))
+
+
+def _passes_s(engine: object, tokens: int) -> list[float]:
+    """`_prompt_s`, once."""
     ids = _ids(tokens)
-
-    def run() -> list[float]:
-        engine.reset()
-        stamps = [time.perf_counter()]
-        for _ in engine.prefill(ids):  # which says so between passes
-            stamps.append(time.perf_counter())
+    engine.reset()
+    stamps = [time.perf_counter()]
+    for _ in engine.prefill(ids):  # which says so between passes
         stamps.append(time.perf_counter())
-        return [after - before for before, after in zip(stamps, stamps[1:])]
-
-    return _settled(run)
+    stamps.append(time.perf_counter())
+    return [after - before for before, after in zip(stamps, stamps[1:])]
 
 
 def _token_s(engine: object, tokens: int = TOKENS) -> float:
     """Seconds for one token after what is held: a quarter of the passes were faster. Other programs only ever make a pass longer, and what
     they disturb is often longer than a run of passes."""
+    return _settled(lambda: [_each_s(engine, tokens)])[0]
 
-    def run() -> list[float]:
-        times = []
-        for token in _ids(tokens):
-            started = time.perf_counter()
-            engine.forward_logits([token])
-            times.append(time.perf_counter() - started)
-        return [sorted(times[2:])[(len(times) - 2) // 4]]
 
-    return _settled(run)[0]
+def _each_s(engine: object, tokens: int) -> float:
+    """`_token_s`, once."""
+    times = []
+    for token in _ids(tokens):
+        started = time.perf_counter()
+        engine.forward_logits([token])
+        times.append(time.perf_counter() - started)
+    return sorted(times[2:])[(len(times) - 2) // 4]
 
 
 def _overhead(threads: int) -> Figure:
@@ -151,20 +156,49 @@ def _overhead(threads: int) -> Figure:
 
 
 def _attention(threads: int, kv: str) -> Figure:
-    """Both rates from one engine: a token at depth 1024 against one at the start, and the second pass over a prompt against the first."""
-    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, DEPTH + 2 * MOST_RUNS * TOKENS, kv=kv)
+    """A token at depth 1024 against one at the start, the second pass over a prompt against the first, and a token behind as many pages
+    as no cache holds against one at depth 1024. The short ones are taken in turns: what disturbs the machine for a while then disturbs
+    not one of them alone."""
     width = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"] * ATTENTION_LAYERS
-    try:
+    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, DEPTH + 2 * TOKENS, kv=kv)
+
+    def run() -> list[float]:
+        engine.reset()
         engine.forward_logits(_ids(4))
-        shallow = _token_s(engine)
-        first, second, *_ = _prompt_s(engine, DEPTH)
-        deep = _token_s(engine)
-        # The chunks differ by what the second one sees of the first: depth/2 queries times depth/2 keys.
-        seen = width * (DEPTH // 2) ** 2
-        return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(deep - shallow, 1e-6),
-                "prefill": seen / max(second - first, 0.02 * (first + second))}
+        shallow = _each_s(engine, TOKENS)
+        return [*_passes_s(engine, DEPTH)[:2], shallow, _each_s(engine, TOKENS)]
+
+    try:
+        first, second, shallow, near = _settled(run)
+        page_nbytes = engine.cache.sealed_nbytes
     finally:
         engine.close()
+    pages = max(2 * DEPTH // PAGE, -(-MEMORY_NBYTES // page_nbytes))
+    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, PAGE * (pages + 8), kv=kv)
+    try:
+        _deepen(engine, pages)
+        held = engine.cache.n
+        deep = _token_s(engine, DEEP_TOKENS)
+    finally:
+        engine.close()
+    # The chunks differ by what the second one sees of the first: depth/2 queries times depth/2 keys.
+    seen = width * (DEPTH // 2) ** 2
+    return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(near - shallow, 1e-6),
+            "prefill": seen / max(second - first, 0.02 * (first + second)), "deep": width * (held - DEPTH) / max(deep - near, 1e-6)}
+
+
+def _deepen(engine: object, pages: int) -> None:
+    """Let an engine hold `pages` copies of a page that a prompt made, and what is exact behind them: which numbers they are changes no
+    speed, and reading so long a prompt would take minutes."""
+    for _ in engine.prefill(_ids(PROMPT)):
+        continue
+    cache = engine.cache
+    page = [layer.copy() for layer in cache.read(0)]
+    held = cache.shape.sinks + PAGE * pages + cache.shape.window + PAGE // 2
+    cache.adopt(held, pages)
+    for index in range(pages):
+        cache.write(index, page)
+    engine.hold([0] * held)
 
 
 def _kind(threads: int, kind: str, overhead: Figure) -> Figure:

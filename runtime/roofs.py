@@ -24,7 +24,7 @@ from ..offload.disk import Disk, DiskRead
 from ..offload.predict import KindRate, Rates
 from .events import Progress
 
-FORMAT, VERSION = "effllm-roofs", 1
+FORMAT, VERSION = "effllm-roofs", 2
 FILE = "roofs.json"
 NOTHING: Mapping[str, object] = {"machines": {}, "disks": {}}
 
@@ -72,7 +72,8 @@ class Roofs:
             return None
         return Rates(here.memory, here.token_s, here.layer_s, here.kinds, here.attention,
                      self.disk.disk.stream_rate if self.disk else None, round(here.unrest, 2),
-                     self.disk.disk.rate_of if self.disk else None, self.disk.disk.single_rate if self.disk else None)
+                     self.disk.disk.rate_of if self.disk else None, self.disk.disk.single_rate if self.disk else None,
+                     self.disk.disk.rate_again if self.disk else None)
 
 
 @dataclass(frozen=True)

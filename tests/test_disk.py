@@ -38,6 +38,24 @@ def test_the_rate_of_a_size_lies_between_those_measured() -> None:
     assert replace(found, reads=found.reads[-1:]).rate_of(4096) == 1.1e9
 
 
+def test_a_stretch_is_read_twice_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass reads the same again, in order: what a disk then gives is what a run gets."""
+    (tmp_path / "weights").write_bytes(os.urandom(9 * MIB))
+    seen: list[int] = []
+    real = os.preadv
+    monkeypatch.setattr(disk, "STREAMED_DEPTH", 1)
+    monkeypatch.setattr(disk, "_rate", lambda *given: 1.0)
+    monkeypatch.setattr(disk, "_opened", lambda file: (os.open(file, os.O_RDONLY), True))
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: seen.append(offset) or real(descriptor, buffers, offset))
+    found = probe(tmp_path / "weights", seconds=40.0)
+    assert seen == 2 * [2 * MIB * i for i in (2, 3, 0, 1)] and found.stretch == 8 * MIB and found.again > 0
+    assert found.rate_again(8 * MIB) == found.again and found.rate_again(8 * MIB + 1) == found.stream_rate == 1.0
+    assert replace(found, again=0.0).rate_again(1) == 1.0
+    seen.clear()
+    short = probe(tmp_path / "weights", seconds=0.0)
+    assert seen == 2 * [4 * MIB] and short.stretch == 2 * MIB, "no longer than the time for it"
+
+
 @pytest.mark.parametrize("nbytes", (1, 4096, 5000, 300 * KIB))
 def test_a_file_smaller_than_the_reads(tmp_path: Path, nbytes: int) -> None:
     (tmp_path / "small").write_bytes(b"x" * nbytes)
@@ -58,7 +76,7 @@ def test_where_direct_reads_are_refused_it_says_so(file: Path, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuses)
         found = probe(file, seconds=0.02)
-    assert not found.direct and found.stream_rate > 0
+    assert not found.direct and found.stream_rate > 0 and found.again == 0, "a second time they would come from memory"
     reads = os.preadv
 
     def refuses_to_read(descriptor: int, buffers: list[object], offset: int) -> int:

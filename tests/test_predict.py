@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.offload.predict import KindRate, Part, Rates, Work, decode, load_seconds, prompt
+from effllm.offload.predict import KindRate, Paged, Part, Rates, Work, decode, load_seconds, prompt
 
 GB = 10**9
 RATES = Rates(20 * GB, 1e-4, 1e-5, {"bf16": KindRate(16 * GB, 50 * GB), "low": KindRate(8 * GB, 200 * GB)},
@@ -37,6 +37,19 @@ def test_depth_costs_attention() -> None:
     assert decode(windowed, RATES, 10_000).seconds - decode(WORK, RATES).seconds == pytest.approx(deep * 0.55)
 
 
+def test_what_lies_deep_in_a_context_has_a_rate_of_its_own() -> None:
+    """A packed cache's newest tokens are exact and cost several times as much as packed ones."""
+    rates = replace(RATES, attention={"16bit": KindRate(10 * GB, 30 * GB, deep=40 * GB)})
+    start = decode(WORK, rates).seconds
+    assert decode(WORK, rates, 1024).seconds - start == pytest.approx(1024 * 20 * 4096 / (10 * GB))
+    deep = decode(WORK, rates, 11_024).seconds - start
+    assert deep == pytest.approx(1024 * 20 * 4096 / (10 * GB) + 10_000 * 20 * 4096 / (40 * GB))
+    half = replace(WORK, windows=(None,) * 10 + (1000,) * 10)
+    assert decode(half, rates, 11_024).seconds - start == pytest.approx(deep / 2 + 1000 * 10 * 4096 / (10 * GB))
+    other = decode(replace(WORK, kv="4bit"), rates, 11_024)
+    assert other.seconds == pytest.approx(start + deep) and other.error == pytest.approx(0.45), "of another precision, the slowest known"
+
+
 def test_attention_is_never_faster_than_memory() -> None:
     wide = replace(WORK, kv_bytes=20_000_000)
     assert decode(wide, RATES, 1000).seconds - decode(wide, RATES).seconds == pytest.approx(1.0)
@@ -48,6 +61,46 @@ def test_what_streams_is_hidden_behind_the_processor_or_is_all_there_is() -> Non
     assert decode(much, RATES).seconds == 2.0 and decode(much, RATES).limit == "disk" and decode(much, RATES).error == 0.25
     assert decode(much, replace(RATES, disk=None)) is None and prompt(much, replace(RATES, disk=None), 9) is None
     assert load_seconds(WORK, RATES) == 3.0 and load_seconds(WORK, replace(RATES, disk=None)) is None
+
+
+# The shape of Llama 3.2 1B at 4 bits, 32,767 tokens deep, of which memory holds 12,864: weights and rates of two cores.
+TIERS = Work((Part("low", 720_000_000, 1_236_000_000),), attention_width=4096, windows=(None,) * 16, kv="4bit", kv_bytes=9280,
+             kv_held=12_864)
+TWO_CORES = Rates(30 * GB, 1e-4, 2e-5, {"low": KindRate(30 * GB, 100 * GB)}, {"4bit": KindRate(20 * GB, 40 * GB, deep=60 * GB)},
+                  disk=800_000_000, again=lambda nbytes: 1_400_000_000 if nbytes <= 200_000_000 else 800_000_000)
+
+
+def test_pages_on_the_disk_come_as_fast_as_what_is_read_again() -> None:
+    made = decode(TIERS, TWO_CORES, 32_767)
+    assert TIERS.kv_disk_bytes(32_767) == 184_699_840
+    assert made.disk_s == pytest.approx(0.13192845714) and made.seconds == made.disk_s and made.limit == "disk"
+    # 24 ms of weights, 38.027 of attention, 0.42 that no weight explains
+    assert made.processor_s == pytest.approx(0.024 + 65_536 * (1024 / 20e9 + 31_743 / 60e9) + 4.2e-4)
+    deeper = replace(TIERS, kv_held=0)
+    assert decode(deeper, TWO_CORES, 32_767).disk_s == pytest.approx(32_767 * 9280 / 8e8), "more than was read twice"
+    both = decode(replace(TIERS, streamed=15_000_000), TWO_CORES, 32_767)
+    assert both.disk_s == pytest.approx(199_699_840 / 1.4e9)
+    assert decode(replace(TIERS, streamed=16_000_000), TWO_CORES, 32_767).disk_s == pytest.approx(200_699_840 / 8e8)
+    assert decode(TIERS, replace(TWO_CORES, again=None), 32_767).seconds == pytest.approx(184_699_840 / 8e8)
+
+
+def test_a_prompt_reads_pages_again_and_weights_for_the_first_time() -> None:
+    found = prompt(replace(TIERS, chunk=8192), TWO_CORES, 32_768)
+    assert found.disk_s == pytest.approx(9280 * (16_384 - 12_864 + 24_576 - 12_864) / 1.4e9)
+    assert prompt(replace(TIERS, kv_held=None, streamed=80_000_000), TWO_CORES, 512).disk_s == pytest.approx(0.1)
+
+
+def test_experts_come_beside_their_products_and_pages_beside_everything() -> None:
+    paged = Paged(layers=10, experts=8, per_token=2, expert_nbytes=10_000_000, kept=0.5, hit_rate=0.5)
+    work = replace(WORK, parts=(Part("bf16", 2 * GB, GB), Part("low", GB // 2, GB, routed=True)), mixture=True, kv_held=0, kv_bytes=10_000,
+                   paged=paged, streamed=100_000_000)
+    # 125 ms of what is no expert, 62.5 of experts, 0.3 fixed, 8.192 of attention per 1,000 tokens; experts take the disk 100 ms
+    assert decode(work, RATES).seconds == pytest.approx(0.125 + 3e-4 + 0.1)
+    near = decode(work, RATES, 1000)
+    assert near.disk_s == pytest.approx(0.1 + 0.01)
+    assert near.seconds == pytest.approx(0.125 + 3e-4 + 8.192e-3 + 0.1), "pages come beside everything"
+    far = decode(work, RATES, 50_000)
+    assert far.seconds == pytest.approx(max(0.125 + 3e-4 + 0.4096 + 0.1, 0.6))
 
 
 def test_a_prompt_is_read_in_passes() -> None:

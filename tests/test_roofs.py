@@ -40,6 +40,9 @@ def test_what_was_kept_is_found(kept: Path) -> None:
     write(kept, WANTED)
     known = roofs.known(WANTED)
     assert known.machine.kinds == {"bf16": KindRate(15e9, 40e9)} and known.disk.disk.stream_rate == 1e9
+    assert known.rates.again(1) == 1e9, "nothing was read twice"
+    write(kept, WANTED, disk={**DISK, "again": 3e9, "stretch": 100})
+    assert [roofs.known(WANTED).rates.again(nbytes) for nbytes in (100, 101)] == [3e9, 1e9]
     assert known.rates.disk == 1e9 and known.rates.unrest == pytest.approx(0.1) and known.rates.memory == 20e9
     assert roofs.missing(WANTED, known) is None
     assert roofs.known(replace(WANTED, threads=3)).machine is None, "another number of threads is another machine"
@@ -81,7 +84,7 @@ def test_a_real_probe_is_kept(kept: Path) -> None:
     here = found.machine
     assert here.kinds["bf16"].decode > 0 and here.kinds["bf16"].prefill > 0 and 0 < here.memory_usual <= here.memory
     assert min(here.token_s, here.layer_s) >= 0 and here.threads == 1 and here.cpu
-    assert here.attention["16bit"].decode > 0 and here.attention["16bit"].prefill > 0
+    assert min(here.attention["16bit"].decode, here.attention["16bit"].prefill, here.attention["16bit"].deep) > 0
     assert found.disk.file_bytes == (FABLE / "model.safetensors").stat().st_size and found.rates.disk > 0
     assert {file.name for file in kept.parent.iterdir()} == {roofs.FILE}, "nothing unfinished is left"
 
