@@ -193,7 +193,7 @@ def _deepen(engine: object, pages: int) -> None:
     for _ in engine.prefill(_ids(PROMPT)):
         continue
     cache = engine.cache
-    page = [layer.copy() for layer in cache.read(0)]
+    page = cache.read(0)
     held = cache.shape.sinks + PAGE * pages + cache.shape.window + PAGE // 2
     cache.adopt(held, pages)
     for index in range(pages):

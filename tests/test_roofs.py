@@ -4,9 +4,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from effllm.kernels import warm
+from effllm.kernels.layout import PAGE
 from effllm.offload.predict import KindRate
 from effllm.runtime import probe as child
 from effllm.runtime import roofs
@@ -87,6 +89,21 @@ def test_a_real_probe_is_kept(kept: Path) -> None:
     assert min(here.attention["16bit"].decode, here.attention["16bit"].prefill, here.attention["16bit"].deep) > 0
     assert found.disk.file_bytes == (FABLE / "model.safetensors").stat().st_size and found.rates.disk > 0
     assert {file.name for file in kept.parent.iterdir()} == {roofs.FILE}, "nothing unfinished is left"
+
+
+@pytest.mark.parametrize("kv", ("16bit", "4bit"))
+def test_a_deep_context_is_made_of_copies_of_a_page(kv: str) -> None:
+    engine = child._engine(child.ATTENTIVE, 1, 1, 24 * PAGE, kv=kv)
+    try:
+        child._deepen(engine, 16)
+        cache, held = engine.cache, 64 + 16 * PAGE + 128 + 64
+        assert (cache.n, cache.sealed, len(engine.tokens), cache.is_packed) == (held, 16, held, kv == "4bit")
+        assert all(np.array_equal(cache.read(0)[0], cache.read(page)[0]) for page in range(16)) and cache.read(0)[0].any()
+        for token in range(child.MOST_RUNS * child.DEEP_TOKENS):
+            assert np.isfinite(engine.forward_logits([token])).all()
+        assert cache.sealed == 16, "no measured token is one that packs a page"
+    finally:
+        engine.close()
 
 
 def test_a_probe_whose_child_fails_keeps_what_was_known(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
