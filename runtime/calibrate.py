@@ -7,6 +7,7 @@ unquantized model: feeding quantized layers forward changed the KL divergence by
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import UsageError
+from ..kernels.blas import one_thread
 from ..kernels.reference import normalise
 from ..kernels.reference_moe import Routed
 from ..quant.kv import codec
@@ -33,6 +35,7 @@ TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 READS = {"block_in": ("q", "k", "v"), "attn_out": ("o",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
+SMALL = 1 << 30  # multiplications of a product that one thread makes
 LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
 
 
@@ -99,7 +102,9 @@ class Gathered:
 
     def add(self, inputs: np.ndarray) -> None:
         """float32 [T, K], one window."""
-        self._products += inputs.T @ inputs
+        # Beside our own threads, which have just been busy, those of BLAS take longer to share a small product than one takes to make it.
+        with one_thread() if inputs.size * inputs.shape[1] < SMALL else nullcontext():
+            self._products += inputs.T @ inputs
         self._tops += np.abs(inputs).max(0)
         self._tokens, self._windows = self._tokens + len(inputs), self._windows + 1
 
