@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from effllm.kernels import warm
 from effllm.offload import arrival
 from effllm.offload.arrival import Arrival, Desks, MadePart, Making, Piece, desk_of, plan_desks
 from effllm.offload.checkpoint import CheckpointError, TensorStore
@@ -28,6 +29,12 @@ from test_mxfp4 import packed_model
 KINDS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_1", "Q4_1")
 SMALL = Case("qwen3_moe", {"hidden_size": 256, "intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 32,
                            "moe_intermediate_size": 512, "num_hidden_layers": 1, "norm_topk_prob": True})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What puts codes in order, as a run has it before it plans: compiling takes memory that is no arrival's."""
+    warm.load_all((warm.FOREIGN,))
 
 
 def experts(store: TensorStore, layer: int = 0) -> Iterator[list[TensorInfo]]:

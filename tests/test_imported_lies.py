@@ -73,6 +73,36 @@ def test_whatever_a_part_is_there_is_a_weight_or_one_line(tmp_path: Path, name: 
     assert refused > 4 * len(whole)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_what_arrives_is_refused_where_a_load_is(tmp_path: Path, name: str) -> None:
+    """Codes go straight into their places there, by functions that look at no bounds: never other bytes than a load gives."""
+    whole = parts_of(name)
+    for key, part in whole.items():
+        for what, changed in (("as it is", part), *lies(part)):
+            try:
+                expected = read(tmp_path, name, whole | {key: changed}, True)
+            except CheckpointError:
+                expected = None
+            try:
+                found = arrived(tmp_path, name)
+            except (CheckpointError, ValueError):  # which is named by whoever waits for it
+                found = None
+            assert (found is None) == (expected is None), (key, what)
+            assert found is None or np.array_equal(found, expected), (key, what)
+
+
+def arrived(folder: Path, name: str) -> np.ndarray:
+    """The bytes of the weight that `read` has written, by way of a desk."""
+    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f32", True) as store:
+        info = store.tensors[f"{BASE}weight"]
+        (piece,), out = store.arrival([info]).pieces(), np.zeros(info.nbytes, np.uint8)
+        raws = [np.empty(own.nbytes, np.uint8) for own in piece.ranges]
+        for own, raw in zip(piece.ranges, raws, strict=True):
+            store.read_at(own.file, own.offset, memoryview(raw))
+        piece.put(raws, [out])
+        return out
+
+
 @pytest.mark.parametrize(("name", "key", "changed"), [
     ("awq", "qzeros", torch.zeros(96, dtype=torch.int32)), ("awq", "scales", torch.ones(4, 192, dtype=torch.int32)),
     ("gptq 4", "scales", torch.ones(4, 192, dtype=torch.int32)), ("gptq 4", "qzeros", torch.zeros(4, 24)),
