@@ -25,14 +25,14 @@ from ..offload.size import format_size
 from ..offload.streaming import Range
 from ..quant.codes import Codes
 from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
-from ..quant.imports.arranged import WORDS, put_words
+from ..quant.imports.arranged import WORDS, put_halves, put_words
 from ..quant.pack import pack, put_factors, put_rows
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
 from .import_config import CODES, CUTS, ENDINGS, FLOATS, bits_of, block_of, layout_of, may_run_from_codes
-from .made_store import scratch_nbytes, steps
+from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
 Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
@@ -197,12 +197,21 @@ class ImportedStore(TensorStore):
         codes = next(iter(self._parts[info.name].values()))
         others = sum(part.nbytes for part in self._parts[info.name].values()) - codes.nbytes
         rows, depth = self._shape_of(info)
+        if self._in_halves(info):
+            return ARRANGED_NBYTES + 4 * others
         return scratch_nbytes(rows, self._between(info), self._unit(info)) + 4 * others + 16 * depth * self._in_words(info)
 
     def _put(self, info: TensorInfo, index: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
         """A weight out of its parts, some outputs at a time."""
         parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
         arrays = {name: self._typed(part, raw) for (name, part), raw in zip(parts.items(), raws, strict=True)}
+        if self._in_halves(info):
+            inverse = arrays.get("weight_scale_inv")
+            try:
+                put_halves(out, arrays["weight"], arrays["weight_scale"] if inverse is None else inverse, self._block)
+            except ValueError as error:
+                raise _unfit(info, info.name, str(error)) from error
+            return
         each, in_words = info.nbytes // shape[0], self._in_words(info)
         for begin, end in steps(shape[0], self._between(info), self._unit(info)):
             try:
@@ -228,6 +237,10 @@ class ImportedStore(TensorStore):
     def _in_words(self, info: TensorInfo) -> bool:
         """Do its codes go straight from the words of a file into the order of the kernels?"""
         return info.name in self._specs and (self._layout, self._specs[info.name].bits) in WORDS
+
+    def _in_halves(self, info: TensorInfo) -> bool:
+        """Are its floats of eight bits widened to half precision?"""
+        return self._layout == "fp8" and info.dtype == "F16"
 
     def _between(self, info: TensorInfo) -> int:
         """Values of an output between a weight's parts and the weight: its inputs, or its groups where codes go straight."""

@@ -35,7 +35,7 @@ from .parts import Parts
 from .passes import widest
 from .predictors import Predictors
 from .predictors import load as load_predictors
-from .source import check_mapping, is_low_bit, open_weights
+from .source import check_mapping, is_low_bit, open_weights, quantization_of
 from .speculating import Speculating, decide
 from .streamed import Streams
 
@@ -272,7 +272,7 @@ def worker_count(options: EngineOptions) -> int:
 
 def kernel_kinds(low_bit: bool, options: EngineOptions, bundled: bool = False, foreign: bool = False) -> tuple[str, ...]:
     """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement. `foreign`: codes of
-    other tools are put in order."""
+    other tools are put in order, or widened."""
     from ..kernels import warm
 
     needed = {warm.RAW: True, warm.LOW_BIT: low_bit, warm.EXACT: low_bit and options.exact,
@@ -291,19 +291,19 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 
 
 def _needs(folder: Path) -> tuple[bool, bool, bool]:
-    """Whether a model has low-bit weights, neurons that lie one by one, and low-bit weights that are put in order as they are read."""
-    low_bit, bundled = is_low_bit(folder), False
-    foreign = low_bit
-    if low_bit:
-        with suppress(EffllmError):  # said when the folder is opened
-            container = None if is_gguf(folder) else read_container(folder)
-            low_bit, bundled, foreign = container is None or container.is_low_bit, is_bundled(container), container is None
+    """Whether a model has low-bit weights, neurons that lie one by one, and weights of other tools, put in order or widened as they are
+    read."""
+    low_bit, bundled, foreign = is_low_bit(folder), False, False
+    with suppress(EffllmError):  # said when the folder is opened
+        container = None if is_gguf(folder) else read_container(folder)
+        low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
+        foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
     return low_bit, bundled, foreign
 
 
 def _is_foreign(store: TensorStore) -> bool:
-    """Are low-bit weights put in order as they are read?"""
-    return isinstance(store, MadeStore | ImportedStore) and store.container is not None
+    """Are weights of other tools put in order, or from eight bits widened, as they are read?"""
+    return isinstance(store, ImportedStore) or (isinstance(store, MadeStore) and store.container is not None)
 
 
 def _baseline(kinds: Sequence[str]) -> int:

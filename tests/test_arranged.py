@@ -1,5 +1,8 @@
 """Codes of other tools put in order by compiled functions: the very bytes that NumPy's decoders and `put_rows` make, whatever lay there."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,12 +11,16 @@ from hypothesis import strategies as st
 from effllm.kernels import tiles
 from effllm.kernels.cpu import foreign_blocks, foreign_words
 from effllm.quant.codes import Codes
-from effllm.quant.imports import awq, compressed_tensors, gptq, mxfp4
-from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_pairs, put_words
+from effllm.quant.imports import awq, compressed_tensors, fp8, gptq, mxfp4
+from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_halves, put_pairs, put_words
 from effllm.quant.imports.gguf import DECODERS, KEPT, kept
 from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack_tiles, put_rows, put_tables
 from effllm.quant.spec import QuantSpec
+from effllm.quant.weight import from_f32
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_instruction_sets import X86, child
 
 STALE = 0xA5
 WIDE = {kind: 256 if spec.scheme in ("super", "signed") else 32 for kind, spec in KEPT.items()}  # inputs of a block
@@ -120,6 +127,43 @@ def test_words_are_the_bytes_of_their_codes(layout: str, bits: int, seed: int, e
     codes[:rows] = unpacked(layout, bits, words, shape)
     theirs[: codes.size * bits // 8] = pack_tiles(codes, bits)
     np.testing.assert_array_equal(ours, theirs)
+
+
+@several
+@given(seed=seeds, rows=st.integers(1, 40), depth=st.integers(1, 150), high=st.integers(1, 45), wide=st.integers(1, 160))
+def test_floats_of_eight_bits_are_the_halves_that_numpy_rounds(seed: int, rows: int, depth: int, high: int, wide: int) -> None:
+    """Any code, NaN too, under scales that lead to subnormal halves, and beyond the largest."""
+    rng, form = np.random.default_rng(seed), (-(-rows // high), -(-depth // wide))
+    codes = rng.integers(0, 256, (rows, depth), np.uint8)
+    scales = np.ldexp(rng.random(form, np.float32) + np.float32(0.5), rng.integers(-36, 14, form)).astype(np.float32)
+    out = np.full(2 * codes.size, STALE, np.uint8)
+    put_halves(out, codes, scales, (high, wide))
+    with np.errstate(all="ignore"):
+        expected = from_f32(fp8.dequantize(codes, scales, (high, wide)), "f16")
+    np.testing.assert_array_equal(out.view(np.uint16).reshape(rows, depth), expected)
+
+
+def test_halves_that_do_not_fit_are_refused() -> None:
+    codes, out, scales = np.zeros((16, 32), np.uint8), np.zeros(1024, np.uint8), np.ones((1, 1), np.float32)
+    for own, made, factors in ((codes.view(np.int8), out, scales), (codes.T, out, scales), (codes, out[:-1], scales),
+                               (codes, out[::-1], scales), (codes, out.view(np.int8), scales), (codes, out, np.ones((17, 1), np.float32)),
+                               (codes, out, np.ones((3, 5), np.float32))):
+        with pytest.raises(ValueError, match="codes of|scales of shape|scales for"):
+            put_halves(made, own, factors, (0, 0))
+
+
+@pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
+def test_a_processor_without_vectors_makes_the_same_bytes(tmp_path: Path) -> None:
+    """Nor with instructions that round to halves."""
+    child("""
+import test_arranged as t
+t.test_floats_of_eight_bits_are_the_halves_that_numpy_rounds()
+t.test_pairs_are_the_bytes_of_their_codes()
+for kind in t.KEPT:
+    t.test_blocks_are_the_bytes_of_their_codes(kind=kind)
+for layout, bits in t.WORDS:
+    t.test_words_are_the_bytes_of_their_codes(layout=layout, bits=bits)
+""", tmp_path, forced="portable")
 
 
 def test_every_kind_has_its_function() -> None:

@@ -27,10 +27,10 @@ def parts_of(name: str) -> dict[str, torch.Tensor]:
             for key, value in parts.items()}
 
 
-def read(folder: Path, name: str, parts: dict[str, torch.Tensor], low_bit: bool) -> np.ndarray:
+def read(folder: Path, name: str, parts: dict[str, torch.Tensor], low_bit: bool, wide: str = "f32") -> np.ndarray:
     """The bytes of the weight."""
     save_file({BASE + key: value.contiguous() for key, value in parts.items()}, folder / "model.safetensors")
-    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f32", low_bit) as store:
+    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], wide, low_bit) as store:
         return store.read(store.tensors[f"{BASE}weight"])
 
 
@@ -80,7 +80,7 @@ def test_what_arrives_is_refused_where_a_load_is(tmp_path: Path, name: str) -> N
     for key, part in whole.items():
         for what, changed in (("as it is", part), *lies(part)):
             try:
-                expected = read(tmp_path, name, whole | {key: changed}, True)
+                expected = read(tmp_path, name, whole | {key: changed}, True, "f16")
             except CheckpointError:
                 expected = None
             try:
@@ -93,7 +93,7 @@ def test_what_arrives_is_refused_where_a_load_is(tmp_path: Path, name: str) -> N
 
 def arrived(folder: Path, name: str) -> np.ndarray:
     """The bytes of the weight that `read` has written, by way of a desk."""
-    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f32", True) as store:
+    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f16", True) as store:
         info = store.tensors[f"{BASE}weight"]
         (piece,), out = store.arrival([info]).pieces(), np.zeros(info.nbytes, np.uint8)
         raws = [np.empty(own.nbytes, np.uint8) for own in piece.ranges]

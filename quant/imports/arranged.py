@@ -1,8 +1,8 @@
-"""Codes of other tools straight from the bytes of their files into the blob that kernels read, by compiled functions of one thread.
+"""Weights of other tools straight from the bytes of their files into those that kernels read, by compiled functions of one thread.
 
 The meaning of each is NumPy's: what `gguf.kept`, `mxfp4.unpack_pairs`, `gptq.decode` and their kin make of the same bytes, then
-`pack.put_rows`. Beside blob and file no array is made, so nothing has to be cut into steps. Compiled code looks at no bounds: that is done
-here.
+`pack.put_rows`; of floats of eight bits, `fp8.dequantize`. Beside blob and file no array is made, so nothing has to be cut into steps.
+Compiled code looks at no bounds: that is done here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ...kernels.workspace import address
 from ..levels import MXFP
 from ..pack import put_tables
 from ..spec import QuantSpec
+from . import fp8
 from .gguf import DECODERS, KEPT
 
 MXFP4 = KEPT["MXFP4"]
@@ -77,6 +78,19 @@ def put_words(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], layout:
             n % 8 and kind in eights):
         raise ValueError(f"words of {words.dtype} {words.shape} for {spec} of shape {shape}")
     foreign_words.codes_to_tiles(kind, address(words), words.strides[0], n, k // TILE, address(blob) + spec.sections(shape).codes)
+
+
+def put_halves(out: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
+    """E4M3 codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> halves, uint8 [2 * N * K], rounded as NumPy rounds. Releases
+    the interpreter lock. Raises ValueError for arrays that do not fit."""
+    from ...kernels.cpu import foreign_floats
+
+    scales, high, wide = fp8.blocks(codes.shape, scales, block)
+    scales, (n, k) = np.ascontiguousarray(scales, np.float32), codes.shape
+    if codes.dtype != np.uint8 or not codes.flags.c_contiguous or out.dtype != np.uint8 or out.shape != (2 * n * k,) or not (
+            out.flags.c_contiguous and out.flags.writeable):
+        raise ValueError(f"codes of {codes.dtype} {codes.shape} for {out.shape} bytes")
+    foreign_floats.e4m3_to_half(address(codes), n, k, address(scales), scales.shape[1], high, wide, address(out))
 
 
 def _check(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:
