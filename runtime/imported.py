@@ -167,8 +167,8 @@ class ImportedStore(TensorStore):
             return self._blob(info)[row_begin:row_end]
         whole = self.tensors[name]
         first = (info.offset - whole.offset) * whole.shape[0] // whole.nbytes  # of a range of rows with a name of its own
-        values = self._values(whole)[first : first + info.shape[0]][row_begin:row_end]
-        return np.ascontiguousarray(from_f32(values, self._wide)).reshape(-1).view(np.uint8)
+        made = self._widened(whole)[first : first + info.shape[0]][row_begin:row_end]
+        return np.ascontiguousarray(made).reshape(-1).view(np.uint8)
 
     def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
         if self._weight(info) is None:
@@ -206,11 +206,7 @@ class ImportedStore(TensorStore):
         parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
         arrays = {name: self._typed(part, raw) for (name, part), raw in zip(parts.items(), raws, strict=True)}
         if self._in_halves(info):
-            inverse = arrays.get("weight_scale_inv")
-            try:
-                put_halves(out, arrays["weight"], arrays["weight_scale"] if inverse is None else inverse, self._block)
-            except ValueError as error:
-                raise _unfit(info, info.name, str(error)) from error
+            self._put_halves(info, arrays.get, out)
             return
         each, in_words = info.nbytes // shape[0], self._in_words(info)
         for begin, end in steps(shape[0], self._between(info), self._unit(info)):
@@ -291,14 +287,32 @@ class ImportedStore(TensorStore):
         """The weight as kernels read it. One thread at a time: the arrays in between are several times as large."""
         spec, shape = self._specs[info.name], self._shapes[info.name]
         with self._lock:
+            if self._in_words(info):
+                blob = np.zeros(info.nbytes, np.uint8)
+                self._put(info, 0, [TensorStore.read(self, part) for part in self._parts[info.name].values()], [blob])
+                return blob
             return pack(self._checked(info, shape, lambda *held: groups.packable(self._integers(*held), spec), self._read_part(info)), spec)
 
-    def _values(self, info: TensorInfo) -> np.ndarray:
-        """float32 [N, K]; the last one is kept, because rows of one weight are asked for block by block. One thread at a time."""
+    def _widened(self, info: TensorInfo) -> np.ndarray:
+        """[N, K] as it is kept; the last one stays, because rows of one weight are asked for block by block. One thread at a time."""
         with self._lock:
             if self._last is None or self._last[0] != info.name:
-                self._last = info.name, self._checked(info, info.shape, self._decoded, self._read_part(info))
+                self._last = None  # its memory is for the next one
+                if self._in_halves(info):
+                    made = np.empty(info.shape, np.uint16)
+                    self._put_halves(info, self._read_part(info), made.reshape(-1).view(np.uint8))
+                else:
+                    made = from_f32(self._checked(info, info.shape, self._decoded, self._read_part(info)), self._wide)
+                self._last = info.name, made
             return self._last[1]
+
+    def _put_halves(self, info: TensorInfo, array: Array, out: np.ndarray) -> None:
+        """Floats of eight bits, which `array` gives by name with their scales, as halves."""
+        inverse = array("weight_scale_inv")
+        try:
+            put_halves(out, array("weight"), array("weight_scale") if inverse is None else inverse, self._block)
+        except ValueError as error:
+            raise _unfit(info, info.name, str(error)) from error
 
     def _checked(self, info: TensorInfo, shape: tuple[int, ...], decode: Callable, array: Array) -> np.ndarray | Codes:
         """What `decode` makes of parts, which `array` gives by name, for a weight of this shape. Raises CheckpointError where they do not
