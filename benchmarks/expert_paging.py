@@ -85,7 +85,7 @@ class Store(SyntheticStore):
             codes = rtn.quantize(walk(stored.shape[1]), stored.spec, None, None)
             put_rows(blob, stored.spec, stored.shape, 0, codes)
             if codes.levels is not None:
-                put_tables(blob, stored.spec, stored.shape, codes)
+                put_tables(blob, stored.spec, stored.shape, codes.levels, codes.steps)
         return blob
 
 

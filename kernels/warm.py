@@ -18,18 +18,22 @@ from .compile import Jit, Kernel, cache_folder, complete
 MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 
 
-RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE = KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse")
+KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign")
+RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN = KINDS
 
 
 def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     """The kernels and compiled helpers of these kinds: RAW is what every run needs, LOW_BIT, what low-bit weights need beside it,
     EXACT their products in float32, LOOKUP the table lookup where it is chosen, KV attention over packed pages and packing them,
-    BUNDLED the MLP over neurons that lie one by one, SPARSE the estimates of pages that are not read. Those first that take longest to
-    compile."""
+    BUNDLED the MLP over neurons that lie one by one, SPARSE the estimates of pages that are not read, FOREIGN what puts codes of other
+    tools in order, or widens them. Those first that take longest to compile."""
     from . import threads
     from .cpu import (
         attention,
         experts,
+        foreign_blocks,
+        foreign_floats,
+        foreign_words,
         gemm,
         kv_attention,
         kv_few,
@@ -49,6 +53,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
 
     modules = {LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                KV: (kv_attention, kv_few, kv_merge, kv_seal), BUNDLED: (neurons,), SPARSE: (estimates,),
+               FOREIGN: (foreign_words, foreign_blocks, foreign_floats),
                RAW: (sampling, attention, linear, rows, experts, threads, roof)}
     return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
             if isinstance(value, Kernel | Jit) and (value is gemm.multiply_exact) == (kind == EXACT)]

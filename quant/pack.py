@@ -25,7 +25,7 @@ def pack(codes: Codes, spec: QuantSpec) -> np.ndarray:
     blob = np.zeros(at.nbytes, np.uint8)
     put_rows(blob, spec, shape, 0, codes)
     if codes.levels is not None:
-        put_tables(blob, spec, shape, codes)
+        put_tables(blob, spec, shape, codes.levels, codes.steps)
     if at.sparse >= 0:
         none = np.zeros(0, np.uint32)
         _put(blob, at.sparse, pack_sparse(codes.sparse or Sparse(none, none, none.view(np.float32)), at.rows // ROWS))
@@ -36,26 +36,34 @@ def put_rows(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: i
     """Some rows into the blob of a weight of `shape`, but for tables and outliers, so that it can be filled piece by piece, from several
     threads. `begin` is a multiple of 16, and so is the number of rows unless they are the last."""
     at = spec.sections(shape)
-    n, first = len(codes.codes), begin // ROWS
-    rows, groups = align(n, ROWS), at.depth // spec.group
-    _put(blob, at.codes + first * (at.depth // TILE) * tile_nbytes(spec.bits), pack_tiles(_pad(codes.codes, rows, at.depth), spec.bits))
-    scales = _pad(codes.scales, rows, groups)
+    padded = _pad(codes.codes, align(len(codes.codes), ROWS), at.depth)
+    _put(blob, at.codes + begin // ROWS * (at.depth // TILE) * tile_nbytes(spec.bits), pack_tiles(padded, spec.bits))
+    put_factors(blob, spec, shape, begin, codes.scales, codes.zeros, codes.rows, codes.supers, codes.minima)
+
+
+def put_factors(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, scales: np.ndarray, zeros: np.ndarray | None,
+                rows: np.ndarray, supers: np.ndarray | None = None, minima: np.ndarray | None = None) -> None:
+    """As `put_rows`, of all that belongs to some rows but for their codes; the arrays are those of `Codes`."""
+    at = spec.sections(shape)
+    n, first = len(rows), begin // ROWS
+    high, groups = align(n, ROWS), at.depth // spec.group
+    scales = _pad(scales, high, groups)
     if spec.scheme == "codebook":
         part = _pack_small_scales(scales)
-    elif codes.supers is not None:
-        part = super_blocks.pack(scales, codes.supers, codes.minima, at.depth)
+    elif supers is not None:
+        part = super_blocks.pack(scales, supers, minima, at.depth)
     else:
         part = _by_block(scales)
     _put(blob, at.scales + first * scales_nbytes(spec.scheme, spec.group, at.depth), part.view(np.uint8))
-    if codes.zeros is not None:
-        _put(blob, at.zeros + begin * groups, _by_block(_pad(codes.zeros, rows, groups)))
-    _put(blob, at.row_scales + 2 * begin, from_f32(np.concatenate([codes.rows, np.zeros(rows - n, np.float32)]), "bf16").view(np.uint8))
+    if zeros is not None:
+        _put(blob, at.zeros + begin * groups, _by_block(_pad(zeros, high, groups)))
+    _put(blob, at.row_scales + 2 * begin, from_f32(np.concatenate([rows, np.zeros(high - n, np.float32)]), "bf16").view(np.uint8))
 
 
-def put_tables(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], codes: Codes) -> None:
+def put_tables(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], levels: np.ndarray, steps: np.ndarray | None = None) -> None:
     """Levels and steps into the blob of a weight of `shape`."""
-    steps = np.zeros(STEPS_NBYTES, np.uint8) if codes.steps is None else codes.steps
-    _put(blob, spec.sections(shape).tables, np.concatenate([np.resize(codes.levels, LEVELS_NBYTES).view(np.uint8), steps]))
+    steps = np.zeros(STEPS_NBYTES, np.uint8) if steps is None else steps
+    _put(blob, spec.sections(shape).tables, np.concatenate([np.resize(levels, LEVELS_NBYTES).view(np.uint8), steps]))
 
 
 def unpack(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> Codes:

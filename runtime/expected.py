@@ -15,7 +15,7 @@ from .config import ModelConfig
 from .container import DTYPES, Container, StoredTensor
 from .convert_plan import MATRICES
 from .families import TensorRule
-from .made_store import scratch_nbytes
+from .made_store import ARRANGED, ARRANGED_NBYTES, scratch_nbytes
 
 RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -35,6 +35,7 @@ class ExpectedStore:
         stored: dict[str, StoredTensor] = {}
         self._made: set[str] = set()
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._schemes: dict[str, str] = {}
         self.nbytes, self.notices = 0, ()
         self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
@@ -47,6 +48,7 @@ class ExpectedStore:
                 own = made
                 self._made.add(rule.name)
             shape, nbytes = self._shapes.setdefault(rule.name, tuple(rule.shape)), own.nbytes(rule.shape)
+            self._schemes[rule.name] = own.scheme
             stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
             dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
             self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), self.nbytes, nbytes)
@@ -64,7 +66,8 @@ class ExpectedStore:
         if not self._made.issuperset(info.name for info in infos):
             return None
         sizes = tuple(info.nbytes for info in infos)
-        scratch = max(scratch_nbytes(*self._shapes[info.name]) for info in infos)
+        scratch = max(ARRANGED_NBYTES if self._schemes[info.name] in ARRANGED else scratch_nbytes(*self._shapes[info.name])
+                      for info in infos)
         return Arrival(sizes, sum(sizes), max(map(desk_of, sizes)), scratch, tuple)
 
     def close(self) -> None:

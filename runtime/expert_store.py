@@ -25,15 +25,13 @@ from ..offload.header import AGAIN, TensorInfo, damaged, shown
 from ..offload.notes import Fallback
 from ..offload.size import format_size
 from ..offload.streaming import Range
-from ..quant.codes import Codes
 from ..quant.imports import mxfp4
-from ..quant.levels import MXFP
-from ..quant.pack import put_rows, put_tables
+from ..quant.imports.arranged import put_pairs
 from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32
 from .container import Container, StoredTensor
 from .families.mixtral import MOST_EXPERTS
-from .made_store import MadeStore, scratch_nbytes, steps
+from .made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 
 FORMAT = QuantSpec(4, mxfp4.GROUP, "mxfp")
 JOINT = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias)?")
@@ -136,7 +134,8 @@ class ExpertStore(MadeStore):
         joints = {part.joint.name: part for part in parts}.values()  # gate and up lie in one
         return Arrival(tuple(info.nbytes for info in infos), sum(_height(part) * sum(_widths(part)) for part in joints),
                       max(desk_of(*(_piece(part) * width for width in _widths(part))) for part in joints),
-                      max(scratch_nbytes(_height(part) // part.step, self._depth(part)) for part in joints),
+                      max(ARRANGED_NBYTES if info.dtype == "U8" else scratch_nbytes(_height(part) // part.step, self._depth(part))
+                          for info, part in zip(infos, parts, strict=True)),
                       partial(self._pieces, tuple(infos)))
 
     def _pieces(self, infos: Sequence[TensorInfo]) -> list[Piece]:
@@ -164,12 +163,11 @@ class ExpertStore(MadeStore):
                 continue
             blocks, scales = (raw.reshape(-1, width)[part.first :: part.step] for raw, width in zip(raws, _widths(part), strict=True))
             each = info.nbytes * part.step // _height(part)
+            if info.dtype == "U8":
+                self._put_codes(info, first, blocks, scales, out)
+                continue
             for begin, end in steps(len(blocks), self._depth(part)):
-                codes = _unpacked(blocks[begin:end])
-                if info.dtype == "U8":
-                    self._put_codes(info, first + begin, codes, scales[begin:end], out)
-                else:
-                    out[(first + begin) * each : (first + end) * each] = self._widened(part, codes, scales[begin:end])
+                out[(first + begin) * each : (first + end) * each] = self._widened(part, blocks[begin:end], scales[begin:end])
 
     @staticmethod
     def _depth(part: Part) -> int:
@@ -185,7 +183,7 @@ class ExpertStore(MadeStore):
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         part = self._parts[info.name]
         if part.scales is not None:
-            out[:] = self._widened(part, *self._codes(part, begin, end))
+            out[:] = self._widened(part, *self._both(part, begin, end))
         elif part.inputs_first:
             mine = self._slab(part)[:, part.first :: part.step][:, begin:end]
             out.view(mine.dtype).reshape(end - begin, -1)[:] = mine.T
@@ -193,25 +191,21 @@ class ExpertStore(MadeStore):
             out[:] = self._outputs(part.joint, part, begin, end).reshape(-1)
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
-        self._put_codes(info, begin, *self._codes(self._parts[info.name], begin, end), blob)
+        self._put_codes(info, begin, *self._both(self._parts[info.name], begin, end), blob)
 
-    def _put_codes(self, info: TensorInfo, begin: int, codes: np.ndarray, scales: np.ndarray, blob: np.ndarray) -> None:
-        """Outputs from `begin` on of codes [n, K] and scales [n, K / 32] into their places in a blob."""
-        if (scales == mxfp4.NOT_A_NUMBER).any():
+    def _put_codes(self, info: TensorInfo, begin: int, blocks: np.ndarray, scales: np.ndarray, blob: np.ndarray) -> None:
+        """Outputs from `begin` on of blocks [n, K / 2] and scales [n, K / 32] into their places in a blob."""
+        if not put_pairs(blob, self.container.tensors[info.name].shape, begin, blocks, scales):
             raise self._not_a_number(self._parts[info.name])
-        shape, made = self.container.tensors[info.name].shape, Codes(codes, scales, None, np.full(len(codes), 0.5, np.float32), MXFP)
-        put_rows(blob, FORMAT, shape, begin, made)
-        put_tables(blob, FORMAT, shape, made)
 
-    def _codes(self, part: Part, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Codes uint8 [n, K] and scales uint8 [n, K / 32] of some outputs."""
-        blocks, scales = (self._outputs(joint, part, begin, end) for joint in (part.joint, part.scales))
-        return _unpacked(blocks), scales
+    def _both(self, part: Part, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks uint8 [n, K / 2] and scales uint8 [n, K / 32] of some outputs."""
+        return self._outputs(part.joint, part, begin, end), self._outputs(part.scales, part, begin, end)
 
-    def _widened(self, part: Part, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """Bytes of codes [n, K] and scales [n, K / 32] as bfloat16."""
+    def _widened(self, part: Part, blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Bytes of blocks [n, K / 2] and scales [n, K / 32] as bfloat16."""
         try:
-            return from_f32(mxfp4.dequantize(codes, scales), "bf16").reshape(-1).view(np.uint8)
+            return from_f32(mxfp4.dequantize(_unpacked(blocks), scales), "bf16").reshape(-1).view(np.uint8)
         except ValueError as error:
             raise self._not_a_number(part) from error
 

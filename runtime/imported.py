@@ -25,13 +25,14 @@ from ..offload.size import format_size
 from ..offload.streaming import Range
 from ..quant.codes import Codes
 from ..quant.imports import awq, compressed_tensors, fp8, gptq, groups
-from ..quant.pack import pack, put_rows
+from ..quant.imports.arranged import WORDS, put_halves, put_words
+from ..quant.pack import pack, put_factors, put_rows
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
 from .import_config import CODES, CUTS, ENDINGS, FLOATS, bits_of, block_of, layout_of, may_run_from_codes
-from .made_store import scratch_nbytes, steps
+from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
 Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
@@ -166,8 +167,8 @@ class ImportedStore(TensorStore):
             return self._blob(info)[row_begin:row_end]
         whole = self.tensors[name]
         first = (info.offset - whole.offset) * whole.shape[0] // whole.nbytes  # of a range of rows with a name of its own
-        values = self._values(whole)[first : first + info.shape[0]][row_begin:row_end]
-        return np.ascontiguousarray(from_f32(values, self._wide)).reshape(-1).view(np.uint8)
+        made = self._widened(whole)[first : first + info.shape[0]][row_begin:row_end]
+        return np.ascontiguousarray(made).reshape(-1).view(np.uint8)
 
     def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
         if self._weight(info) is None:
@@ -191,17 +192,24 @@ class ImportedStore(TensorStore):
                                for index, (info, own) in enumerate(zip(infos, parts, strict=True))])
 
     def _scratch(self, info: TensorInfo) -> int:
-        """Bytes of memory for what lies between a weight's parts and the weight: a step's arrays, scales and zero points as a whole."""
+        """Bytes of memory for what lies between a weight's parts and the weight: a step's arrays, scales and zero points as a whole,
+        the group of every input."""
         codes = next(iter(self._parts[info.name].values()))
         others = sum(part.nbytes for part in self._parts[info.name].values()) - codes.nbytes
-        return scratch_nbytes(*self._shape_of(info), self._unit(info)) + 4 * others
+        rows, depth = self._shape_of(info)
+        if self._in_halves(info):
+            return ARRANGED_NBYTES + 4 * others
+        return scratch_nbytes(rows, self._between(info), self._unit(info)) + 4 * others + 16 * depth * self._in_words(info)
 
     def _put(self, info: TensorInfo, index: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
         """A weight out of its parts, some outputs at a time."""
         parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
         arrays = {name: self._typed(part, raw) for (name, part), raw in zip(parts.items(), raws, strict=True)}
-        each = info.nbytes // shape[0]
-        for begin, end in steps(*shape, self._unit(info)):
+        if self._in_halves(info):
+            self._put_halves(info, arrays.get, out)
+            return
+        each, in_words = info.nbytes // shape[0], self._in_words(info)
+        for begin, end in steps(shape[0], self._between(info), self._unit(info)):
             try:
                 array = self._cut(arrays, begin, end, shape[0]).get
             except ValueError as error:
@@ -210,9 +218,30 @@ class ImportedStore(TensorStore):
             if spec is None:
                 made = from_f32(self._checked(info, own, self._decoded, array), self._wide)
                 out[begin * each : end * each] = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
+            elif in_words:
+                try:
+                    scales, zeros, rows = groups.factors(*self._points(array, own), shape[1], spec)
+                except ValueError as error:
+                    raise _unfit(info, info.name, str(error)) from error
+                put_factors(out, spec, shape, begin, scales, zeros, rows)
             else:
                 codes = self._checked(info, own, lambda *held: groups.packable(self._integers(*held), spec), array)
                 put_rows(out, spec, shape, begin, codes)
+        if in_words:  # all at once: nothing lies in between
+            put_words(out, spec, shape, self._layout, next(iter(arrays.values())))
+
+    def _in_words(self, info: TensorInfo) -> bool:
+        """Do its codes go straight from the words of a file into the order of the kernels?"""
+        return info.name in self._specs and (self._layout, self._specs[info.name].bits) in WORDS
+
+    def _in_halves(self, info: TensorInfo) -> bool:
+        """Are its floats of eight bits widened to half precision?"""
+        return self._layout == "fp8" and info.dtype == "F16"
+
+    def _between(self, info: TensorInfo) -> int:
+        """Values of an output between a weight's parts and the weight: its inputs, or its groups where codes go straight."""
+        depth = self._shape_of(info)[1]
+        return depth // self._specs[info.name].group if self._in_words(info) else depth
 
     def _shape_of(self, info: TensorInfo) -> tuple[int, int]:
         """The weight's."""
@@ -258,14 +287,32 @@ class ImportedStore(TensorStore):
         """The weight as kernels read it. One thread at a time: the arrays in between are several times as large."""
         spec, shape = self._specs[info.name], self._shapes[info.name]
         with self._lock:
+            if self._in_words(info):
+                blob = np.zeros(info.nbytes, np.uint8)
+                self._put(info, 0, [TensorStore.read(self, part) for part in self._parts[info.name].values()], [blob])
+                return blob
             return pack(self._checked(info, shape, lambda *held: groups.packable(self._integers(*held), spec), self._read_part(info)), spec)
 
-    def _values(self, info: TensorInfo) -> np.ndarray:
-        """float32 [N, K]; the last one is kept, because rows of one weight are asked for block by block. One thread at a time."""
+    def _widened(self, info: TensorInfo) -> np.ndarray:
+        """[N, K] as it is kept; the last one stays, because rows of one weight are asked for block by block. One thread at a time."""
         with self._lock:
             if self._last is None or self._last[0] != info.name:
-                self._last = info.name, self._checked(info, info.shape, self._decoded, self._read_part(info))
+                self._last = None  # its memory is for the next one
+                if self._in_halves(info):
+                    made = np.empty(info.shape, np.uint16)
+                    self._put_halves(info, self._read_part(info), made.reshape(-1).view(np.uint8))
+                else:
+                    made = from_f32(self._checked(info, info.shape, self._decoded, self._read_part(info)), self._wide)
+                self._last = info.name, made
             return self._last[1]
+
+    def _put_halves(self, info: TensorInfo, array: Array, out: np.ndarray) -> None:
+        """Floats of eight bits, which `array` gives by name with their scales, as halves."""
+        inverse = array("weight_scale_inv")
+        try:
+            put_halves(out, array("weight"), array("weight_scale") if inverse is None else inverse, self._block)
+        except ValueError as error:
+            raise _unfit(info, info.name, str(error)) from error
 
     def _checked(self, info: TensorInfo, shape: tuple[int, ...], decode: Callable, array: Array) -> np.ndarray | Codes:
         """What `decode` makes of parts, which `array` gives by name, for a weight of this shape. Raises CheckpointError where they do not
@@ -301,23 +348,45 @@ class ImportedStore(TensorStore):
 
     def _integers(self, array: Array, shape: tuple[int, ...]) -> groups.Groups:
         if self._layout == "gptq":
-            group = self._section.get("group_size")
-            order = array("g_idx")
-            if order is None:
-                order = np.arange(shape[1]) // (group if isinstance(group, int) and group > 0 else shape[1])
-            return gptq.decode(array("qweight"), array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
-                               self._section.get("checkpoint_format", "gptq") != "gptq_v2")
+            return gptq.decode(array("qweight"), *self._gptq_points(array, shape))
         if self._layout == "awq":
             scales = array("scales")
             return awq.decode(array("qweight"), array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
         if self._layout == "integers":
             return compressed_tensors.decode_bytes(array("weight"), array("weight_scale"), array("weight_zero_point"),
                                                    array("weight_g_idx"), bits_of(self._section), self._block)
-        stated = array("weight_shape").reshape(-1).tolist()
-        if stated != list(shape):
-            raise ValueError(f"weight_shape says {stated}, the words are for {list(shape)}")
+        _check_stated(array, shape)
         return compressed_tensors.decode(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
                                          array("weight_g_idx"), bits_of(self._section), shape)
+
+    def _points(self, array: Array, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Zero points and scales [N, G] of codes in words, which fit a weight of this shape as they lie."""
+        if self._layout == "gptq":
+            return gptq.points(shape, *self._gptq_points(array, shape))
+        if self._layout == "awq":
+            scales = array("scales")
+            return awq.points(shape, array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
+        if self._layout == "integers":
+            return compressed_tensors.byte_points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
+                                                  bits_of(self._section), self._block)[:2]
+        _check_stated(array, shape)
+        return compressed_tensors.points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
+                                            bits_of(self._section))
+
+    def _gptq_points(self, array: Array, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, bool]:
+        """What stands beside the codes of a GPTQ weight."""
+        group, order = self._section.get("group_size"), array("g_idx")
+        if order is None:
+            order = np.arange(shape[1]) // (group if isinstance(group, int) and group > 0 else shape[1])
+        return (array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
+                self._section.get("checkpoint_format", "gptq") != "gptq_v2")
+
+
+def _check_stated(array: Array, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where the shape that stands beside words is another one."""
+    stated = array("weight_shape").reshape(-1).tolist()
+    if stated != list(shape):
+        raise ValueError(f"weight_shape says {stated}, the words are for {list(shape)}")
 
 
 def _unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:

@@ -172,6 +172,7 @@ def _made_s(parts: ExpertParts, store: TensorStore) -> float:
     try:
         for own, raw in zip(piece.ranges, raws, strict=True):
             store.read_at(own.file, own.offset, memoryview(raw))
+        piece.put(raws, outs)  # which may compile, or load, what puts it
         started = perf_counter()
         piece.put(raws, outs)
     except (CheckpointError, ValueError):

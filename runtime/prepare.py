@@ -26,14 +26,16 @@ from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .container import Container, read_container
 from .demands import Asked, cache_form
+from .imported import ImportedStore
 from .kv_setting import AUTO
+from .made_store import MadeStore
 from .model import check_tensors
 from .paged_experts import PagedExperts
 from .parts import Parts
 from .passes import widest
 from .predictors import Predictors
 from .predictors import load as load_predictors
-from .source import check_mapping, is_low_bit, open_weights
+from .source import check_mapping, is_low_bit, open_weights, quantization_of
 from .speculating import Speculating, decide
 from .streamed import Streams
 
@@ -157,7 +159,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     asked = Asked(
         config, options, tensors, cache, store, folder, card, bundled, worker_count(options),
-        _baseline(kernel_kinds(container is not None and container.is_low_bit, options, bundled)) + beside, budget)
+        _baseline(kernel_kinds(container is not None and container.is_low_bit, options, bundled, _is_foreign(store))) + beside, budget)
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     tokens, placement = _planned(asked, chunk, folder)
     on_card = placement.devices.count("cuda")
@@ -268,25 +270,40 @@ def worker_count(options: EngineOptions) -> int:
     return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
 
 
-def kernel_kinds(low_bit: bool, options: EngineOptions, bundled: bool = False) -> tuple[str, ...]:
-    """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement."""
+def kernel_kinds(low_bit: bool, options: EngineOptions, bundled: bool = False, foreign: bool = False) -> tuple[str, ...]:
+    """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement. `foreign`: codes of
+    other tools are put in order, or widened."""
     from ..kernels import warm
 
     needed = {warm.RAW: True, warm.LOW_BIT: low_bit, warm.EXACT: low_bit and options.exact,
               warm.LOOKUP: low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
-              warm.BUNDLED: bundled, warm.SPARSE: options.kv_read == "sparse"}
+              warm.BUNDLED: bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: foreign}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
 
 def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
     """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
-    low_bit, bundled = is_low_bit(folder), False
-    if low_bit and not is_gguf(folder):
-        with suppress(EffllmError):  # said when the folder is opened
-            container = read_container(folder)
-            low_bit, bundled = container is None or container.is_low_bit, is_bundled(container)
-    low_bit = low_bit or (options.draft is not None and is_low_bit(Path(options.draft)))
-    return kernel_kinds(low_bit, options, bundled)
+    low_bit, bundled, foreign = _needs(folder)
+    if options.draft is not None:
+        beside = _needs(Path(options.draft))
+        low_bit, foreign = low_bit or beside[0], foreign or beside[2]
+    return kernel_kinds(low_bit, options, bundled, foreign)
+
+
+def _needs(folder: Path) -> tuple[bool, bool, bool]:
+    """Whether a model has low-bit weights, neurons that lie one by one, and weights of other tools, put in order or widened as they are
+    read."""
+    low_bit, bundled, foreign = is_low_bit(folder), False, False
+    with suppress(EffllmError):  # said when the folder is opened
+        container = None if is_gguf(folder) else read_container(folder)
+        low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
+        foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
+    return low_bit, bundled, foreign
+
+
+def _is_foreign(store: TensorStore) -> bool:
+    """Are weights of other tools put in order, or from eight bits widened, as they are read?"""
+    return isinstance(store, ImportedStore) or (isinstance(store, MadeStore) and store.container is not None)
 
 
 def _baseline(kinds: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from effllm.kernels import warm
 from effllm.offload import arrival
 from effllm.offload.arrival import Arrival, Desks, MadePart, Making, Piece, desk_of, plan_desks
 from effllm.offload.checkpoint import CheckpointError, TensorStore
@@ -16,7 +17,8 @@ from effllm.offload.header import TensorInfo
 from effllm.offload.streaming import Part, Range, lay_out
 from effllm.runtime import expert_store, made_store
 from effllm.runtime.gguf import store as gguf_store
-from effllm.runtime.source import open_store
+from effllm.runtime.prepare import EngineOptions, _is_foreign, folder_kinds
+from effllm.runtime.source import open_store, open_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_imported
@@ -28,6 +30,12 @@ from test_mxfp4 import packed_model
 KINDS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_1", "Q4_1")
 SMALL = Case("qwen3_moe", {"hidden_size": 256, "intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 32,
                            "moe_intermediate_size": 512, "num_hidden_layers": 1, "norm_topk_prob": True})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What puts codes in order, as a run has it before it plans: compiling takes memory that is no arrival's."""
+    warm.load_all((warm.FOREIGN,))
 
 
 def experts(store: TensorStore, layer: int = 0) -> Iterator[list[TensorInfo]]:
@@ -120,6 +128,28 @@ def test_gate_and_up_that_lie_in_one_are_read_once(tmp_path: Path, cut: bool) ->
     written(CASES["gpt_oss, bfloat16"], tmp_path / "wide")
     with open_store(tmp_path / "wide") as store:
         assert check(store) == 2
+
+
+def compiled_before(path: Path) -> bool:
+    """Is what puts codes in order a part of what a run compiles, and of the program that a plan weighs?"""
+    with open_weights(path)[0] as store:
+        weighed = _is_foreign(store)
+    assert (warm.FOREIGN in folder_kinds(path, EngineOptions())) == weighed
+    return weighed
+
+
+def test_a_run_that_puts_codes_in_order_compiles_what_does(source: Path, tmp_path: Path) -> None:
+    write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(SMALL), others={"_exps": "Q4_K"})
+    write_model(source, tmp_path / "raw.gguf", "F16", "qwen3moe", counts(SMALL))
+    packed_model(tmp_path / "oss")
+    needed = {path: compiled_before(path) for path in (source, tmp_path / "m.gguf", tmp_path / "raw.gguf", tmp_path / "oss")}
+    assert list(needed.values()) == [False, True, False, True], needed
+    draft = EngineOptions(draft=str(tmp_path / "m.gguf"))
+    assert warm.FOREIGN in folder_kinds(source, draft) and warm.LOW_BIT in folder_kinds(source, draft)
+
+
+def test_a_run_of_another_tools_folder_compiles_what_puts_it_in_order(imported: Path) -> None:
+    assert compiled_before(imported)
 
 
 @pytest.mark.parametrize("kind", KINDS)

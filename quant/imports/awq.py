@@ -17,8 +17,14 @@ def unpack_words(words: np.ndarray) -> np.ndarray:
 
 def decode(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, group: int) -> Groups:
     """int32 [K, N / 8], int32 [G, N / 8], float32 [G, N]. Raises ValueError where they do not fit one another."""
-    codes, zeros = unpack_words(qweight), unpack_words(qzeros)
-    if zeros.shape != scales.shape or codes.shape != (len(scales) * group, scales.shape[1]):
-        raise ValueError(f"qweight {codes.shape}, zeros {zeros.shape} and scales {scales.shape} for groups of {group}")
-    order = np.arange(len(codes)) // group
-    return Groups(np.ascontiguousarray(codes.T), np.ascontiguousarray(zeros.T), np.ascontiguousarray(scales.T), order)
+    codes = unpack_words(qweight).T
+    found = points(codes.shape, qzeros, scales, group)
+    return Groups(np.ascontiguousarray(codes), *found, np.arange(codes.shape[1]) // group)
+
+
+def points(shape: tuple[int, int], qzeros: np.ndarray, scales: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Zero points uint8 and scales float32, both [N, G], of a weight of `shape` [N, K]; arguments and errors are those of `decode`."""
+    zeros = unpack_words(qzeros)
+    if zeros.shape != scales.shape or shape != (scales.shape[1], len(scales) * group):
+        raise ValueError(f"qweight {shape[::-1]}, zeros {zeros.shape} and scales {scales.shape} for groups of {group}")
+    return np.ascontiguousarray(zeros.T), np.ascontiguousarray(scales.T)

@@ -54,19 +54,31 @@ def decode(packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, gro
            shape: tuple[int, int]) -> Groups:
     """int32 words, float32 scales [N, G], packed zero points int32 [N * bits / 32, G] or None, the group of every input [K] or None.
     Raises ValueError where they do not fit one another."""
-    n, k = shape
-    middle = 1 << (bits - 1)
+    k = shape[1]
     codes = unpack_words(packed, bits, k)
-    if codes.shape != shape or len(scales) != n or not scales.shape[1] or (groups is None and k % scales.shape[1]) or (
-            groups is not None and (groups.shape != (k,) or not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1])):
+    if codes.shape != shape:
         raise ValueError(f"words {packed.shape} and scales {scales.shape} for a weight of shape {shape}")
-    points = np.zeros(scales.shape, np.int8) if zeros is None else unpack_words(np.ascontiguousarray(zeros.T), bits, n).T
-    if points.shape != scales.shape:
-        raise ValueError(f"zero points {points.shape} for scales {scales.shape}")
-    unsigned = lambda values: np.ascontiguousarray(values).view(np.uint8) + np.uint8(middle)  # noqa: E731
-    mask = np.uint8((1 << bits) - 1)
+    found = points(shape, scales, zeros, groups, bits)
     order = np.arange(k) // (k // scales.shape[1]) if groups is None else groups
-    return Groups(unsigned(codes) & mask, unsigned(points) & mask, scales, order)
+    return Groups(_unsigned(codes, bits), *found, order)
+
+
+def points(shape: tuple[int, int], scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None,
+           bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Zero points uint8 and scales float32, both [N, G], of a weight of `shape` [N, K]; arguments and errors are those of `decode`."""
+    n, k = shape
+    if len(scales) != n or not scales.shape[1] or (groups is None and k % scales.shape[1]) or (
+            groups is not None and (groups.shape != (k,) or not 0 <= int(groups.min()) <= int(groups.max()) < scales.shape[1])):
+        raise ValueError(f"scales {scales.shape} for a weight of shape {shape}")
+    found = np.zeros(scales.shape, np.int8) if zeros is None else unpack_words(np.ascontiguousarray(zeros.T), bits, n).T
+    if found.shape != scales.shape:
+        raise ValueError(f"zero points {found.shape} for scales {scales.shape}")
+    return _unsigned(found, bits), scales
+
+
+def _unsigned(values: np.ndarray, bits: int) -> np.ndarray:
+    """int8 around zero -> codes, uint8, of so many bits."""
+    return (np.ascontiguousarray(values).view(np.uint8) + np.uint8(1 << (bits - 1))) & np.uint8((1 << bits) - 1)
 
 
 def columns(shape: tuple[int, ...]) -> int:
@@ -85,23 +97,32 @@ def decode_bytes(stored: np.ndarray, scales: np.ndarray, zeros: np.ndarray | Non
                  block: tuple[int, int]) -> Groups:
     """int8 [N, K], float32 scales, int8 zero points of their shape or None, the group of every input [K] or None; `block`: rows and inputs
     that share a scale, 0 where that is not said. Raises ValueError where they do not fit one another."""
-    n, k = stored.shape
-    low, top = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    return Groups(_from_bytes(stored, bits), *byte_points(stored.shape, scales, zeros, groups, bits, block))
+
+
+def byte_points(shape: tuple[int, int], scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None, bits: int,
+                block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Zero points uint8 and scales float32, both [N, G], and the group of every input [K] of a weight of `shape` [N, K]; arguments and
+    errors are those of `decode_bytes`."""
+    n, k = shape
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"zero points {zeros.shape} for scales {scales.shape}")
-    points = np.zeros(scales.shape, np.int8) if zeros is None else zeros
-    for values in (stored, points):
-        if values.dtype != np.int8 or (values.size and (int(values.min()) < low or int(values.max()) > top)):
-            raise ValueError(f"values beyond the {bits} bits that the config states")
+    found = _from_bytes(np.zeros(scales.shape, np.int8) if zeros is None else zeros, bits)
     count = columns(scales.shape)
     if groups is None and count:
         groups = np.arange(k) // (block[1] or width(k, count))
     if count < 1 or groups.shape != (k,) or int(groups.min()) < 0 or int(groups.max()) >= count or (
             block[1] and -(-k // block[1]) != count):
-        raise ValueError(f"scales {scales.shape} for a weight of shape {stored.shape}")
-    unsigned = lambda values: (values.astype(np.int16) - low).astype(np.uint8)  # noqa: E731
-    rowwise = lambda values: _rows(values.reshape(-1, count), n, block[0])  # noqa: E731
-    return Groups(unsigned(stored), unsigned(rowwise(points)), rowwise(scales), groups)
+        raise ValueError(f"scales {scales.shape} for a weight of shape {shape}")
+    return *(_rows(values.reshape(-1, count), n, block[0]) for values in (found, scales)), groups
+
+
+def _from_bytes(values: np.ndarray, bits: int) -> np.ndarray:
+    """int8 around zero -> codes, uint8. Raises ValueError for what is not of so many bits."""
+    low, top = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    if values.dtype != np.int8 or (values.size and (int(values.min()) < low or int(values.max()) > top)):
+        raise ValueError(f"values beyond the {bits} bits that the config states")
+    return (values.astype(np.int16) - low).astype(np.uint8)
 
 
 def _rows(values: np.ndarray, n: int, high: int) -> np.ndarray:

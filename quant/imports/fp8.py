@@ -24,15 +24,22 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int] = (
 
     Raises ValueError for scales that cover it in no way.
     """
-    rows, depth = codes.shape
+    scales, high, wide = blocks(codes.shape, scales, block)
+    if scales.shape in ((1, 1), (len(codes), 1)):
+        return VALUES[codes] * scales
+    return VALUES[codes] * np.repeat(np.repeat(scales, high, axis=0)[: len(codes)], wide, axis=1)[:, : codes.shape[1]]
+
+
+def blocks(shape: tuple[int, int], scales: np.ndarray, block: tuple[int, int] = (0, 0)) -> tuple[np.ndarray, int, int]:
+    """Scales [n, k] of a weight of `shape`, and the rows and inputs that share one; arguments and errors are those of `dequantize`."""
+    rows, depth = shape
     if scales.ndim < 2 and scales.size in (1, rows):  # blocks may be as many as there are rows
         scales = scales.reshape(-1, 1)
     if scales.ndim != 2 or not 0 < scales.shape[0] <= rows or not 0 < scales.shape[1] <= depth:
-        raise ValueError(f"scales of shape {scales.shape} for a weight of shape {codes.shape}")
+        raise ValueError(f"scales of shape {scales.shape} for a weight of shape {shape}")
     if scales.shape in ((1, 1), (rows, 1)):
-        return VALUES[codes] * scales
-    high, wide = (stated or block_size(size, count) for stated, size, count in zip(block, codes.shape, scales.shape))
+        return scales, 1 if len(scales) == rows else rows, depth
+    high, wide = (stated or block_size(size, count) for stated, size, count in zip(block, shape, scales.shape))
     if scales.shape != (-(-rows // high), -(-depth // wide)):
-        raise ValueError(f"scales of shape {scales.shape} for a weight of shape {codes.shape} in blocks of {high} x {wide}")
-    spread = np.repeat(np.repeat(scales, high, axis=0)[:rows], wide, axis=1)[:, :depth]
-    return VALUES[codes] * spread
+        raise ValueError(f"scales of shape {scales.shape} for a weight of shape {shape} in blocks of {high} x {wide}")
+    return scales, high, wide

@@ -31,12 +31,18 @@ def decode(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx: n
 
     Raises ValueError where the arrays do not fit one another.
     """
-    codes = unpack_bits(qweight, bits)
-    depth, n = codes.shape
+    codes = unpack_bits(qweight, bits).T
+    return Groups(np.ascontiguousarray(codes), *points(codes.shape, qzeros, scales, g_idx, bits, plus_one), g_idx)
+
+
+def points(shape: tuple[int, int], qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, bits: int,
+           plus_one: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Zero points uint8 and scales float32, both [N, G], of a weight of `shape` [N, K]; arguments and errors are those of `decode`."""
+    n, depth = shape
     zeros = unpack_bits(qzeros.T, bits).T
     if zeros.shape != scales.shape or scales.shape[1] != n or g_idx.shape != (depth,) or (
             depth and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < len(scales)):
         raise ValueError(f"qweight for {depth} inputs and {n} outputs, zeros {zeros.shape}, scales {scales.shape}, g_idx {g_idx.shape}")
     if plus_one:
         zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
-    return Groups(np.ascontiguousarray(codes.T), np.ascontiguousarray(zeros.T), np.ascontiguousarray(scales.T), g_idx)
+    return np.ascontiguousarray(zeros.T), np.ascontiguousarray(scales.T)

@@ -44,16 +44,21 @@ def in_order(order: np.ndarray, groups: int) -> bool:
 
 
 def packable(held: Groups, spec: QuantSpec) -> Codes:
-    """Groups in order -> codes of `spec`. Raises ValueError for a scale that is no number.
+    """Groups in order -> codes of `spec`. Raises ValueError for a scale that is no number."""
+    return Codes(held.codes, *factors(held.zeros, held.scales, held.codes.shape[1], spec))
+
+
+def factors(zeros: np.ndarray, scales: np.ndarray, depth: int, spec: QuantSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Zero points and scales [N, G] of weights of `depth` inputs -> scales uint16 [N, depth / spec.group], as many zeros, rows float32 [N],
+    as in `Codes`. Raises ValueError for a scale that is no number.
 
     Rows take a power of two: a row's largest scale comes near the top of half precision, so that bfloat16 scales lose nothing either,
     unless one is 2**32 times smaller than its row's largest.
     """
-    if not np.isfinite(held.scales).all():
+    if not np.isfinite(scales).all():
         raise ValueError("a scale is NaN or infinity")
-    most = np.abs(held.scales).max(axis=1)
+    most = np.abs(scales).max(axis=1)
     powers = np.where(most > 0, np.frexp(most)[1] - TOP, 0)
-    times = held.codes.shape[1] // held.scales.shape[1] // spec.group
-    scales = from_f32(np.ldexp(held.scales, -powers[:, None]), "f16")
-    return Codes(held.codes, np.repeat(scales, times, axis=1), np.repeat(held.zeros, times, axis=1),
-                 np.ldexp(np.float32(1), powers).astype(np.float32))
+    times = depth // scales.shape[1] // spec.group
+    halves = from_f32(np.ldexp(scales, -powers[:, None]), "f16")
+    return np.repeat(halves, times, axis=1), np.repeat(zeros, times, axis=1), np.ldexp(np.float32(1), powers).astype(np.float32)

@@ -27,14 +27,13 @@ from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...offload.notes import Fallback
 from ...offload.size import format_size
 from ...offload.streaming import Range
-from ...quant.imports import mxfp4
-from ...quant.imports.gguf import DECODERS, KEPT, dequantize, kept
-from ...quant.pack import put_rows, put_tables
+from ...quant.imports.arranged import put_blocks
+from ...quant.imports.gguf import DECODERS, KEPT, dequantize
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
-from ..made_store import MadeStore, scratch_nbytes, steps
+from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 from .split import close_all, open_parts
@@ -153,7 +152,8 @@ class GgufStore(MadeStore):
             return None
         return Arrival(tuple(info.nbytes for info in infos), sum(source.nbytes for source in sources),
                       max(desk_of(source.piece * source.tensor.row_nbytes) for source in sources),
-                      max(scratch_nbytes(*source.shape) for source in sources), partial(self._pieces, tuple(infos)))
+                      max(ARRANGED_NBYTES if info.dtype == "U8" else scratch_nbytes(*source.shape)
+                          for info, source in zip(infos, sources, strict=True)), partial(self._pieces, tuple(infos)))
 
     def _pieces(self, infos: Sequence[TensorInfo]) -> list[Piece]:
         """Runs of rows of each matrix; those of an expert lie side by side."""
@@ -170,11 +170,11 @@ class GgufStore(MadeStore):
         """Rows from `first` on, as the file has them, into their places."""
         source, out = self._sources[info.name], outs[index]
         raw, each = raws[0].reshape(-1, source.tensor.row_nbytes), info.nbytes // source.shape[0]
+        if info.dtype == "U8":
+            self._put_codes(info, first, raw, out)
+            return
         for begin, end in steps(len(raw), source.shape[1]):
-            if info.dtype == "U8":
-                self._put_codes(info, first + begin, raw[begin:end], out)
-            else:
-                self._widen(info, raw[begin:end], out[(first + begin) * each : (first + end) * each])
+            self._widen(info, raw[begin:end], out[(first + begin) * each : (first + end) * each])
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
         source = self._sources[info.name]
@@ -182,14 +182,8 @@ class GgufStore(MadeStore):
 
     def _put_codes(self, info: TensorInfo, begin: int, raw: np.ndarray, blob: np.ndarray) -> None:
         source = self._sources[info.name]
-        tensor, codes = source.tensor, kept(raw, source.tensor.type)
-        halves = codes.scales if codes.supers is None else codes.supers
-        finite = np.isfinite(halves.view(np.float16)) if codes.levels is None else codes.scales < mxfp4.NOT_A_NUMBER
-        if not finite.all():
-            self._refuse(tensor, "a scale of NaN or infinity")
-        put_rows(blob, KEPT[tensor.type], source.shape, begin, codes)
-        if codes.levels is not None:
-            put_tables(blob, KEPT[tensor.type], source.shape, codes)
+        if not put_blocks(blob, source.tensor.type, source.shape, begin, raw):
+            self._refuse(source.tensor, "a scale of NaN or infinity")
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         source = self._sources[info.name]

@@ -1,0 +1,195 @@
+"""Rows of blocks as GGUF files hold them, put into the order of `tiles.py`: codes and scales change places, nothing is computed.
+
+    Q8_0   half d, 32 int8                                  Q4_K  halves d and e, 12 bytes of scales, 4 runs of 32 bytes
+    Q4_0   half d, 16 bytes                                 Q5_K  as Q4_K, but 32 bytes of fifth bits before the runs
+    Q5_0   half d, 32 fifth bits, 16 bytes                  Q6_K  2 runs of 64 bytes, 2 of 32 bytes of upper bits, 16 int8, half d
+    MXFP4  exponent, 16 bytes
+
+Bytes hold the first half of their codes in the low nibbles and the second half in the high ones, per block or run. What a row becomes is
+words of four codes, and bits that change places in them, so eight bytes move at once; tile by tile, sixteen rows side by side, so that
+what is written stays in the first-level cache. One thread: whoever reads an expert puts it in order.
+"""
+
+from __future__ import annotations
+
+from ..compile import inlined, jit
+from ..tiles import ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
+from .unaligned import load8, load16, load32, load64, store8, store16, store32
+
+KINDS = {"Q8_0": 0, "Q4_0": 1, "Q5_0": 2, "MXFP4": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+Q8_0, Q4_0, Q5_0, MXFP4, Q4_K, Q5_K, Q6_K = KINDS.values()
+LOW = 0x0F0F0F0F0F0F0F0F
+MIDDLE = -0x7F7F7F7F7F7F7F80  # 0x80 in each byte: from int8 up to codes
+EXPONENT = 0x7C00  # of a half: all ones are infinity and NaN
+
+
+@inlined()
+def clear(begin, nbytes):
+    """Zeros, what a row block has where there are no rows; `nbytes` is a multiple of 16."""
+    for at in range(begin, begin + nbytes, 4):
+        store32(at, 0)
+
+
+@inlined()
+def put_nibbles(quads, out):
+    """The codes of two quads, a byte each, as a row's word of a vector of four bits."""
+    store32(out, quads | quads >> 28)
+
+
+@inlined()
+def put_halves(source, out):
+    """16 bytes -> a row's tile of four bits."""
+    first, second = load64(source), load64(source + 8)
+    put_nibbles(first & LOW, out)
+    put_nibbles(second & LOW, out + 64)
+    put_nibbles(first >> 4 & LOW, out + 128)
+    put_nibbles(second >> 4 & LOW, out + 192)
+
+
+@inlined()
+def put_fifth_bits(bits, out):
+    """Bit k of 32 is that of code k -> a row's word of the plane."""
+    word = 0
+    for quad in range(8):
+        word |= ((bits >> 4 * quad & 15) * 0x00204081 & 0x01010101) << quad  # a nibble's bits, each at the foot of its byte
+    store32(out, word)
+
+
+@jit("int64(int64, int64, int64, int64, int64, int64)")
+def blocks_of_32(kind, source, rows, tiles, codes, scales):
+    """`rows` rows of `tiles` blocks each at address `source` -> row blocks at `codes` and `scales`, the last one filled with zeros.
+    Returns 1 where a scale is NaN or infinite, else 0."""
+    block_nbytes = 17 if kind == MXFP4 else 18 if kind == Q4_0 else 22 if kind == Q5_0 else 34
+    bits = 8 if kind == Q8_0 else 5 if kind == Q5_0 else 4
+    scale_nbytes = 1 if kind == MXFP4 else 2
+    bad = 0
+    for first in range(0, rows, ROWS):
+        count = min(ROWS, rows - first)
+        if count < ROWS:
+            clear(codes, tiles * 64 * bits)
+            clear(scales, tiles * ROWS * scale_nbytes)
+        for tile in range(tiles):
+            begin = source + tile * block_nbytes
+            if kind == Q8_0:
+                for row in range(count):
+                    at, out = begin + row * tiles * 34, codes + 4 * row
+                    for pair in range(4):
+                        word = load64(at + 2 + 8 * pair) ^ MIDDLE
+                        store32(out + 128 * pair, word)
+                        store32(out + 128 * pair + 64, word >> 32)
+            elif kind == Q5_0:
+                for row in range(count):
+                    at, out = begin + row * tiles * 22, codes + 4 * row
+                    put_halves(at + 6, out)
+                    put_fifth_bits(load32(at + 2), out + 256)
+            elif kind == Q4_0:
+                for row in range(count):
+                    put_halves(begin + row * tiles * 18 + 2, codes + 4 * row)
+            else:
+                for row in range(count):
+                    put_halves(begin + row * tiles * 17 + 1, codes + 4 * row)
+            if kind == MXFP4:
+                for row in range(count):
+                    scale = load8(begin + row * tiles * 17)
+                    bad |= scale == 255
+                    store8(scales + row, scale)
+            else:
+                for row in range(count):
+                    scale = load16(begin + row * tiles * block_nbytes)
+                    bad |= scale & EXPONENT == EXPONENT
+                    store16(scales + 2 * row, scale)
+            codes += 64 * bits
+            scales += ROWS * scale_nbytes
+        source += ROWS * tiles * block_nbytes
+    return bad
+
+
+@inlined()
+def put_runs(source, step, out):
+    """4 runs of 32 bytes, each the low nibbles of a tile and the high ones of the next -> a row of eight tiles, `step` bytes apart."""
+    for run in range(4):
+        for pair in range(4):
+            both, at = load64(source + 32 * run + 8 * pair), out + 2 * step * run + 64 * pair
+            put_nibbles(both & LOW, at)
+            put_nibbles(both >> 4 & LOW, at + step)
+
+
+@inlined()
+def put_upper_bit(source, out):
+    """Bit t of 32 bytes is that of tile t -> a row of eight planes of one bit, 320 bytes apart."""
+    a, b, c, d = load64(source), load64(source + 8), load64(source + 16), load64(source + 24)
+    for tile in range(8):
+        even = a >> tile & 0x0101010101010101
+        even |= (b >> tile & 0x0101010101010101) << 2
+        even |= (c >> tile & 0x0101010101010101) << 4
+        even |= (d >> tile & 0x0101010101010101) << 6
+        store32(out + 320 * tile, even | even >> 31)
+
+
+@inlined()
+def put_scales(packed, row, out):
+    """12 bytes: eight scales and eight minima of six bits -> a row of eight tiles of a record."""
+    low, mid, high = load32(packed), load32(packed + 4), load32(packed + 8)
+    scales = low & 0x3F3F3F3F | (high & 0x0F0F0F0F | low >> 2 & 0x30303030) << 32
+    minima = mid & 0x3F3F3F3F | (high >> 4 & 0x0F0F0F0F | mid >> 2 & 0x30303030) << 32
+    for tile in range(8):
+        scale, least, at = scales >> 8 * tile & 63, minima >> 8 * tile & 63, out + SUPER_TILE * tile
+        store8(at + row, scale | least << 6)
+        if row < ROWS // 2:
+            store8(at + ROWS + row, least >> 2)
+        else:
+            store8(at + ROWS // 2 + row, load8(at + ROWS // 2 + row) | least >> 2 << 4)
+
+
+@inlined()
+def put_six_bits(source, out):
+    """A row of eight tiles of six bits: of each half 64 bytes of low nibbles and 32 of upper bits."""
+    for half in range(2):
+        for tile in range(4):
+            own, at = source + 64 * half + 32 * (tile & 1), out + 384 * (4 * half + tile)
+            for pair in range(4):
+                put_nibbles(load64(own + 8 * pair) >> 4 * (tile >> 1) & LOW, at + 64 * pair)
+            upper = source + 128 + 32 * half
+            for vector in range(2):
+                even = load64(upper + 16 * vector) >> 2 * tile & 0x0303030303030303
+                even |= (load64(upper + 16 * vector + 8) >> 2 * tile & 0x0303030303030303) << 4
+                store32(at + 256 + 64 * vector, even | even >> 30)
+
+
+@jit("int64(int64, int64, int64, int64, int64, int64)")
+def blocks_of_256(kind, source, rows, supers, codes, scales):
+    """As `blocks_of_32`, rows of `supers` super-blocks each -> row blocks at `codes` and records at `scales`."""
+    block_nbytes = 210 if kind == Q6_K else 176 if kind == Q5_K else 144
+    tile_nbytes = 384 if kind == Q6_K else 320 if kind == Q5_K else 256
+    record_nbytes = SIGNED_NBYTES if kind == Q6_K else SUPER_NBYTES
+    bad = 0
+    for first in range(0, rows, ROWS):
+        count = min(ROWS, rows - first)
+        if count < ROWS:
+            clear(codes, supers * 8 * tile_nbytes)
+            clear(scales, supers * record_nbytes)
+        for block in range(supers):
+            for row in range(count):
+                at, out = source + (row * supers + block) * block_nbytes, codes + 4 * row
+                if kind == Q6_K:
+                    put_six_bits(at, out)
+                    for group in range(16):
+                        store8(scales + SIGNED_HEAD + ROWS * group + row, load8(at + 192 + group))
+                    at += 208
+                else:
+                    if kind == Q5_K:
+                        put_runs(at + 48, 320, out)
+                        put_upper_bit(at + 16, out + 256)
+                    else:
+                        put_runs(at + 16, 256, out)
+                    put_scales(at + 4, row, scales + SUPER_HEAD)
+                    half = load16(at + 2)
+                    bad |= half & EXPONENT == EXPONENT
+                    store16(scales + 2 * ROWS + 2 * row, half)
+                half = load16(at)
+                bad |= half & EXPONENT == EXPONENT
+                store16(scales + 2 * row, half)
+            codes += 8 * tile_nbytes
+            scales += record_nbytes
+        source += ROWS * supers * block_nbytes
+    return bad

@@ -1,0 +1,119 @@
+"""Weights of other tools straight from the bytes of their files into those that kernels read, by compiled functions of one thread.
+
+The meaning of each is NumPy's: what `gguf.kept`, `mxfp4.unpack_pairs`, `gptq.decode` and their kin make of the same bytes, then
+`pack.put_rows`; of floats of eight bits, `fp8.dequantize`. Beside blob and file no array is made, so nothing has to be cut into steps.
+Compiled code looks at no bounds: that is done here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...kernels.tiles import ROWS, SUPER_BLOCK, TILE, block_nbytes
+from ...kernels.workspace import address
+from ..levels import MXFP
+from ..pack import put_tables
+from ..spec import QuantSpec
+from . import fp8
+from .gguf import DECODERS, KEPT
+
+MXFP4 = KEPT["MXFP4"]
+WORDS = (("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("packed", 8), ("integers", 8))  # layouts of other tools, bits of a code
+ONE, HALF = 0x3F80, 0x3F00  # in bfloat16
+
+
+def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, raw: np.ndarray) -> bool:
+    """Rows of a GGUF file's tensor of `shape` [N, K] from `begin` on, a multiple of 16, uint8 [n, row bytes], into its blob; n is a
+    multiple of 16 unless they are the last. Returns False where a scale is NaN or infinite. Releases the interpreter lock.
+
+    Raises KeyError for a type that is not in KEPT, ValueError for arrays that do not fit.
+    """
+    from ...kernels.cpu import foreign_blocks
+
+    spec = KEPT[kind]
+    wide = SUPER_BLOCK if spec.scheme in ("super", "signed") else TILE
+    _check(blob, spec, shape, begin, len(raw))
+    if raw.dtype != np.uint8 or raw.shape[1:] != (shape[1] // wide * DECODERS[kind][0],) or not raw.flags.c_contiguous:
+        raise ValueError(f"{raw.dtype} {raw.shape} for rows of {shape[1]} inputs in {kind}")
+    put = foreign_blocks.blocks_of_32 if wide == TILE else foreign_blocks.blocks_of_256
+    codes, scales = _places(blob, spec, shape, begin)
+    bad = put(foreign_blocks.KINDS[kind], address(raw), len(raw), shape[1] // wide, codes, scales)
+    _put_row_scales(blob, spec, shape, begin, len(raw))
+    return not bad
+
+
+def put_pairs(blob: np.ndarray, shape: tuple[int, int], begin: int, codes: np.ndarray, scales: np.ndarray) -> bool:
+    """As `put_blocks`, of MXFP4 whose codes uint8 [n, K / 2], two neighbours in a byte, lie apart from their exponents uint8 [n, K / 32].
+    Rows of either may lie at any distance."""
+    from ...kernels.cpu import foreign_words
+
+    n, groups = len(codes), shape[1] // TILE
+    _check(blob, MXFP4, shape, begin, n)
+    for name, array, width in (("codes", codes, shape[1] // 2), ("scales", scales, groups)):
+        if array.dtype != np.uint8 or array.shape != (n, width) or (array.strides[1] != 1 and width > 1):
+            raise ValueError(f"{name} of {array.dtype} {array.shape} for {n} rows of {shape[1]} inputs")
+    at = _places(blob, MXFP4, shape, begin)
+    foreign_words.codes_to_tiles(foreign_words.PAIRS, address(codes), codes.strides[0], n, groups, at[0])
+    bad = foreign_words.exponents_by_block(address(scales), scales.strides[0], n, groups, at[1])
+    _put_row_scales(blob, MXFP4, shape, begin, n)
+    return not bad
+
+
+def put_words(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], layout: str, words: np.ndarray) -> None:
+    """The codes of a whole weight of `shape` [N, K] into its blob, without scales, zero points and row scales. words int32: of "gptq"
+    [K * bits / 32, N], of "awq" [K, N / 8], of "packed" [N, K * bits / 32]; int8 of "integers" [N, K] (both of compressed-tensors).
+    Releases the interpreter lock.
+
+    Raises KeyError for what is not in WORDS, ValueError for arrays that do not fit.
+    """
+    from ...kernels.cpu import foreign_words
+
+    (n, k), eights = shape, (foreign_words.NIBBLES_DOWN, foreign_words.GROUPED)
+    known = {("gptq", 4): (foreign_words.NIBBLES_DOWN, (k // 8, n)), ("gptq", 8): (foreign_words.BYTES_DOWN, (k // 4, n)),
+             ("awq", 4): (foreign_words.GROUPED, (k, n // 8)), ("packed", 4): (foreign_words.PAIRS, (n, k // 8)),
+             ("packed", 8): (foreign_words.BYTES, (n, k // 4)), ("integers", 8): (foreign_words.SIGNED_BYTES, (n, k))}
+    kind, form = known[layout, spec.bits]
+    _check(blob, spec, shape, 0, n)
+    if words.dtype != (np.int8 if layout == "integers" else np.int32) or words.shape != form or not words.flags.c_contiguous or (
+            n % 8 and kind in eights):
+        raise ValueError(f"words of {words.dtype} {words.shape} for {spec} of shape {shape}")
+    foreign_words.codes_to_tiles(kind, address(words), words.strides[0], n, k // TILE, address(blob) + spec.sections(shape).codes)
+
+
+def put_halves(out: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
+    """E4M3 codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> halves, uint8 [2 * N * K], rounded as NumPy rounds. Releases
+    the interpreter lock. Raises ValueError for arrays that do not fit."""
+    from ...kernels.cpu import foreign_floats
+
+    scales, high, wide = fp8.blocks(codes.shape, scales, block)
+    scales, (n, k) = np.ascontiguousarray(scales, np.float32), codes.shape
+    if codes.dtype != np.uint8 or not codes.flags.c_contiguous or out.dtype != np.uint8 or out.shape != (2 * n * k,) or not (
+            out.flags.c_contiguous and out.flags.writeable):
+        raise ValueError(f"codes of {codes.dtype} {codes.shape} for {out.shape} bytes")
+    foreign_floats.e4m3_to_half(address(codes), n, k, address(scales), scales.shape[1], high, wide, address(out))
+
+
+def _check(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:
+    """Raises ValueError for rows that do not fit, since what is compiled looks at nothing."""
+    if blob.dtype != np.uint8 or blob.shape != (spec.nbytes(shape),) or not blob.flags.c_contiguous or not blob.flags.writeable:
+        raise ValueError(f"a blob of {blob.dtype} {blob.shape} for {spec} of shape {shape}")
+    if begin % ROWS or begin < 0 or begin + n > shape[0] or (n % ROWS and begin + n < shape[0]) or spec.sections(shape).depth != shape[1]:
+        raise ValueError(f"rows {begin} to {begin + n} of a weight of shape {shape}")
+
+
+def _places(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int) -> tuple[int, int]:
+    """Addresses at which the row block of row `begin` has its codes and its scales."""
+    at = spec.sections(shape)
+    nbytes, block = block_nbytes(at.depth, spec.bits, spec.scheme, spec.group), begin // ROWS
+    return address(blob) + at.codes + block * nbytes["codes"], address(blob) + at.scales + block * nbytes["scales"]
+
+
+def _put_row_scales(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:
+    """Rows have no scales of their own, but for levels that are doubled; rows that are not there have zeros."""
+    at = spec.sections(shape)
+    rows = blob[at.row_scales : at.row_scales + 2 * at.rows].view(np.uint16)
+    rows[begin : begin + n] = HALF if spec.scheme == "mxfp" else ONE
+    if begin + n == shape[0]:
+        rows[begin + n :] = 0
+    if spec.scheme == "mxfp":
+        put_tables(blob, spec, shape, MXFP)

@@ -1,0 +1,211 @@
+"""Codes of other tools put in order by compiled functions: the very bytes that NumPy's decoders and `put_rows` make, whatever lay there."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.kernels import tiles
+from effllm.kernels.cpu import foreign_blocks, foreign_words
+from effllm.quant.codes import Codes
+from effllm.quant.imports import awq, compressed_tensors, fp8, gptq, mxfp4
+from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_halves, put_pairs, put_words
+from effllm.quant.imports.gguf import DECODERS, KEPT, kept
+from effllm.quant.levels import MXFP
+from effllm.quant.pack import pack_tiles, put_rows, put_tables
+from effllm.quant.spec import QuantSpec
+from effllm.quant.weight import from_f32
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_instruction_sets import X86, child
+
+STALE = 0xA5
+WIDE = {kind: 256 if spec.scheme in ("super", "signed") else 32 for kind, spec in KEPT.items()}  # inputs of a block
+HALVES = {"super": (0, 2), "signed": (208,), "block": (0,)}  # where halves lie in a block
+several = settings(max_examples=40, deadline=None)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def file_of(seed: int, kind: str, rows: int, blocks: int) -> np.ndarray:
+    """Rows of any bytes but for scales that are no numbers, uint8 [rows, row bytes], at an odd address."""
+    nbytes = DECODERS[kind][0]
+    raw = np.random.default_rng(seed).integers(0, 256, rows * blocks * nbytes + 1, np.uint8)[1:]
+    each = raw.reshape(-1, nbytes)
+    for at in HALVES.get(KEPT[kind].scheme, ()):
+        each[:, at + 1] &= 0xFB  # not all ones in the exponent
+    if KEPT[kind].scheme == "mxfp":
+        each[each[:, 0] == mxfp4.NOT_A_NUMBER, 0] = 0
+    return raw.reshape(rows, -1)
+
+
+def stale(spec: QuantSpec, shape: tuple[int, int]) -> np.ndarray:
+    return np.full(spec.nbytes(shape), STALE, np.uint8)
+
+
+def put(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, codes: Codes) -> None:
+    """As NumPy does."""
+    put_rows(blob, spec, shape, begin, codes)
+    if codes.levels is not None:
+        put_tables(blob, spec, shape, codes.levels, codes.steps)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@several
+@given(seed=seeds, rows=st.integers(1, 70), blocks=st.integers(1, 5), cut=st.integers(0, 4))
+def test_blocks_are_the_bytes_of_their_codes(kind: str, seed: int, rows: int, blocks: int, cut: int) -> None:
+    spec, shape, raw = KEPT[kind], (rows, blocks * WIDE[kind]), file_of(seed, kind, rows, blocks)
+    ours, theirs = stale(spec, shape), stale(spec, shape)
+    cut = min(cut * tiles.ROWS, rows)
+    for begin, end in ((cut, rows), (0, cut)):
+        if begin < end:
+            assert put_blocks(ours, kind, shape, begin, raw[begin:end])
+            put(theirs, spec, shape, begin, kept(raw[begin:end], kind))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@several
+@given(seed=seeds, rows=st.integers(1, 40), blocks=st.integers(1, 3), data=st.data())
+def test_a_scale_that_is_no_number_is_found_wherever_it_lies(kind: str, seed: int, rows: int, blocks: int, data: st.DataObject) -> None:
+    shape, raw = (rows, blocks * WIDE[kind]), file_of(seed, kind, rows, blocks)
+    block = raw.reshape(-1, DECODERS[kind][0])[data.draw(st.integers(0, rows * blocks - 1))]
+    if KEPT[kind].scheme == "mxfp":
+        block[0] = mxfp4.NOT_A_NUMBER
+    else:
+        at = data.draw(st.sampled_from(HALVES[KEPT[kind].scheme]))
+        block[at : at + 2] = np.frombuffer(data.draw(st.sampled_from((b"\x00\x7c", b"\x00\xfc", b"\x01\x7c", b"\xff\xff"))), np.uint8)
+    assert not put_blocks(stale(KEPT[kind], shape), kind, shape, 0, raw)
+
+
+@several
+@given(seed=seeds, rows=st.integers(1, 40), groups=st.integers(1, 7), step=st.integers(1, 3), first=st.integers(0, 2), bad=st.booleans())
+def test_pairs_are_the_bytes_of_their_codes(seed: int, rows: int, groups: int, step: int, first: int, bad: bool) -> None:
+    """Every `step`-th row of a larger tensor."""
+    rng, shape = np.random.default_rng(seed), (rows, 32 * groups)
+    blocks = rng.integers(0, 256, (first + step * rows, 16 * groups), np.uint8)[first::step][:rows]
+    scales = rng.integers(0, 255, (first + step * rows, groups), np.uint8)[first::step][:rows]
+    if bad:
+        scales[rng.integers(rows), rng.integers(groups)] = mxfp4.NOT_A_NUMBER
+    ours, theirs = stale(MXFP4, shape), stale(MXFP4, shape)
+    assert put_pairs(ours, shape, 0, blocks, scales) == (not bad)
+    codes = mxfp4.unpack_pairs(np.ascontiguousarray(blocks).reshape(rows, groups, 16)).reshape(rows, -1)
+    put(theirs, MXFP4, shape, 0, Codes(codes, scales, None, np.full(rows, 0.5, np.float32), MXFP))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def unpacked(layout: str, bits: int, words: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Codes uint8 [N, K], as NumPy finds them."""
+    if layout == "gptq":
+        return gptq.unpack_bits(words, bits).T
+    if layout == "awq":
+        return awq.unpack_words(words).T
+    if layout == "integers":
+        return (words.astype(np.int16) + 128).astype(np.uint8)
+    return compressed_tensors.unpack_words(words, bits, shape[1]).view(np.uint8) + np.uint8(1 << (bits - 1)) & np.uint8((1 << bits) - 1)
+
+
+def words_of(seed: int, layout: str, bits: int, shape: tuple[int, int]) -> np.ndarray:
+    n, k = shape
+    form = {"gptq": (k * bits // 32, n), "awq": (k, n // 8), "packed": (n, k * bits // 32), "integers": (n, k // 4)}[layout]
+    words = np.random.default_rng(seed).integers(0, 1 << 32, form, np.uint32)
+    return words.view(np.int8 if layout == "integers" else np.int32)
+
+
+@pytest.mark.parametrize(("layout", "bits"), WORDS)
+@several
+@given(seed=seeds, eights=st.integers(1, 9), odd=st.integers(0, 7), groups=st.integers(1, 5), group=st.sampled_from((32, 64, 128)))
+def test_words_are_the_bytes_of_their_codes(layout: str, bits: int, seed: int, eights: int, odd: int, groups: int, group: int) -> None:
+    """And nothing but the codes is touched."""
+    rows = 8 * eights - (0 if layout == "awq" or (layout, bits) == ("gptq", 4) else odd)
+    spec, shape = QuantSpec(bits, group, "offset"), (rows, group * groups)
+    words, ours, theirs = words_of(seed, layout, bits, shape), stale(spec, shape), stale(spec, shape)
+    put_words(ours, spec, shape, layout, words)
+    codes = np.zeros((spec.sections(shape).rows, shape[1]), np.uint8)
+    codes[:rows] = unpacked(layout, bits, words, shape)
+    theirs[: codes.size * bits // 8] = pack_tiles(codes, bits)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@several
+@given(seed=seeds, rows=st.integers(1, 40), depth=st.integers(1, 150), high=st.integers(1, 45), wide=st.integers(1, 160))
+def test_floats_of_eight_bits_are_the_halves_that_numpy_rounds(seed: int, rows: int, depth: int, high: int, wide: int) -> None:
+    """Any code, NaN too, under scales that lead to subnormal halves, and beyond the largest."""
+    rng, form = np.random.default_rng(seed), (-(-rows // high), -(-depth // wide))
+    codes = rng.integers(0, 256, (rows, depth), np.uint8)
+    scales = np.ldexp(rng.random(form, np.float32) + np.float32(0.5), rng.integers(-36, 14, form)).astype(np.float32)
+    out = np.full(2 * codes.size, STALE, np.uint8)
+    put_halves(out, codes, scales, (high, wide))
+    with np.errstate(all="ignore"):
+        expected = from_f32(fp8.dequantize(codes, scales, (high, wide)), "f16")
+    np.testing.assert_array_equal(out.view(np.uint16).reshape(rows, depth), expected)
+
+
+def test_halves_that_do_not_fit_are_refused() -> None:
+    codes, out, scales = np.zeros((16, 32), np.uint8), np.zeros(1024, np.uint8), np.ones((1, 1), np.float32)
+    for own, made, factors in ((codes.view(np.int8), out, scales), (codes.T, out, scales), (codes, out[:-1], scales),
+                               (codes, out[::-1], scales), (codes, out.view(np.int8), scales), (codes, out, np.ones((17, 1), np.float32)),
+                               (codes, out, np.ones((3, 5), np.float32))):
+        with pytest.raises(ValueError, match="codes of|scales of shape|scales for"):
+            put_halves(made, own, factors, (0, 0))
+
+
+@pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
+def test_a_processor_without_vectors_makes_the_same_bytes(tmp_path: Path) -> None:
+    """Nor with instructions that round to halves."""
+    child("""
+import test_arranged as t
+t.test_floats_of_eight_bits_are_the_halves_that_numpy_rounds()
+t.test_pairs_are_the_bytes_of_their_codes()
+for kind in t.KEPT:
+    t.test_blocks_are_the_bytes_of_their_codes(kind=kind)
+for layout, bits in t.WORDS:
+    t.test_words_are_the_bytes_of_their_codes(layout=layout, bits=bits)
+""", tmp_path, forced="portable")
+
+
+def test_every_kind_has_its_function() -> None:
+    assert set(foreign_blocks.KINDS) == set(KEPT)
+    assert foreign_words.AWQ_ORDER == awq.ORDER and foreign_words.NOT_A_NUMBER == mxfp4.NOT_A_NUMBER
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:
+    shape, spec = (40, 256), KEPT["Q4_K"]
+    raw, blob = file_of(0, "Q4_K", 40, 1), stale(spec, shape)
+    before = blob.copy()
+    for begin, own, out in ((8, raw[:32], blob), (32, raw, blob), (0, raw[:8], blob), (-16, raw[:16], blob), (0, raw[:, :-1], blob),
+                            (0, np.asfortranarray(raw), blob), (0, raw.view(np.int8), blob), (0, raw, blob[:-1]), (0, raw, blob[::-1]),
+                            (0, raw, blob.view(np.int8))):
+        with pytest.raises(ValueError, match="shape|inputs"):
+            put_blocks(out, "Q4_K", shape, begin, own)
+    blob.flags.writeable = False
+    with pytest.raises(ValueError, match="shape"):
+        put_blocks(blob, "Q4_K", shape, 0, raw)
+    with pytest.raises(ValueError, match="rows"):
+        put_blocks(stale(KEPT["Q4_K"], (40, 200)), "Q4_K", (40, 200), 0, raw)
+    with pytest.raises(KeyError):
+        put_blocks(blob, "Q5_1", shape, 0, raw)
+    np.testing.assert_array_equal(blob, before)
+
+
+def test_pairs_and_words_that_do_not_fit_are_refused() -> None:
+    shape, blob = (24, 64), stale(MXFP4, (24, 64))
+    blocks, scales = np.zeros((24, 32), np.uint8), np.zeros((24, 2), np.uint8)
+    for codes, factors in ((blocks[:, :-1], scales), (blocks, scales[:, :1]), (blocks, scales[:-1]), (blocks.view(np.int8), scales),
+                           (np.asfortranarray(blocks), scales), (blocks, np.asfortranarray(scales)), (blocks[:8], scales[:8])):
+        with pytest.raises(ValueError, match="shape|inputs"):
+            put_pairs(blob, shape, 0, codes, factors)
+    for layout, bits in WORDS:
+        spec = QuantSpec(bits, 32, "offset")
+        words, own = words_of(0, layout, bits, shape), stale(spec, shape)
+        for wrong in (words[:-1], words[:, :-1], words.T, words.view(np.uint8), words.reshape(-1), np.asfortranarray(words)):
+            with pytest.raises(ValueError, match="words"):
+                put_words(own, spec, shape, layout, wrong)
+        with pytest.raises(ValueError, match="blob"):
+            put_words(own[:-1], spec, shape, layout, words)
+        assert (own == STALE).all()
+    odd, spec = (20, 64), QuantSpec(4, 32, "offset")
+    with pytest.raises(ValueError, match="words"):
+        put_words(stale(spec, odd), spec, odd, "gptq", words_of(0, "gptq", 4, odd))
