@@ -45,7 +45,7 @@ def tile_alone(args, worker, counter):
     base = a[0] + worker * a[1]
     while fetch_add(counter, 1) < a[2]:
         for _ in range(TURNS):
-            block_product(base, base + STEP * ALONE // INPUTS, base + a[3], ALONE, 128, 128)
+            block_product(base, base + STEP * ALONE // INPUTS, base + a[3], ALONE, 128, 0)
 
 
 def aligned(nbytes: int) -> np.ndarray:
@@ -77,7 +77,7 @@ class Product:
         tokens, inputs = x.shape
         nbytes, at, base = gemm.gemm_scratch(tokens, inputs), spec.sections((outputs, inputs)), blob.ctypes.data
         panels, scratch = aligned(gemm.panel_nbytes(tokens, inputs, way)), aligned(nbytes * pool.workers)
-        out = np.zeros((tokens, outputs), np.float32)
+        out = aligned(4*tokens*outputs).view(np.float32).reshape(tokens, outputs)
         head = [tokens, inputs, 0, 0, 0, 0, scratch.ctypes.data, nbytes, 0, 0, way, 1]
         fields = [base + max(0, at_) for at_ in (at.codes, at.scales, at.zeros, at.row_scales, at.tables)]
         fields += [0, spec.bits, SCHEMES[spec.scheme], spec.group, 0, outputs, 0, out.ctypes.data, outputs]

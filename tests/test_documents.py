@@ -187,6 +187,7 @@ def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person,
     hub.add("Qwen/Qwen3-0.6B", FABLE)
     monkeypatch.setattr(kv_profile_run, "recorded", lambda *_, **__: iter([object.__new__(Profile)]))  # a minute
     monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
+    monkeypatch.setenv("EFFLLM_PREDICT", "3")  # flags look for their variables there
     made = person.types("quantize", "fable", "-o", "fable-4bit", "--bits", "4")
     lines = made.err.splitlines()
     printed = [*lines[:-1], *made.out.splitlines(), lines[-1]]
@@ -196,7 +197,7 @@ def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person,
     for words in (words for path in DOCUMENTS for words in command_lines(path)):
         if is_cheap(words) and words not in typed:
             typed.append(words)
-            ran = person.types(*on_fable(words), answers="y\n" if words[:2] == ["session", "rm"] else None, EFFLLM_PREDICT="3")
+            ran = person.types(*on_fable(words), answers="y\n" if words[:2] == ["session", "rm"] else None)
             assert ran.code == 0, (words, ran.err)
     assert len(typed) > 25, typed
 

@@ -93,18 +93,19 @@ def gated(gate, up, kind):
 
 
 @inlined()
-def gate_values(gate, up, out, count, kind):
-    """out = act(gate) * up of `count` values, addresses all. The common kinds are told apart out here so that they are vectorised."""
-    first, second, y = f32_at(gate), f32_at(up), f32_at(out)
+def gate_values(gate, up, count, kind):
+    """gate = act(gate) * up of `count` values, both addresses. The common kinds are told apart out here so that they are vectorised, and
+    what is read and written is one array to the compiler: of two that might overlap, and do, it would take one value at a time."""
+    values, second = f32_at(gate), f32_at(up)
     if kind == SILU:
         for i in range(count):
-            y[i] = gated(first[i], second[i], SILU)
+            values[i] = gated(values[i], second[i], SILU)
     elif kind == CLAMPED_SWISH:
         for i in range(count):
-            y[i] = gated(first[i], second[i], CLAMPED_SWISH)
+            values[i] = gated(values[i], second[i], CLAMPED_SWISH)
     else:
         for i in range(count):
-            y[i] = gated(first[i], second[i], kind)
+            values[i] = gated(values[i], second[i], kind)
 
 
 if HAS_HALF:
@@ -253,25 +254,31 @@ def _variance(x, mean, depth):
 
 @inlined()
 def normalise(source, out, depth, kind, weight, bias, eps):
-    """One row of `depth` float32 at `source` -> `out` (may be the same row). `weight` and `bias` are addresses, 0 for absent."""
+    """One row of `depth` float32 at `source` -> `out`, another row. `weight` and `bias` are addresses, 0 for absent."""
     x, y = f32_at(source), f32_at(out)
-    if kind == NORM_NONE:
-        for i in range(depth):
-            y[i] = x[i]
-        return
-    w = f32_at(weight)
+    for i in range(depth):
+        y[i] = x[i]
+    if kind != NORM_NONE:
+        normalise_here(out, depth, kind, weight, bias, eps)
+
+
+@inlined()
+def normalise_here(row, depth, kind, weight, bias, eps):
+    """`normalise` in place, of a kind that is not NORM_NONE. What is read and written is one array: of two that overlap the compiler would
+    take one value at a time."""
+    y, w = f32_at(row), f32_at(weight)
     if kind == NORM_LAYER:
-        mean = _mean(x, depth)
-        scale = ONE / np.sqrt(_variance(x, mean, depth) + eps)
+        mean = _mean(y, depth)
+        scale = ONE / np.sqrt(_variance(y, mean, depth) + eps)
         for i in range(depth):
-            value = (x[i] - mean) * scale
+            value = (y[i] - mean) * scale
             y[i] = value * w[i] if weight != 0 else value
         if bias != 0:
             b = f32_at(bias)
             for i in range(depth):
                 y[i] += b[i]
         return
-    scale = ONE / np.sqrt(_squares(x, depth) / float32(depth) + eps)
+    scale = ONE / np.sqrt(_squares(y, depth) / float32(depth) + eps)
     shift = ONE if kind == NORM_RMS_PLUS_ONE else ZERO
     for i in range(depth):
-        y[i] = x[i] * scale * (w[i] + shift)
+        y[i] = y[i] * scale * (w[i] + shift)

@@ -21,7 +21,7 @@ from ..compile import inlined, kernel
 from ..layout import F32, HEADER_NBYTES, PAGE
 from ..workspace import Dims
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, row_maximum, tile_product
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, product, row_maximum
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
 
 # Slots of the argument block of the attend kernels.
@@ -320,19 +320,15 @@ def attend_many(args, worker, counter):
                 continue
             _load_block(a, entry, kv, keys, values, broad)
             seen = _end(first, count, position + here - 1)  # what lies behind weighs exactly nothing
-            for r in range(0, padded, TILE_ROWS):
-                for j in range(0, seen, TILE_COLUMNS):
-                    tile_product(query + 4 * r * depth, 4 * depth, keys + 4 * j, 4 * PAGE,
-                                 scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
+            columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+            product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
             _scale_scores(scores, padded, scale, softcap)
             for r in range(padded):
                 p = position + r // group
                 m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, p, a[WINDOW]),
                                     _end(first, count, p) if r < rows else 0)
                 stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1] = m, l
-            for r in range(0, padded, TILE_ROWS):
-                for i in range(0, broad, TILE_COLUMNS):
-                    tile_product(scores + 4 * r * PAGE, 4 * PAGE, values + 4 * i, 4 * broad, part + 4 * (r * broad + i), 4 * broad, seen, 0)
+            product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
             for r in range(rows):
                 m, l = _merge(f32_at(o + 4 * r * depth), stats[2 * r], stats[2 * r + 1], f32_at(part + 4 * r * broad),
                               stats[2 * capacity + 2 * r], stats[2 * capacity + 2 * r + 1], depth)
@@ -375,24 +371,26 @@ W_HEADS, W_DIM, W_DTYPE, W_EXACT, W_PAGE_STRIDE, W_HEAD_STRIDE, W_SIDE, W_ROWS_O
 
 @kernel()
 def write_kv(args, worker, counter):
-    """Put new keys and values into their open pages in the cache's stored type. Blocks are tokens."""
+    """Put new keys and values into their open pages in the cache's stored type. Blocks are PAGE tokens: keys of
+    neighbours share cache lines."""
     a = i64_at(args)
     heads, depth, stride, part = a[W_HEADS], a[W_DIM], a[W_HEAD_STRIDE], a[W_ROWS_OF_PART]
     while True:
-        t = fetch_add(counter, 1)
-        if t >= a[W_TOKENS]:
+        begin = PAGE * fetch_add(counter, 1)
+        if begin >= a[W_TOKENS]:
             return
-        row = i64_at(a[W_ROWS])[t]
-        page = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + row // part * a[W_PART_STRIDE] + HEADER_NBYTES
-        row %= part
-        for head in range(heads):
-            k, v = f32_at(a[W_K] + 4 * (t * heads + head) * depth), f32_at(a[W_V] + 4 * (t * heads + head) * depth)
-            keys, values = page + head * stride, page + head * stride + a[W_SIDE]
-            if a[W_DTYPE] == F32:
-                wide_k, wide_v = f32_at(keys), f32_at(values)
-                for i in range(depth):
-                    wide_k[i * part + row], wide_v[row * depth + i] = k[i], v[i]
-            else:
-                narrow_k, narrow_v = u16_at(keys), u16_at(values)
-                for i in range(depth):
-                    narrow_k[i * part + row], narrow_v[row * depth + i] = narrow_half(k[i]), narrow_half(v[i])
+        for t in range(begin, min(begin + PAGE, a[W_TOKENS])):
+            row = i64_at(a[W_ROWS])[t]
+            page = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + row // part * a[W_PART_STRIDE] + HEADER_NBYTES
+            row %= part
+            for head in range(heads):
+                k, v = f32_at(a[W_K] + 4 * (t * heads + head) * depth), f32_at(a[W_V] + 4 * (t * heads + head) * depth)
+                keys, values = page + head * stride, page + head * stride + a[W_SIDE]
+                if a[W_DTYPE] == F32:
+                    wide_k, wide_v = f32_at(keys), f32_at(values)
+                    for i in range(depth):
+                        wide_k[i * part + row], wide_v[row * depth + i] = k[i], v[i]
+                else:
+                    narrow_k, narrow_v = u16_at(keys), u16_at(values)
+                    for i in range(depth):
+                        narrow_k[i * part + row], narrow_v[row * depth + i] = narrow_half(k[i]), narrow_half(v[i])

@@ -75,7 +75,8 @@ STRIPES = BLOCK_ROWS // STRIPE
 OUTLIERS_AT = STRIPES_NBYTES
 BIAS_AT = OUTLIERS_AT + 64
 ONES_AT = BIAS_AT + 4 * STRIPE
-SUMS_AT = ONES_AT + 4 * STRIPE  # float32 [stripe][panel][TOKENS][STRIPE], the end of the scratch
+NO_BIAS_AT = ONES_AT + 4 * STRIPE
+SUMS_AT = NO_BIAS_AT + 4 * STRIPE  # float32 [stripe][panel][TOKENS][STRIPE], the end of the scratch
 ZERO, ONE = float32(0.0), float32(1.0)
 
 
@@ -105,6 +106,7 @@ def pack_tokens(args, worker, counter):
     block = SCALED_BLOCK if a[WAY] == SCALED else GROUPED_BLOCK
     padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
     row = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    factor = -SCALED_SHIFT if a[WAY] == SCALED else 1  # sums of scaled weights begin where the shift is taken back
     block_nbytes = HEADER + block * TOKENS * ITEM
     panels = (tokens + TOKENS - 1) // TOKENS
     x = f32_at(row)
@@ -120,14 +122,14 @@ def pack_tokens(args, worker, counter):
             for i in range(depth if token < tokens else 0, padded):
                 x[i] = ZERO
             for index in range(padded // block):
-                pack_block(row + 4 * index * block, block, start + index * block_nbytes, t)
+                pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
 
 
 @inlined()
-def _product(a, matrix, way, scratch, panel, sums, span):
+def _product(a, matrix, way, scratch, panel, sums, span, ahead):
     wide = scratch + WIDE_AT
     if way == SCALED:
-        block_product(wide, panel, sums, span, SCALED_BLOCK, SCALED_SHIFT)
+        block_product(wide, panel, sums, span, SCALED_BLOCK, ahead)
         return
     factors, shifts = scratch + FACTORS_AT, scratch + SHIFTS_AT
     stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE or a[matrix + SCHEME] == OFFSET else 0
@@ -165,18 +167,17 @@ def _add_outliers(a, matrix, row, sums, panels, panel_nbytes, block, scales, scr
 
 @inlined()
 def _bias_of(a, matrix, row, scratch):
-    """The address of a stripe's bias; past the last row it is zero."""
+    """A stripe's bias, at BIAS_AT; past the last row it is zero."""
     bias, rows = f32_at(scratch + BIAS_AT), min(STRIPE, a[matrix + ROWS] - row)
     for i in range(STRIPE):
         bias[i] = f32_at(a[matrix + BIAS])[row + i] if a[matrix + BIAS] != 0 and i < rows else ZERO
-    return scratch + BIAS_AT
 
 
 @inlined()
-def _write(a, matrix, mode, row, sums, scales, bias, tokens):
-    """y of a stripe; `mode` ADD adds to it."""
+def _write(a, matrix, mode, row, sums, scales, bias, first, tokens):
+    """y of a stripe for `tokens` tokens from `first` on; `mode` ADD adds to it."""
     rows, stride = min(STRIPE, a[matrix + ROWS] - row), 4 * a[matrix + OUT_STRIDE]
-    out = a[matrix + OUT] + 4 * row
+    out = a[matrix + OUT] + 4 * row + first * stride
     if rows == STRIPE:
         if mode == ADD:
             finish_adding(sums, scales, bias, out, stride, tokens)
@@ -190,9 +191,27 @@ def _write(a, matrix, mode, row, sums, scales, bias, tokens):
             y[i] = y[i] + values[i] if mode == ADD else values[i]
 
 
+@inlined()
+def _close(a, matrix, mode, row, number, used, sums, sums_nbytes, scratch, first, tokens):
+    """What is left to do with the sums of `tokens` tokens from `first` on in stripe `number` of a block, which begins at row `row` of its
+    matrix: y is written, or with GATED the gate kept for the up matrix, whose stripe comes `used` numbers later and writes both."""
+    scales, bias = scratch + ROWS_AT + 4 * number * STRIPE, scratch + BIAS_AT
+    if mode != GATED:
+        _write(a, matrix, mode, row, sums, scales, bias, first, tokens)
+        return
+    finish(sums, scales, bias, sums, 4 * STRIPE, tokens)
+    if number >= used:
+        gate = sums - used * sums_nbytes
+        gate_values(gate, sums, tokens * STRIPE, a[ACT])
+        _write(a, matrix - FIELDS, mode, row, gate, scratch + ONES_AT, scratch + NO_BIAS_AT, first, tokens)
+
+
 @kernel()
 def multiply(args, worker, counter):
-    """y[t, n] for many t from the panels at X. Blocks are BLOCK_ROWS rows; with GATED half of them the gate's and half the up matrix's."""
+    """y[t, n] for many t from the panels at X. Blocks are BLOCK_ROWS rows; with GATED half of them the gate's and half the up matrix's.
+
+    A panel's outputs are written when its last products are made: memory takes them while the next panel is multiplied.
+    """
     a = i64_at(args)
     tokens, depth, mode, way = a[COUNT], a[DEPTH], a[MODE], a[WAY]
     block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
@@ -201,9 +220,11 @@ def multiply(args, worker, counter):
     panel_nbytes = padded // block * block_nbytes
     panels = (tokens + TOKENS - 1) // TOKENS
     scratch = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    sums, sums_nbytes = scratch + SUMS_AT, 4 * panels * TOKENS * STRIPE
+    sums_nbytes = 4 * panels * TOKENS * STRIPE
     both = 2 if mode == GATED else 1
     share = STRIPES // both * STRIPE  # rows of a matrix in a block
+    for i in range(STRIPE):
+        f32_at(scratch + NO_BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
     while True:
         index = fetch_add(counter, 1)
         matrix = FIRST
@@ -212,7 +233,7 @@ def multiply(args, worker, counter):
             if index < here:
                 break
             index -= here
-            matrix += FIELDS
+            matrix += both * FIELDS
         else:
             return
         row = index * share
@@ -221,37 +242,28 @@ def multiply(args, worker, counter):
             own = matrix + number // used * FIELDS
             prepare_rows(a, own, stored_depth(a, own, depth), way, row + number % used * STRIPE, scratch, number)
         for i in range(both * used * panels * TOKENS * STRIPE):
-            f32_at(sums)[i] = ZERO
+            f32_at(scratch + SUMS_AT)[i] = ZERO
         for start in range(0, padded, SPAN):
+            last = start + SPAN >= padded
             for number in range(both * used):
-                own = matrix + number // used * FIELDS
+                own, first = matrix + number // used * FIELDS, row + number % used * STRIPE
                 stored = stored_depth(a, own, depth)
                 span = min(SPAN, min(stored, padded) - start)  # a super-block may be stored further than activations are packed
-                if span <= 0:
-                    continue
-                expand_stripe(a, own, stored, way, row + number % used * STRIPE, start, span, scratch, number)
-                x, at = a[X] + start // block * block_nbytes, sums + number * sums_nbytes
-                for _ in range(panels):
-                    _product(a, own, way, scratch, x, at, span)
+                expand_stripe(a, own, stored, way, first, start, span, scratch, number)
+                x, sums = a[X] + start // block * block_nbytes, scratch + SUMS_AT + number * sums_nbytes
+                sparse = a[own + SPARSE] != 0
+                if last:
+                    _bias_of(a, own, first, scratch)
+                for panel in range(panels):
+                    at = sums + panel * 4 * TOKENS * STRIPE
+                    _product(a, own, way, scratch, x, at, span, panel_nbytes)
                     x += panel_nbytes
-                    at += 4 * TOKENS * STRIPE
-        for number in range(both * used):
-            own, first, at = matrix + number // used * FIELDS, row + number % used * STRIPE, sums + number * sums_nbytes
-            scales = scratch + ROWS_AT + 4 * number * STRIPE
-            if a[own + SPARSE] != 0:
-                _add_outliers(a, own, first, at, panels, panel_nbytes, block, scales, scratch)
-            bias = _bias_of(a, own, first, scratch)
-            if mode != GATED:
-                _write(a, own, mode, first, at, scales, bias, tokens)
-            else:
-                finish(at, scales, bias, at, 4 * STRIPE, tokens)
-        if mode == GATED:
-            for i in range(STRIPE):
-                f32_at(scratch + BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
-            for number in range(used):
-                at = sums + number * sums_nbytes
-                gate_values(at, at + used * sums_nbytes, at, tokens * STRIPE, a[ACT])
-                _write(a, matrix, mode, row + number * STRIPE, at, scratch + ONES_AT, scratch + BIAS_AT, tokens)
+                    if last and not sparse:
+                        here = min(TOKENS, tokens - panel * TOKENS)
+                        _close(a, own, mode, first, number, used, at, sums_nbytes, scratch, panel * TOKENS, here)
+                if last and sparse:
+                    _add_outliers(a, own, first, sums, panels, panel_nbytes, block, scratch + ROWS_AT + 4 * number * STRIPE, scratch)
+                    _close(a, own, mode, first, number, used, sums, sums_nbytes, scratch, 0, tokens)
 
 
 @kernel()

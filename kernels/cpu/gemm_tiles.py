@@ -6,7 +6,8 @@ them; the shift is taken back by starting the sums from it. Without VNNI `vpmadd
 a step is two inputs of 16 bits each and the instruction is `vpmaddwd`: as many products per cycle, since bytes need two instructions.
 
 A panel is cut into blocks along the inputs. A block begins with its header, one word per token each: the scale (float32), the sum of the
-int8 activations, the sum of the first half of them (int32); then its steps.
+int8 activations (for `block_product` what its sums begin with: that times minus the shift), the sum of the first half of them (int32);
+then its steps.
 
 What a step became, read from the assembly, nothing spilled: AVX-512 24 `vpdpbusd` on zmm for 4 loads and 6 broadcasts
 (2 and 12 took 8 to 20% longer: a load costs about half of what a multiplication does); AVX-VNNI 12 on ymm for 2 loads and 6
@@ -19,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .int8_ir import FLOATS, INSTRUCTION_SET, LANES, WIDTH, WORDS, constant, fma, function, load, offset, splat, store
+from .int8_ir import FLOATS, INSTRUCTION_SET, LANES, WIDTH, WORDS, ask, constant, fma, function, in_register, load, offset, splat, store
 from .intrinsics import F32, I16, I32, I64
 
 PAIRS = INSTRUCTION_SET in ("avx2", "portable")
@@ -80,10 +81,16 @@ class Loop:
 
 
 def _steps(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Value, sums: list[ir.Value],
-           tokens: int) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
-    """The innermost loop over `inputs`, a multiple of 16. Returns the addresses after them and the sums, [token][vector]."""
+           tokens: int, ahead: ir.Value | None = None) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+    """The innermost loop over `inputs`, a multiple of 16. Returns the addresses after them and the sums, [token][vector].
+
+    What lies `ahead` bytes behind x is asked for meanwhile.
+    """
     loop = Loop(builder, builder.lshr(inputs, I64((INPUTS * UNROLL).bit_length() - 1)), [weights, x, *sums], "steps")
     weights, x, *sums = loop.values
+    weights, x = in_register(builder, weights), in_register(builder, x)
+    if ahead is not None:
+        ask(builder, builder.add(x, ahead), 4 * TOKENS * UNROLL)
     for step in range(UNROLL):
         rows = [load(builder, offset(builder, weights, STEP * step + WIDTH * v), WORDS, 4) for v in range(VECTORS)]
         for t in range(tokens):
@@ -98,12 +105,16 @@ def _word(builder: ir.IRBuilder, header: ir.Value, row: int, token: int, kind: i
     return load(builder, offset(builder, header, 4 * (TOKENS * row + token)), kind, 4)
 
 
-def _start(builder: ir.IRBuilder, header: ir.Value, tokens: int, shifts: list[ir.Value], part: str = "whole") -> list[ir.Value]:
-    """Sums to begin with, which take the shift of the weights back: minus shift (per vector of rows) times the sum of a token's inputs."""
+def _start(builder: ir.IRBuilder, header: ir.Value, tokens: int, shifts: list[ir.Value] | None, part: str = "whole") -> list[ir.Value]:
+    """Sums to begin with, which take the shift of the weights back: minus shift (per vector of rows) times the sum of a token's inputs, or
+    what the header says where all rows have the same shift (`shifts` None)."""
     if PAIRS:
         return [constant(WORDS, 0)] * (VECTORS * tokens)
     first = []
     for t in range(tokens):
+        if shifts is None:
+            first += [splat(builder, _word(builder, header, 1, t, I32), WORDS)] * VECTORS
+            continue
         total = _word(builder, header, 2 if part == "first half" else 1, t, I32)
         if part == "second half":
             total = builder.sub(total, _word(builder, header, 2, t, I32))
@@ -118,6 +129,7 @@ def _flush(builder: ir.IRBuilder, out: ir.Value, header: ir.Value, sums: list[ir
     inputs, go to the product by another."""
     # Without this the compiler keeps what it has stored, in more registers than there are.
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+    out = in_register(builder, out)
     for t in range(tokens):
         scale = splat(builder, _word(builder, header, 0, t, F32), FLOATS)
         total = splat(builder, builder.sitofp(_word(builder, header, 1, t, I32), F32), FLOATS) if minima else None
@@ -133,21 +145,20 @@ def _flush(builder: ir.IRBuilder, out: ir.Value, header: ir.Value, sums: list[ir
 
 def _block_product(tokens: int):
     @intrinsic
-    def run(typingctx, weights, panel, out, inputs, block, shift):
+    def run(typingctx, weights, panel, out, inputs, block, ahead):
         """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs; `inputs` a multiple of TILE in all.
 
-        `shift`: what the unsigned bytes of the stripe are above the weights.
+        The panel's sums are those of `pack_block` with a factor of minus the stripe's shift. A panel `ahead` bytes further is asked for.
         """
 
         def codegen(context, builder, signature, args):
-            weights, panel, out, inputs, block, shift = args
-            shifts = [splat(builder, builder.trunc(shift, I32), WORDS)] * VECTORS
+            weights, panel, out, inputs, block, ahead = args
             blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
             loop = Loop(builder, blocks, [weights, panel, inputs], "blocks")
             weights, panel, left = loop.values
             here = builder.select(builder.icmp_signed("<", left, block), left, block)
-            first = _start(builder, panel, tokens, shifts)
-            after, following, sums = _steps(builder, weights, builder.add(panel, I64(HEADER)), here, first, tokens)
+            first = _start(builder, panel, tokens, None)
+            after, following, sums = _steps(builder, weights, builder.add(panel, I64(HEADER)), here, first, tokens, ahead)
             _flush(builder, out, panel, sums, tokens, None)
             loop.end([after, following, builder.sub(left, block)])
             return context.get_dummy_value()
@@ -232,8 +243,8 @@ def _correction():
 
 
 @intrinsic
-def pack_block(typingctx, x, count, header, token):
-    """`count` (a multiple of 32) float32 of a token, quantized into the block at `header`: scale, sums and steps.
+def pack_block(typingctx, x, count, header, token, factor):
+    """`count` (a multiple of 32) float32 of a token, quantized into the block at `header`: scale, `factor` * sum, sum of a half, steps.
 
     int8 = rint(x * (127 / largest)), scale = largest / 127; zeros where that is no normal number, and a NaN for a scale where a number is
     not finite.
@@ -241,7 +252,7 @@ def pack_block(typingctx, x, count, header, token):
     per = LANES // INPUTS  # words of a vector
 
     def codegen(context, builder, signature, args):
-        x, count, header, token = args
+        x, count, header, token, factor = args
         vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
         reduced = lambda name, value: builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.{name}.v{LANES}i32"), [value])  # noqa: E731
         loop = Loop(builder, vectors, [constant(WORDS, 0)], "largest")
@@ -270,11 +281,11 @@ def pack_block(typingctx, x, count, header, token):
             following = builder.add(x, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
             total, x, first = loop.end([builder.add(total, numbers), *following])
             sums.append(reduced("add", total))
-        store(builder, builder.add(*sums), offset(builder, column, 4 * TOKENS), 4)
+        store(builder, builder.mul(builder.add(*sums), builder.trunc(factor, I32)), offset(builder, column, 4 * TOKENS), 4)
         store(builder, sums[0], offset(builder, column, 8 * TOKENS), 4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
+    return types.void(*[types.int64] * 5), codegen
 
 
 def _finish(add: bool):

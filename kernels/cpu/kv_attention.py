@@ -47,7 +47,7 @@ from .attention import (
     _visible,
     _with_sink,
 )
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, tile_product
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .kv_record import float_keys, float_values, open_keys, open_values, opened_nbytes
 
@@ -144,18 +144,13 @@ def attend_packed_many(args, worker, counter):
                 float_values(opened, depth, steps, values, broad)
             else:
                 _load_block(a, entry, kv, keys, values, broad)
-            for r in range(0, padded, TILE_ROWS):
-                for j in range(0, PAGE, TILE_COLUMNS):
-                    tile_product(source + 4 * r * stride, 4 * stride, keys + 4 * j, 4 * PAGE,
-                                 scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
+            product(source, 4 * stride, keys, 4 * PAGE, scores, 4 * PAGE, padded, PAGE, depth)
             _scale_scores(scores, padded, float32(1.0) if sealed else scale, softcap)
             for r in range(padded):
                 p = position + r // group
                 m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, p, a[WINDOW]), _end(first, count, p) if r < rows else 0)
                 stats[4 * capacity + 2 * r], stats[4 * capacity + 2 * r + 1] = m, l
-            for r in range(0, padded, TILE_ROWS):
-                for i in range(0, broad, TILE_COLUMNS):
-                    tile_product(scores + 4 * r * PAGE, 4 * PAGE, values + 4 * i, 4 * broad, part + 4 * (r * broad + i), 4 * broad, PAGE, 0)
+            product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, PAGE)
             side = capacity if sealed else 0
             for r in range(rows):
                 m, l = _merge(f32_at(outputs + 4 * (side + r) * depth), stats[2 * (side + r)], stats[2 * (side + r) + 1],

@@ -26,6 +26,7 @@ from .int8_ir import (
     PIECES,
     WIDTH,
     WORDS,
+    ask,
     constant,
     dot,
     fma,
@@ -36,7 +37,7 @@ from .int8_ir import (
     store,
 )
 from .intrinsics import F32, I16, I32, I64
-from .kv_loops import LEAST, ask, field_at, high_product, largest, loop, pick, shorts
+from .kv_loops import LEAST, field_at, high_product, largest, loop, pick, shorts
 
 UNIT = 16  # tokens whose codes of a quad of channels are 64 bytes
 MOST_K, MOST_V = 6, 5  # bits of codes that may be multiplied as bytes
@@ -223,7 +224,7 @@ def _dot_units(rows: int):
             source, running = carried[0], carried[1:]
             bits = load(builder, builder.add(widths, at), I8)
             own = builder.add(queries, builder.mul(at, I64(16 * rows)))
-            ask(builder, builder.add(ahead, builder.mul(at, share)), LINES)
+            ask(builder, builder.add(ahead, builder.mul(at, share)), 64 * LINES, 2)
 
             def products(width: int) -> list[ir.Value]:
                 made = list(running)
@@ -279,7 +280,7 @@ def _dot_values(rows: int):
             def products(width: int) -> list[ir.Value]:
                 first = [(WORDS, constant(WORDS, 0))] * (count * chains)
                 at, running, finish = loop(builder, I64(PAGE // 32), 1, first)
-                ask(builder, builder.add(ahead, builder.mul(at, share)), LINES)
+                ask(builder, builder.add(ahead, builder.mul(at, share)), 64 * LINES, 2)
                 source, zero_at = builder.mul(at, I64(64)), builder.add(zeros, builder.shl(at, I64(5)))
                 weight_at, made = builder.add(weights, builder.shl(at, I64(5))), list(running)
                 for quad in range(8):

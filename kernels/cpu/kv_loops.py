@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..layout import PAGE
@@ -25,6 +24,7 @@ from .int8_ir import (
     PIECES,
     WIDTH,
     WORDS,
+    ask,
     constant,
     function,
     load,
@@ -376,14 +376,6 @@ def row_factor(typingctx, x, count):
     return types.float32(types.int64, types.int64), codegen
 
 
-def ask(builder: ir.IRBuilder, address: ir.Value, lines: int) -> None:
-    """Ask for `lines` cache lines from an address on: they will be read soon."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    wanted = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    for line in range(lines):
-        builder.call(wanted, [builder.inttoptr(offset(builder, address, 64 * line), I8.as_pointer()), I32(0), I32(2), I32(1)])
-
-
 @intrinsic
 def prefetch(typingctx, address, nbytes):
     """Ask for `nbytes` (> 0) at an address."""
@@ -391,7 +383,7 @@ def prefetch(typingctx, address, nbytes):
     def codegen(context, builder, signature, args):
         address, nbytes = args
         at, _, finish = loop(builder, nbytes, 64, [])
-        ask(builder, builder.add(address, at), 1)
+        ask(builder, builder.add(address, at), 64, 2)
         finish([])
         return context.get_dummy_value()
 

@@ -31,6 +31,7 @@ from .int8_ir import (
     INSTRUCTION_SET,
     WIDTH,
     WORDS,
+    ask,
     constant,
     fma,
     function,
@@ -75,12 +76,6 @@ def _join(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
         both = list(range(2 * parts[0].type.count))
         parts = [_shuffle(builder, parts[i], parts[i + 1], both) for i in range(0, len(parts), 2)]
     return parts[0]
-
-
-def _prefetch(builder: ir.IRBuilder, address: ir.Value, nbytes: int) -> None:
-    fetch = function(builder, ir.VoidType(), [I8.as_pointer(), I32, I32, I32], "llvm.prefetch.p0")
-    for line in range(0, nbytes, 64):
-        builder.call(fetch, [builder.inttoptr(offset(builder, address, AHEAD + line), I8.as_pointer()), I32(0), I32(3), I32(1)])
 
 
 class _Sums:
@@ -186,7 +181,7 @@ def _tile(builder: ir.IRBuilder, bits: int, carried: list[ir.Value], factors: li
     name = "llvm.x86.avx512.pmaddw.d.512" if WIDTH == 64 else "llvm.x86.avx2.pmadd.wd"
     sum_up = function(builder, WORDS, [HALVES] * 2, name)
     for each in codes:
-        _prefetch(builder, each, pair_tile_nbytes(bits))
+        ask(builder, offset(builder, each, AHEAD), pair_tile_nbytes(bits))
     sums = [_Sums(builder, bits) for _ in range(VECTORS)]
     half = ir.VectorType(I8, min(WIDTH, PAIR))
     keep = constant(BYTES, 15)

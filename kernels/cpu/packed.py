@@ -224,19 +224,14 @@ def _write(a, m, block, token, sums, gates):
     rows, mode, act = min(ROWS, a[m + ROW_COUNT] - first), a[MODE], a[ACT]  # read once: what is written could be anything to the compiler
     target = a[m + OUT] + 4 * (token * a[m + OUT_STRIDE] + first)
     if gates != 0:
-        gate_block(gates, sums, act)
+        gate_values(gates, sums, ROWS, act)
+        sums = gates
     if rows == ROWS:
         put_block(sums, target, 1 if mode == ADD else 0)
         return
     value, out = f32_at(sums), f32_at(target)
     for row in range(rows):
         out[row] = out[row] + value[row] if mode == ADD else value[row]
-
-
-@inlined()
-def gate_block(gates, values, act):
-    """values *= act(gates), 16 of each."""
-    gate_values(gates, values, values, ROWS, act)
 
 
 @inlined()

@@ -28,13 +28,12 @@ from ..tiles import LEVELS_NBYTES, tile_nbytes
 from .int8_ir import (
     BYTES,
     FLOATS,
-    I8,
     LANES,
     PIECES,
     WIDTH,
     WORDS,
+    ask,
     constant,
-    function,
     load,
     load_table,
     look_up,
@@ -93,15 +92,6 @@ def end_loop(builder: ir.IRBuilder, blocks: tuple, counter: ir.Value, end: ir.Va
     builder.position_at_end(done)
 
 
-def _prefetch(builder: ir.IRBuilder, address: ir.Value, nbytes: int, nearness: int = 3) -> None:
-    """Ask for bytes that will be read: into the first-level cache, or into the second with a `nearness` of 2."""
-    kinds = [I8.as_pointer(), I32, I32, I32]
-    fetch = function(builder, ir.VoidType(), kinds, "llvm.prefetch.p0")
-    for line in range(0, nbytes, 64):
-        where = builder.inttoptr(offset(builder, address, line), I8.as_pointer())
-        builder.call(fetch, [where, I32(0), I32(nearness), I32(1)])
-
-
 def _tables(builder: ir.IRBuilder, way: str, address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
     if way not in WITH_LEVELS:
         return [], []
@@ -136,7 +126,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
                 places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
                 at = builder.add(codes[s], builder.mul(tile, I64(tile_nbytes(bits))))
                 if AHEAD:
-                    _prefetch(builder, offset(builder, at, AHEAD), tile_nbytes(bits))
+                    ask(builder, offset(builder, at, AHEAD), tile_nbytes(bits))
                 for piece in range(PIECES):
                     quads = unpack_tile(builder, at, bits, piece)
                     if way in WITH_LEVELS:
@@ -167,7 +157,7 @@ def expand(bits: int, way: str):
             at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
             to = builder.add(out, builder.mul(tile, I64(64 * 8)))
             if AHEAD:
-                _prefetch(builder, offset(builder, at, AHEAD), tile_nbytes(bits))
+                ask(builder, offset(builder, at, AHEAD), tile_nbytes(bits))
             for piece in range(PIECES):
                 for j, quad in enumerate(unpack_tile(builder, at, bits, piece)):
                     value = look_up(builder, levels, quad, bits) if way in WITH_LEVELS else quad
@@ -203,7 +193,7 @@ def columns(way: str, count: int, most: int):
             at = builder.add(quads, builder.mul(passed, I64(64 * 8)))
             wanted, quarter = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
             for i in range(4):
-                _prefetch(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+                ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
             record = builder.add(x, builder.mul(tile, I64(RECORD * count)))
             for piece in range(PIECES):
                 weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]

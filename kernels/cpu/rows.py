@@ -17,7 +17,7 @@ from .. import reference
 from ..compile import kernel
 from ..layout import ACTIVATIONS, NORMS
 from ..workspace import address
-from .arithmetic import activate, gate_values, normalise
+from .arithmetic import activate, gate_values, normalise_here
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ MOST_TABLES = 8  # of a step: a model has two at most
 
 # Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first.
 R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_EPS = range(11)
-# Slots of `activate_rows`: OUT = act(GATE) * UP, or act(GATE) where UP is 0; all [TOKENS, WIDTH].
-G_GATE, G_UP, G_OUT, G_TOKENS, G_WIDTH, G_ACT = range(6)
+# Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) where UP is 0; both [TOKENS, WIDTH].
+G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is left normed.
 A_BRANCH, A_STREAM, A_TOKENS, A_WIDTH, A_NORM, A_WEIGHT, A_BIAS, A_EPS, A_FACTOR = range(9)
 
@@ -49,7 +49,7 @@ def rope_heads(args, worker, counter):
         row = a[R_Y] + 4 * t * heads * depth
         if a[R_NORM] != 0:
             for at in range(0, heads * depth, width):
-                normalise(row + 4 * at, row + 4 * at, width, a[R_NORM], a[R_WEIGHT], 0, eps)
+                normalise_here(row + 4 * at, width, a[R_NORM], a[R_WEIGHT], 0, eps)
         cos, sin = f32_at(a[R_COS] + 4 * t * half), f32_at(a[R_SIN] + 4 * t * half)
         for head in range(heads):
             y, z = f32_at(row + 4 * head * depth), f32_at(row + 4 * (head * depth + half))
@@ -61,7 +61,7 @@ def rope_heads(args, worker, counter):
 
 @kernel()
 def activate_rows(args, worker, counter):
-    """OUT = act(GATE) * UP. Blocks are tokens."""
+    """GATE = act(GATE) * UP. Blocks are tokens."""
     a = i64_at(args)
     width, act = a[G_WIDTH], a[G_ACT]
     while True:
@@ -70,11 +70,11 @@ def activate_rows(args, worker, counter):
             return
         start = 4 * row * width
         if a[G_UP] == 0:
-            gate, out = f32_at(a[G_GATE] + start), f32_at(a[G_OUT] + start)
+            gate = f32_at(a[G_GATE] + start)
             for i in range(width):
-                out[i] = activate(gate[i], act)
+                gate[i] = activate(gate[i], act)
         else:
-            gate_values(a[G_GATE] + start, a[G_UP] + start, a[G_OUT] + start, width, act)
+            gate_values(a[G_GATE] + start, a[G_UP] + start, width, act)
 
 
 @kernel({"contract"})
@@ -88,7 +88,7 @@ def add_rows(args, worker, counter):
             return
         branch = a[A_BRANCH] + 4 * row * width
         if a[A_NORM] != 0:
-            normalise(branch, branch, width, a[A_NORM], a[A_WEIGHT], a[A_BIAS], eps)
+            normalise_here(branch, width, a[A_NORM], a[A_WEIGHT], a[A_BIAS], eps)
         y, x = f32_at(branch), f32_at(a[A_STREAM] + 4 * row * width)
         for i in range(width):
             x[i] += factor * y[i]
@@ -147,7 +147,7 @@ def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angl
 
 def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:
     """gated = act(gated) * up, without `up` act(gated)."""
-    ops.args[: G_ACT + 1] = (ops.at(gated), 0 if up is None else ops.at(up), ops.at(gated), *gated.shape, ACTIVATIONS[act])
+    ops.args[: G_ACT + 1] = (ops.at(gated), 0 if up is None else ops.at(up), *gated.shape, ACTIVATIONS[act])
     ops.run(activate_rows, ops.where, gated.size >= SHARE_FROM, ops.args)
 
 
