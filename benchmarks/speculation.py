@@ -129,6 +129,7 @@ def say(engine: Engine, speculation: object, sampler: object, most: int, spent: 
         spent.seconds[speculates] += time.perf_counter() - started
         spent.tokens[speculates] += 1
     spent.counts += speculation.counts.since(before)
+    engine.speculation = speculation  # whatever the last pass was
 
 
 def repeating(engine: Engine, vocabulary: Path, seconds: float) -> dict[str, Spent]:
