@@ -17,6 +17,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import geometric_mean
@@ -111,6 +112,14 @@ def opened(folder: Path, **asked: object) -> Engine:
     return engine
 
 
+def larger(folder: Path, ram: str) -> Engine:
+    """The model that does not fit."""
+    evict(sorted(folder.glob("*.safetensors")))
+    engine = opened(folder, ram=ram)
+    assert engine.speculation is not None and engine.prepared.placement.streamed_bytes, "these weights fit in this memory"
+    return engine
+
+
 def say(engine: Engine, speculation: object, sampler: object, most: int, spent: Spent, until: float) -> None:
     """An answer after what was prefilled, passes with and without in turn; the time of each token goes to the kind of its pass."""
     speculates, passes, before = False, 0, speculation.counts
@@ -182,21 +191,19 @@ def main() -> int:
     parser.add_argument("--publish", metavar="NAME", help="keep the result under this name")
     asked = parser.parse_args()
     sets = asked.sets.split(",")
-    evict(sorted(asked.folder.glob("*.safetensors")))
-    engine = opened(asked.folder, ram=asked.ram)
-    assert engine.speculation is not None and engine.prepared.placement.streamed_bytes, "these weights fit in this memory"
+    if "repeating" in sets and not asked.vocabulary:
+        parser.error("the repeating set needs a --vocabulary")
     figures = []
     if "repeating" in sets:
-        if not asked.vocabulary:
-            parser.error("the repeating set needs a --vocabulary")
-        found = repeating(engine, asked.vocabulary, asked.seconds)
+        with closing(larger(asked.folder, asked.ram)) as engine:
+            found = repeating(engine, asked.vocabulary, asked.seconds)
         for name, spent in found.items():
             figures += told(name.split()[0], name, spent)
         figures.append(Figure("repeating_gain", "repeating set: with over without", "geometric mean",
                               geometric_mean(spent.gain for spent in found.values()), "x"))
     if "stories" in sets:
-        figures += told("stories", "stories", stories(engine, asked.seconds))
-    engine.close()
+        with closing(larger(asked.folder, asked.ram)) as engine:  # what was learned of another vocabulary is no guess here
+            figures += told("stories", "stories", stories(engine, asked.seconds))
     publish(f"speculation-{asked.publish}" if asked.publish else "speculation", f"Speculation: {asked.folder.name} in {asked.ram}", INTRO,
             figures, keep=bool(asked.publish))
     return 0
