@@ -105,7 +105,7 @@ class Reader:
     read there, for those who are told so."""
 
     def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True, what: str = "weights are") -> None:
-        self._what = what
+        self._what, self.threads = what, threads
         self.traffic = Traffic()
         self._lock = threading.Lock()
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)

@@ -117,7 +117,7 @@ def slots(reader: Reader, file: Path) -> PageSlots:
 
 def held(slots: PageSlots, page: int) -> bytes:
     """A page's bytes as they lie where `fetch` says."""
-    [(found, address)] = slots.fetch([page])
+    [[(found, address)]] = slots.fetch([page])
     start = address - slots._memory.ctypes.data
     assert found == page and start % slot_nbytes(BLOCK) == 0
     return slots._memory[start : start + BLOCK].tobytes()
@@ -131,6 +131,63 @@ def test_a_page_waits_for_what_was_given_up_and_not_for_its_outcome(disk, file, 
     assert meanwhile(disk, lambda: held(slots, 2)) == block(file, 2)
     disk.bad = set()
     assert held(slots, 0) == block(file, 0) and held(slots, 2) == block(file, 2)
+
+
+@pytest.fixture
+def wide(file: Path, disk: Disk) -> Iterator[PageSlots]:
+    """Three slots for the pages, read by two threads."""
+    fd = os.open(file, os.O_RDONLY)
+    reader = Reader({file: fd}, threads=2)
+    yield PageSlots(BLOCK, 3, reader, lambda page, memory: [Read(file, page * BLOCK, memoryview(memory)[:BLOCK], BLOCK)],
+                    lambda page: 0, lambda: False)
+    disk.open.set()
+    reader.close()
+    os.close(fd)
+
+
+def all_held(slots: PageSlots, pages: Sequence[int]) -> dict[int, bytes]:
+    start, memory = slots._memory.ctypes.data, slots._memory
+    return {page: memory[address - start : address - start + BLOCK].tobytes() for come in slots.fetch(pages) for page, address in come}
+
+
+def test_pages_are_handed_over_in_a_portion_for_each_thread(disk, file, wide, monkeypatch):
+    disk.open.set()
+    submit, handed = wide._reader.submit, []
+    monkeypatch.setattr(wide._reader, "submit", lambda reads, *more, **how: (handed.append(len(reads)), submit(reads, *more, **how))[1])
+    assert all_held(wide, (3, 0, 1)) == {page: block(file, page) for page in (0, 1, 3)} and sorted(handed) == [1, 2]
+    assert all_held(wide, (2, 0, 1)) == {page: block(file, page) for page in (0, 1, 2)} and len(handed) == 3
+    assert (wide.asked, wide.found) == (6, 2) and sorted(disk.asked) == [place * BLOCK for place in range(4)]
+
+
+def test_a_page_beside_one_that_cannot_be_read_ahead(disk, file, wide):
+    disk.open.set()
+    disk.bad = {0}
+    wide.prefetch([0, 1, 2], ())  # two of them in one portion
+    assert all_held(wide, (1, 2)) == {page: block(file, page) for page in (1, 2)}
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        all_held(wide, (1, 0))
+    disk.bad = set()
+    assert all_held(wide, (0, 1)) == {page: block(file, page) for page in (0, 1)}
+
+
+def test_reading_ahead_waits_for_nothing_and_drops_nothing_under_way(disk, file, slots):
+    slots.prefetch([0], ())
+    assert disk.reached.wait(30)
+    slots.prefetch([1], ())
+    assert list(slots._held) == [0]
+    assert meanwhile(disk, lambda: held(slots, 0)) == block(file, 0) and disk.asked == [0]
+
+
+def test_what_nobody_wants_any_more_is_not_begun(disk, file, wide):
+    """Both threads are busy; of the portions behind them one is given up."""
+    blockers = [wide._reader.submit([Read(file, 3 * BLOCK, memoryview(anonymous(BLOCK)), BLOCK)]) for _ in range(2)]
+    wide.prefetch([0, 1, 2], ())
+    for page in (0, 1, 2):
+        wide.forget(page)
+    assert meanwhile(disk, lambda: all_held(wide, (3,))) == {3: block(file, 3)}
+    for blocker in blockers:
+        wide._reader.wait(blocker)
+    assert disk.asked == [3 * BLOCK] * 3
 
 
 def test_a_page_that_was_read_ahead_in_vain_is_read_anew(disk, file, slots):

@@ -70,6 +70,23 @@ def test_pages_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         engine.close()
 
 
+def test_pages_that_are_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"spill_dir": str(tmp_path), "kv_read": "sparse"}
+    recorded, anew = (opened(FABLE, 0, **asked) for _ in range(2))
+    ids = tokens(recorded, 700)
+    for engine in (recorded, anew):
+        for _ in engine.prefill(ids[:400]):
+            continue
+    monkeypatch.setattr(anew.model.backends["cpu"], "replay", lambda *more: False)
+    counted = Counted(recorded, monkeypatch)
+    assert np.array_equal(answer(recorded, ids[400:]), answer(anew, ids[400:]))
+    slots, layers = recorded.cache.pool.stream.slots, recorded.config.num_hidden_layers
+    assert sum(each.asked for each in slots) > 0
+    assert counted.count <= 4 * layers, "once for every page that was begun, of 300 tokens"
+    for engine in (recorded, anew):
+        engine.close()
+
+
 def test_a_disk_that_fails_while_a_pass_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, disk = opened(FABLE, None), opened(FABLE, 0, spill_dir=str(tmp_path))
     ids = tokens(disk, 430)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.kernels.cpu import selective
-from effllm.kernels.cpu.selective import abstract_nbytes, choose
+from effllm.kernels.cpu.selective import Selective, abstract_nbytes, choose, shares
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError
@@ -108,22 +108,75 @@ def test_the_pages_that_matter_are_read(pool, tmp_path):
     disk.cache.close()
 
 
+def share_of(m: np.ndarray, l: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """The shares of blocks [begin, end) with maxima and sums [KVH, blocks, rows]."""
+    return shares(np.stack((m, l), -1))[begin:end]
+
+
 def test_choosing():
     m, l = np.zeros((2, 6, 3)), np.ones((2, 6, 3))
     m[:, 1:] = -20  # what is in memory has it all
-    assert choose(m, l, 1, 6, 4, 0.002)[0] == []
+    assert choose(share_of(m, l, 1, 6), 4, 0.002)[0] == []
     m[0, 4, 1], m[1, 2, 0] = 5, 3  # nearly the whole of a row each
-    assert choose(m, l, 1, 6, 4, 0.002) == ([3, 1], [0])
+    assert choose(share_of(m, l, 1, 6), 4, 0.002) == ([3, 1], [0])
     l[:, 1:] = 0  # pages that nobody sees
-    assert choose(m, l, 1, 6, 4, 0.002)[0] == []
+    assert choose(share_of(m, l, 1, 6), 4, 0.002)[0] == []
 
 
 def test_choosing_stops_where_enough_is_read():
     m, l = np.full((1, 10, 1), -30.0), np.ones((1, 10, 1))
     m[0, [3, 7, 5], 0] = 3, 2, 1
-    assert choose(m, l, 0, 10, 8, 0.002)[0] == [3, 7, 5]
-    assert choose(m, l, 0, 10, 2, 0.002)[0] == [3, 7]
-    assert choose(m, l, 0, 10, 8, 0.3)[0] == [3, 7]
+    share = share_of(m, l, 0, 10)
+    assert choose(share, 8, 0.002)[0] == [3, 7, 5]
+    assert choose(share, 2, 0.002)[0] == [3, 7]
+    assert choose(share, 8, 0.3)[0] == [3, 7]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), kv_heads=st.integers(1, 4), rows=st.integers(1, 5), blocks=st.integers(3, 80),
+       most=st.integers(1, 20), left=st.sampled_from((-1.0, 0.002, 0.1, 0.5)))
+def test_what_is_chosen_is_enough_and_no_more(seed, kv_heads, rows, blocks, most, left):
+    """Against the definition in float64, where no sum is near the bound."""
+    rng = np.random.default_rng(seed)
+    m, l = 3 * rng.standard_normal((kv_heads, blocks, rows)).astype(np.float32), 1 + rng.random((kv_heads, blocks, rows), np.float32)
+    mass = np.exp(m.astype(np.float64)) * l
+    share = (mass / mass.sum(1, keepdims=True)).swapaxes(0, 1).reshape(blocks, -1)[1:]
+    order = np.argsort(-share.max(1), kind="stable")
+    rest = np.array([share[order[count:]].sum(0).max() for count in range(blocks)])
+    wanted, likely = choose(share_of(m, l, 1, blocks), most, left)
+    if np.abs(rest - left).min() > 1e-5 and np.diff(np.sort(share.max(1))).min(initial=1) > 1e-6:
+        enough = next((count for count in range(blocks) if rest[count] <= left), blocks - 1)
+        assert wanted == order[: min(most, enough)].tolist()
+        assert likely == order[len(wanted) :][: max(0, min(most - len(wanted), most // 4))].tolist()
+
+
+def single(pool: ThreadPool, folder: Path, kv: str, patch: pytest.MonkeyPatch, guess: object) -> tuple[Feed, int]:
+    """What a cache makes of 140 tokens where reads begin on `guess`, and how many pages were there, or on their way, when asked for."""
+    if guess is not None:
+        patch.setattr(Selective, "_guess", guess)
+    feed = Feed(cache_of(pool, DiskTier(folder, 1, slots=3), kv=kv))
+    for cut in CUTS:
+        feed.run(cut)
+    found = sum(slots.found for slots in feed.cache.pool.stream.slots)
+    feed.cache.close()
+    return feed, found
+
+
+@pytest.mark.parametrize("kv", ("4bit", "16bit"))
+def test_what_is_read_on_a_guess_changes_no_answer(pool, tmp_path, kv):
+    rng = np.random.default_rng(7)
+
+    def astray(selective: Selective, step: object) -> None:
+        pages = step.disk.stop - step.disk.start
+        selective._ask(rng.permutation(pages)[: rng.integers(0, 4)].tolist(), ())
+
+    made = []
+    for guess in (None, lambda *more: None, astray):
+        with pytest.MonkeyPatch.context() as patch:
+            made.append(single(pool, tmp_path, kv, patch, guess))
+    (own, found), (without, by_chance), (wrong, _) = made
+    assert same(own, without) and same(own, wrong)
+    assert found > 1.2 * by_chance, "most of what is guessed is then asked for"
 
 
 @settings(max_examples=5, deadline=None)

@@ -33,6 +33,7 @@ SINKS = 25  # address of a float32 logit per query head, 0 for none
 STATE, ATTEND_SLOTS = 26, 27  # where `attend_many` keeps what it has so far, when several calls see the table between them; 0 for one
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
+SKIPPED = -1  # for SEALED: a row whose partial stays what it is
 QUERY_TILE = 32
 
 
@@ -220,6 +221,8 @@ def attend_few(args, worker, counter):
         if block >= sealed_from:
             block += sealed_to - sealed_from
         entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
+        if entry[SEALED] == SKIPPED:
+            continue
         first, count = entry[FIRST], entry[COUNT]
         partial = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
         if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):

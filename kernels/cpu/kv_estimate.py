@@ -4,42 +4,77 @@ An abstract is the mean of a chunk's keys and of its values, beside the spread o
 about the mass n * exp(q . mean + (q * spread)^2 / 2), the mean of exp over keys that scatter so, and its output is its values' mean. The
 partial of a page is laid where that of the page itself would be (`attention.py`), in the basis in which its kind is merged; so whoever
 reads the page afterwards puts the truth in its place.
+
+Chunks of a few pages side by side are as wide as a register tile, so that the products are those of attention itself.
 """
 
 from __future__ import annotations
 
-from numba import float32
+from llvmlite import ir
+from numba import float32, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from ..compile import inlined, kernel
 from ..layout import PAGE
 from .arithmetic import MINUS_INF, ZERO, exp
 from .attention import _cap
-from .intrinsics import f32_at, f64_at, fetch_add, i8_at, i64_at
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
+from .int8_ir import I8
+from .intrinsics import F32, I32, f32_at, f64_at, fetch_add, i8_at, i64_at
+from .kv_attention import _broad
 
 CHUNK = 16  # tokens of an abstract
 CHUNKS = PAGE // CHUNK
+SPAN = TILE_COLUMNS // CHUNKS  # pages whose chunks fill a register tile
 # Slots of the argument block. FIRST: the page with the first abstract; FROM, TO: pages to estimate; LEAD: rows of the table before page 0;
-# KEYS, VALUES int8 [pages, KVH, CHUNKS, D], STEPS float32 [pages, KVH, STEP_SLOTS]: what a key, a value and a spread count in, by chunk,
-# SPREADS int8 [pages, KVH, D]; SCALE and SOFTCAP are float64.
+# KEYS int8 [pages, KVH, D, CHUNKS], VALUES int8 [pages, KVH, CHUNKS, D], STEPS float32 [pages, KVH, STEP_SLOTS]: what a key, a value and a
+# spread count in, by chunk, SPREADS int8 [pages, KVH, D]; SCALE and SOFTCAP are float64.
 (E_Q, E_HEADS, E_BLOCKS, E_FROM, E_TO, E_KV_HEADS, E_DIM, E_FIRST, E_LEAD, E_PARTIALS, E_KEYS, E_VALUES, E_SPREADS, E_STEPS, E_SCALE,
- E_SOFTCAP, ESTIMATE_SLOTS) = range(17)
+ E_SOFTCAP, E_SCRATCH, E_SCRATCH_STRIDE, ESTIMATE_SLOTS) = range(19)
 STEP_SLOTS = 2 * CHUNKS + 1
 HALF = float32(0.5)
 
 
-@inlined({"contract", "reassoc", "nsz"})
-def _dot(query, codes, depth):
-    """float32 x [D] . int8 c [D]."""
-    q, c = f32_at(query), i8_at(codes)
-    total = ZERO
-    for i in range(depth):
-        total += q[i] * float32(c[i])
-    return total
+@intrinsic
+def _widen_chunks(typingctx, source, target):
+    """CHUNKS signed bytes at an address -> as many float32."""
+
+    def codegen(context, builder, signature, args):
+        narrow, wide = ir.VectorType(I8, CHUNKS), ir.VectorType(F32, CHUNKS)
+        own = builder.load(builder.inttoptr(args[0], narrow.as_pointer()), align=1)
+        builder.store(builder.sitofp(own, wide), builder.inttoptr(args[1], wide.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _scored(typingctx, row, steps, scale, more):
+    """CHUNKS sums of products -> scale * step * sum + more, less the largest of them, in place. Returns the largest; NaN if any is."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.VectorType(F32, CHUNKS)
+
+        def splat(value: ir.Value) -> ir.Value:
+            nothing = ir.Constant(kind, ir.Undefined)
+            first = ir.Constant(ir.VectorType(I32, CHUNKS), [0] * CHUNKS)
+            return builder.shuffle_vector(builder.insert_element(nothing, value, I32(0)), nothing, first)
+
+        place = builder.inttoptr(args[0], kind.as_pointer())
+        factor = builder.fmul(builder.load(builder.inttoptr(args[1], kind.as_pointer()), align=4), splat(args[2]))
+        score = builder.fadd(builder.fmul(factor, builder.load(place, align=4)), splat(args[3]))
+        name = f"llvm.vector.reduce.fmaximum.v{CHUNKS}f32"
+        top = builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(F32, [kind]), name), [score])
+        builder.store(builder.fsub(score, splat(top)), place, align=4)
+        return top
+
+    return types.float32(types.int64, types.int64, types.float32, types.float32), codegen
 
 
 @inlined({"contract", "reassoc", "nsz"})
 def _squares(query, codes, depth):
-    """The sum of (x c)^2."""
+    """The sum of (x c)^2 of float32 x [D], int8 c [D]."""
     q, c = f32_at(query), i8_at(codes)
     total = ZERO
     for i in range(depth):
@@ -48,40 +83,103 @@ def _squares(query, codes, depth):
     return total
 
 
+@inlined()
+def _capped(row, more, softcap):
+    """`_scored` of scores that have a softcap: CHUNKS of them less their largest, in place; returns that."""
+    top = MINUS_INF
+    for chunk in range(CHUNKS):
+        row[chunk] = _cap(row[chunk] + more, softcap)
+        top = row[chunk] if row[chunk] > top else top
+    for chunk in range(CHUNKS):
+        row[chunk] -= top
+    return top
+
+
+@inlined()
+def _weights(address, count):
+    row = f32_at(address)
+    for i in range(count):
+        row[i] = float32(CHUNK) * exp(row[i])
+
+
+@inlined({"contract", "reassoc", "nsz"})
+def _total(row, steps):
+    """The sum of CHUNKS weights, each of which is then multiplied by what its values count in."""
+    total = ZERO
+    for chunk in range(CHUNKS):
+        total += row[chunk]
+    for chunk in range(CHUNKS):
+        row[chunk] *= steps[CHUNKS + chunk]
+    return total
+
+
+@inlined()
+def _widen_values(source, target, depth, broad):
+    """int8 [CHUNKS, D] -> float32 [CHUNKS, wide D], whose columns behind D nobody reads the sums of."""
+    for chunk in range(CHUNKS):
+        own, wide = i8_at(source + chunk * depth), f32_at(target + 4 * chunk * broad)
+        for i in range(depth):
+            wide[i] = float32(own[i])
+
+
 @kernel({"contract"})
 def estimate_pages(args, worker, counter):
-    """Partials for one token from abstracts. Blocks of work: (page, KV head)."""
+    """Partials for one token from abstracts. Blocks of work: (KV head, SPAN pages). Scratch per worker, float32, less than that of
+    `attend_few`: Q[rows, D], K[D, TILE_COLUMNS], S[rows, TILE_COLUMNS], V[CHUNKS, wide D], part[rows, wide D]."""
     a = i64_at(args)
     heads, kv_heads, depth, blocks = a[E_HEADS], a[E_KV_HEADS], a[E_DIM], a[E_BLOCKS]
-    group, span = heads // kv_heads, a[E_TO] - a[E_FROM]
+    group, spans = heads // kv_heads, (a[E_TO] - a[E_FROM] + SPAN - 1) // SPAN
+    padded, broad = (group + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS, _broad(depth)
     scale, softcap = float32(f64_at(args)[E_SCALE]), float32(f64_at(args)[E_SOFTCAP])
+    query = a[E_SCRATCH] + worker * a[E_SCRATCH_STRIDE]
+    keys = query + 4 * padded * depth
+    scores = keys + 4 * depth * TILE_COLUMNS
+    values = scores + 4 * padded * TILE_COLUMNS
+    part = values + 4 * CHUNKS * broad
+    loaded = -1
     while True:
         job = fetch_add(counter, 1)
-        if job >= span * kv_heads:
+        if job >= kv_heads * spans:
             return
-        page, kv = a[E_FROM] + job // kv_heads, job % kv_heads
-        place = (page - a[E_FIRST]) * kv_heads + kv
-        steps = f32_at(a[E_STEPS] + 4 * place * STEP_SLOTS)
-        keys, values = a[E_KEYS] + place * CHUNKS * depth, a[E_VALUES] + place * CHUNKS * depth
-        for g in range(group):
-            query = a[E_Q] + 4 * (kv * group + g) * depth
-            o = f32_at(a[E_PARTIALS] + 4 * ((kv * blocks + a[E_LEAD] + page) * group + g) * (depth + 2))
-            spread = scale * steps[2 * CHUNKS]
-            more = HALF * spread * spread * _squares(query, a[E_SPREADS] + place * depth, depth)
+        kv, begin = job // spans, a[E_FROM] + SPAN * (job % spans)
+        count = min(SPAN, a[E_TO] - begin)
+        if loaded != kv:
+            source, own = f32_at(a[E_Q] + 4 * kv * group * depth), f32_at(query)
+            for i in range(padded * depth):
+                own[i] = source[i] if i < group * depth else ZERO
+            loaded = kv
+        place = (begin - a[E_FIRST]) * kv_heads + kv
+        for page in range(count):
+            source, target = a[E_KEYS] + (place + page * kv_heads) * CHUNKS * depth, keys + 4 * CHUNKS * page
             for i in range(depth):
-                o[i] = ZERO
-            m, l = MINUS_INF, ZERO
-            for chunk in range(CHUNKS):
-                score = _cap(scale * steps[chunk] * _dot(query, keys + chunk * depth, depth) + more, softcap)
-                if score > m:
-                    shrink = exp(m - score)
-                    l *= shrink
-                    for i in range(depth):
-                        o[i] *= shrink
-                    m = score
-                weight = float32(CHUNK) * exp(score - m)
-                l += weight
-                mean, part = i8_at(values + chunk * depth), weight * steps[CHUNKS + chunk]
+                _widen_chunks(source + CHUNKS * i, target + 4 * TILE_COLUMNS * i)
+        for r in range(0, padded, LOW_ROWS):
+            low_tile_product(query + 4 * r * depth, 4 * depth, keys, 4 * TILE_COLUMNS, scores + 4 * r * TILE_COLUMNS, 4 * TILE_COLUMNS,
+                             depth, 0)
+        partials = a[E_PARTIALS] + 4 * (kv * blocks + a[E_LEAD] + begin) * group * (depth + 2)
+        for page in range(count):
+            at = place + page * kv_heads
+            steps = a[E_STEPS] + 4 * at * STEP_SLOTS
+            spread = scale * f32_at(steps)[2 * CHUNKS]
+            for r in range(group):
+                row = scores + 4 * (r * TILE_COLUMNS + page * CHUNKS)
+                more = HALF * spread * spread * _squares(query + 4 * r * depth, a[E_SPREADS] + at * depth, depth)
+                top = _scored(row, steps, scale, more)
+                if softcap != ZERO:
+                    top = _capped(f32_at(row), top, softcap)
+                f32_at(partials + 4 * (page * group + r) * (depth + 2))[depth] = top
+        _weights(scores, group * TILE_COLUMNS)
+        for page in range(count):
+            at = place + page * kv_heads
+            _widen_values(a[E_VALUES] + at * CHUNKS * depth, values, depth, broad)
+            for r in range(group):
+                row, o = f32_at(scores + 4 * (r * TILE_COLUMNS + page * CHUNKS)), f32_at(partials + 4 * (page * group + r) * (depth + 2))
+                o[depth + 1] = _total(row, f32_at(a[E_STEPS] + 4 * at * STEP_SLOTS))
+            for r in range(0, padded, LOW_ROWS):
+                for i in range(0, broad, TILE_COLUMNS):
+                    low_tile_product(scores + 4 * (r * TILE_COLUMNS + page * CHUNKS), 4 * TILE_COLUMNS, values + 4 * i, 4 * broad,
+                                     part + 4 * (r * broad + i), 4 * broad, CHUNKS, 0)
+            for r in range(group):
+                source, o = f32_at(part + 4 * r * broad), f32_at(partials + 4 * (page * group + r) * (depth + 2))
                 for i in range(depth):
-                    o[i] += part * float32(mean[i])
-            o[depth], o[depth + 1] = m, l
+                    o[i] = source[i]

@@ -29,6 +29,7 @@ from .attention import (
     SCRATCH,
     SCRATCH_STRIDE,
     SEALED,
+    SKIPPED,
     SOFTCAP,
     TABLE,
     TO,
@@ -90,7 +91,7 @@ def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, s
 @kernel({"contract"})
 def attend_packed(args, worker, counter):
     """Partials of the packed pages for one token. Blocks of work: (KV head, block of pages); the partial lies in the row of the block's
-    first page. With BY_PAGE every page keeps its own."""
+    first page. With BY_PAGE every page keeps its own, and rows may be SKIPPED."""
     a = i64_at(args)
     heads, kv_heads, depth = a[HEADS], a[KV_HEADS], a[HEAD_DIM]
     rows = heads // kv_heads
@@ -125,7 +126,7 @@ def attend_packed(args, worker, counter):
             nothing(output, m, padded, depth)
         for row in range(max(begin, block), min(end, block + BLOCK_PAGES)):
             entry = i64_at(a[TABLE] + 8 * COLUMNS * row)
-            if not entry[SEALED]:
+            if not entry[SEALED] or entry[SEALED] == SKIPPED:
                 continue
             if _visible(entry[FIRST], entry[COUNT], a[POSITION], 1, a[WINDOW]):
                 following = i64_at(a[TABLE] + 8 * COLUMNS * min(row + 1, end - 1))

@@ -10,7 +10,7 @@ run after run of pages for as long as each is leased, then the open pages. Every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Protocol
@@ -53,8 +53,8 @@ class Spilled(Protocol):
 
     most: int  # pages that `fetch` gives at once; 0 where all are read in runs
 
-    def fetch(self, pages: Sequence[int], before_wait: Callable[[], None]) -> Iterator[tuple[int, int]]:
-        """(page, address) of each, those first that need no wait."""
+    def fetch(self, pages: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        """(page, address) of each, some at a time as they come, those first that need no wait. All stay until the next fetch."""
 
     def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
         """Pages that may be fetched next."""
@@ -225,6 +225,12 @@ class LayerPages:
             if call[attention.STATE] == 0:
                 self.ops.run(self.merge, address(self._noted(call)))
 
+    def some(self, call: np.ndarray, blocks: np.ndarray) -> SomePages:
+        """What attends to some pages of the disk for the one token of `call`; where partials merge by page."""
+        own, table = self._noted(call), blocks.copy()
+        own[attention.TABLE] = address(table)
+        return SomePages(self, own, table)
+
     def _noted(self, call: np.ndarray) -> np.ndarray:
         """An argument block of a job's own, which may come again from another position on."""
         own = call.copy()
@@ -257,3 +263,25 @@ class LayerPages:
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V as stored, [PAGE, KVH, D], of a block; of a slot with fewer parts fewer tokens."""
         return raw_pages.sides(self._sealed_page(index) if sealed else self._slot(index), self.layout)
+
+
+class SomePages:
+    """Attention of one token over pages of the disk that lie anywhere, some at a time: `call` is its argument block, `table` a block table
+    of its own, in which an index counts bytes."""
+
+    def __init__(self, pages: LayerPages, call: np.ndarray, table: np.ndarray) -> None:
+        self._pages, self._call, self._table, self._at = pages, call, table, address(call)
+        call[pages.base + 1] = 1  # the stride of pages
+
+    def note(self, come: Sequence[tuple[int, int]]) -> None:
+        """Note attention over pages, each with its address. They must be run before the next are noted."""
+        table, call = self._table, self._call
+        pages, where = np.array(sorted(come), np.int64).T
+        rows = self._pages.spilled.lead + pages
+        begin, end, base = int(rows[0]), int(rows[-1]) + 1, int(where[0])
+        table[begin:end, attention.SEALED] = attention.SKIPPED
+        table[rows, attention.SEALED] = 1
+        # A row that is skipped has the place of the next one that is not: kernels ask for it ahead.
+        table[begin:end, attention.INDEX] = np.repeat(where - base, np.diff(rows, prepend=begin - 1))
+        call[attention.FROM], call[attention.TO], call[self._pages.base] = begin, end, base
+        self._pages.ops.run(self._pages.few[-1], self._at)

@@ -3,10 +3,16 @@
 Every page that goes to the disk leaves an abstract in memory. A token first gives every such page the partial that its abstract promises
 (`kv_estimate.py`); what share of the attention each then has says which are worth reading, and those get their true partials. The rest
 stays as estimated, so nothing is dropped. Pages that a prompt's chunk sees are all read, and those of a layer with a window.
+
+What is in memory has its say in the shares too. Attention over that takes about as long as the reads, so a guess is made before it runs,
+with what was left to the disk's pages when the last token came by, and reads begin on it. What then is picked is read in any case.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +22,7 @@ from . import kv_estimate
 from .kv_estimate import CHUNK, CHUNKS, STEP_SLOTS
 
 if TYPE_CHECKING:
-    from .pages import LayerPages
+    from .pages import LayerPages, SomePages
 
 LEFT = 0.002  # of a head's attention: when the pages not read have no more than this between them, no more are read
 
@@ -35,7 +41,7 @@ class Selective:
         heads, dim = pages.layout.kv_heads, pages.layout.head_dim
         count, at = len(memory) // abstract_nbytes(heads, dim), 0
         parts = []
-        for shape, kind in (((STEP_SLOTS,), np.float32), ((CHUNKS, dim), np.int8), ((CHUNKS, dim), np.int8), ((dim,), np.int8)):
+        for shape, kind in (((STEP_SLOTS,), np.float32), ((dim, CHUNKS), np.int8), ((CHUNKS, dim), np.int8), ((dim,), np.int8)):
             nbytes = count * heads * int(np.prod(shape)) * np.dtype(kind).itemsize
             parts.append(memory[at : at + nbytes].view(kind).reshape(count, heads, *shape))
             at += nbytes
@@ -44,7 +50,9 @@ class Selective:
         block[kv_estimate.E_KV_HEADS : kv_estimate.E_FIRST + 1] = heads, dim, first
         block[kv_estimate.E_PARTIALS : kv_estimate.E_STEPS + 1] = (pages.ops.partials, address(self._keys), address(self._values),
                                                                   address(self._spreads), address(self._steps))
+        block[kv_estimate.E_SCRATCH : kv_estimate.E_SCRATCH_STRIDE + 1] = pages.ops.scratch, pages.ops.scratch_stride
         block.view(np.float64)[[kv_estimate.E_SCALE, kv_estimate.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
+        self._left: np.ndarray | float = 0.0  # of every row's attention, what the last token had in the pages on the disk
 
     def note(self, page: int, k: np.ndarray, v: np.ndarray) -> None:
         """Make the abstract of a page from its keys and values, [PAGE, KVH, D]."""
@@ -55,44 +63,77 @@ class Selective:
         keys, values = chunks.mean(2), v.reshape(heads, CHUNKS, CHUNK, dim).mean(2)
         spreads = np.sqrt(np.square(chunks - keys[:, :, None]).mean((1, 2)))
         place, steps = page - self._first, self._steps[page - self._first]
-        steps[:, :CHUNKS] = _rounded(keys, self._keys[place])
+        steps[:, :CHUNKS] = _rounded(keys, self._keys[place].swapaxes(1, 2))
         steps[:, CHUNKS : 2 * CHUNKS] = _rounded(values, self._values[place])
         steps[:, 2 * CHUNKS] = _rounded(spreads, self._spreads[place])
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray, end: int) -> None:
-        """`LayerPages.compiled` for one token; pages [first, end) are on the disk."""
+        """`LayerPages.compiled` for one token; pages [first, end) are on the disk. What depends on the estimates is done anew when a
+        recorded pass comes again."""
         pages, ops, block = self._pages, self._pages.ops, self._block.copy()
-        lead, stride, group = pages.spilled.lead, pages.stride, q.shape[1] // pages.layout.head_dim // pages.layout.kv_heads
+        lead, group = pages.spilled.lead, q.shape[1] // pages.layout.head_dim // pages.layout.kv_heads
         calls = pages.calls(q, position, blocks, table, out)
         if pages.by_page is not None:
             calls[0][pages.by_page] = 1
-        pages.turn(calls, 0, lead + self._first)
-        pages.turn(calls, lead + end, len(blocks))
         block[: kv_estimate.E_TO + 1] = ops.at(q), pages.layout.kv_heads * group, len(blocks), self._first, end
         block[kv_estimate.E_LEAD] = lead
         ops.run(kv_estimate.estimate_pages, address(block), True, block)
-        ops.flush()
         partials = ops.workspace.take("partials", pages.layout.kv_heads, len(blocks), group, pages.layout.head_dim + 2)
-        wanted, likely = choose(partials[..., -2], partials[..., -1], lead + self._first, lead + end, pages.spilled.most, LEFT)
-        for page, where in pages.spilled.fetch([self._first + each for each in wanted], ops.flush):
-            pages.turn(calls, lead + page, lead + page + 1, where - page * stride)
+        step = _Step(partials, slice(lead + self._first, lead + end), pages.some(calls[0], blocks))
+        ops.between(partial(self._guess, step))
+        pages.turn(calls, 0, lead + self._first)
+        pages.turn(calls, lead + end, len(blocks))
+        ops.between(partial(self._read, step))
         pages.merged(calls)
-        pages.spilled.prefetch([self._first + each for each in likely], [self._first + each for each in wanted])
+
+    def _guess(self, step: _Step) -> None:
+        """Begin to read what will probably be picked."""
+        share = shares(step.partials[:, step.disk]) * self._left
+        self._ask(choose(share, self._pages.spilled.most, LEFT)[0], ())
+
+    def _read(self, step: _Step) -> None:
+        share = shares(step.partials)[step.disk]
+        self._left = share.sum(0)
+        wanted, likely = choose(share, self._pages.spilled.most, LEFT)
+        for come in self._pages.spilled.fetch([self._first + each for each in wanted]):
+            step.some.note(come)
+            self._pages.ops.flush()  # while others come
+        self._ask(likely, wanted)
+
+    def _ask(self, pages: Sequence[int], keep: Sequence[int]) -> None:
+        self._pages.spilled.prefetch([self._first + each for each in pages], [self._first + each for each in keep])
 
 
-def choose(m: np.ndarray, l: np.ndarray, begin: int, end: int, most: int, left: float) -> tuple[list[int], list[int]]:
-    """Which of the blocks [begin, end) to read, counted from `begin`, and which come next: from maxima and sums [KVH, blocks, rows] of
-    every block, those with the largest share in any row, until no row has more than `left` in the others; at most `most` of them."""
+@dataclass(frozen=True)
+class _Step:
+    """What a token, and those after it that see the same blocks, do in a layer: `partials` float32 [KVH, blocks, rows, D + 2], which blocks
+    are on the `disk`, and what attends to `some` of those."""
+
+    partials: np.ndarray
+    disk: slice
+    some: SomePages
+
+
+def shares(partials: np.ndarray) -> np.ndarray:
+    """Of every row's attention, what each of the blocks has, [blocks, KVH * rows], from partials [KVH, blocks, rows, ... and (m, l)]."""
+    m, l = (partials[..., at].swapaxes(0, 1).reshape(partials.shape[1], -1) for at in (-2, -1))
     with np.errstate(divide="ignore"):
         mass = m + np.log(l)
-    share = np.exp(mass - mass.max(1, keepdims=True))
-    share = (share / share.sum(1, keepdims=True))[:, begin:end]
-    order = np.argsort(-share.max((0, 2)), kind="stable")
-    rest = share.sum(1)[:, None] - np.cumsum(share[:, order], 1)  # after so many more
-    enough = np.nonzero(rest.max((0, 2)) <= left)[0]
-    count = min(most, int(enough[0]) + 1 if len(enough) else end - begin)
-    if share.sum(1).max() <= left:
-        count = 0
+    share = np.exp(mass - mass.max(0))
+    return share / share.sum(0)
+
+
+def choose(share: np.ndarray, most: int, left: float) -> tuple[list[int], list[int]]:
+    """Which blocks to read, and which come next: of shares [blocks, rows] those with the largest in any row, until no row has more than
+    `left` in the others; at most `most` of them."""
+    total = share.sum(0)
+    if total.max() <= left:
+        count, order = 0, np.argsort(-share.max(1), kind="stable")[:most]
+    else:
+        order = np.argsort(-share.max(1), kind="stable")[:most]
+        rest = total - np.cumsum(share[order], 0)  # after so many more
+        enough = np.nonzero(rest.max(1) <= left)[0]
+        count = int(enough[0]) + 1 if len(enough) else len(order)
     return order[:count].tolist(), order[count : count + max(0, min(most - count, most // 4))].tolist()
 
 
