@@ -30,6 +30,7 @@ from .int8_ir import (
     constant,
     dot,
     fma,
+    in_register,
     load,
     offset,
     shift_left,
@@ -210,7 +211,7 @@ def _by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir
 def _ask_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int) -> None:
     """One of `parts` shares of LINES cache lines: all at once would keep what is needed now waiting behind them."""
     first, last = (LINES * each // parts for each in (part, part + 1))
-    ask(builder, offset(builder, address, 64 * first), 64 * (last - first), 2)
+    ask(builder, offset(builder, address, 64 * first), 64 * (last - first))
 
 
 PLANES_OF = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
@@ -237,10 +238,12 @@ def _dot_units(rows: int):
                 for quad in range(4):
                     _ask_part(builder, wanted, quad, 4)
                     vectors = [_codes(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES) for v in range(VECTORS)]
-                    for row in range(rows):
-                        x = load(builder, offset(builder, own, 4 * (quad * rows + row)), I32, 4)
-                        x = builder.bitcast(splat(builder, x, WORDS), BYTES)
-                        for v in range(VECTORS):
+                    for v in range(VECTORS):
+                        # a register for each vector: one number read for two would cost an instruction, read twice it costs none
+                        place = in_register(builder, own) if WIDTH == 64 else own
+                        for row in range(rows):
+                            x = load(builder, offset(builder, place, 4 * (quad * rows + row)), I32, 4)
+                            x = builder.bitcast(splat(builder, x, WORDS), BYTES)
                             made[VECTORS * row + v] = dot(builder, made[VECTORS * row + v], vectors[v], x, False)
                 return made
 

@@ -62,7 +62,7 @@ def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: 
             builder.position_at_end(loop)
             left, factors, source, wanted = (builder.phi(I64) for _ in range(4))
             sums = [builder.phi(FLOATS) for _ in range(rows * vectors)]
-            ask(builder, wanted, nbytes, 2)
+            ask(builder, wanted, nbytes)
             updated = []
             for part in range(vectors):
                 own, value = in_register(builder, factors), widen(builder, offset(builder, source, item * VECTOR * part))
