@@ -3,7 +3,8 @@
 The cache is a table of blocks in position order: sinks, sealed pages, open pages. Each block gives a partial (o, m, l) for each
 query row, with m the block's own maximum, and partials merge in table order. That is the whole definition, so the answer does not
 depend on which thread computed a block or where its bytes live. Two kernels implement it: `attend_few` makes one partial per
-(KV head, block) for decode and `merge_few` merges them; `attend_many` walks the blocks for a tile of queries in prefill.
+(KV head, block) for decode and `merge_few` merges them (`attention_few.py`); `attend_many` walks the blocks for a tile of queries in
+prefill.
 
 A head may have a sink: a learned logit that takes part in the softmax without a value. It joins the sum once, after the last block.
 
@@ -21,8 +22,9 @@ from ..compile import inlined, kernel
 from ..layout import F32, HEADER_NBYTES, PAGE
 from ..workspace import Dims
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half
-from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, product, row_maximum
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
+from .softmax import softmax_row
 
 # Slots of the argument block of the attend kernels.
 # these change from call to call; FROM and TO bound the rows of the table that a call sees
@@ -60,25 +62,15 @@ def _cap(score, softcap):
     return softcap * (ONE - float32(2.0) / (doubled + ONE))
 
 
-@inlined({"contract", "reassoc", "nsz"})
+@inlined()
 def _softmax_row(address, visible_from, visible_to):
     """PAGE scores of one row -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf when nothing is visible."""
-    row = f32_at(address)
     if visible_from >= visible_to:
+        row = f32_at(address)
         for j in range(PAGE):
             row[j] = ZERO
         return MINUS_INF, ZERO
-    for j in range(visible_from):
-        row[j] = MINUS_INF
-    for j in range(visible_to, PAGE):
-        row[j] = MINUS_INF
-    top = row_maximum(address, PAGE // VECTOR)
-    total = ZERO
-    for j in range(PAGE):
-        weight = exp(row[j] - top)
-        row[j] = weight
-        total += weight
-    return top, total
+    return softmax_row(address, visible_from, visible_to)
 
 
 @inlined()
@@ -192,90 +184,6 @@ def _with_sink(a, head, m, l):
 
 
 @kernel({"contract"})
-def attend_few(args, worker, counter):
-    """Partials for few tokens. Blocks of work: (KV head, page block). Without PAGES sealed blocks are left to another kernel.
-
-    Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D]; rows in multiples of LOW_ROWS.
-    """
-    a = i64_at(args)
-    tokens, heads, kv_heads, depth, seen = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[TO] - a[FROM]
-    group = heads // kv_heads
-    rows = tokens * group
-    padded = (rows + LOW_ROWS - 1) // LOW_ROWS * LOW_ROWS
-    broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-    scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
-    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    keys = query + 4 * padded * depth
-    values = keys + 4 * depth * PAGE
-    scores = values + 4 * PAGE * broad
-    part = scores + 4 * padded * PAGE
-    sealed_from, sealed_to = (a[TO], a[TO]) if a[PAGES] else sealed_rows(a)
-    seen -= sealed_to - sealed_from
-    loaded = -1
-    while True:
-        job = fetch_add(counter, 1)
-        if job >= kv_heads * seen:
-            return
-        kv, block = job // seen, a[FROM] + job % seen
-        if block >= sealed_from:
-            block += sealed_to - sealed_from
-        entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
-        first, count = entry[FIRST], entry[COUNT]
-        partial = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
-        if not _visible(first, count, a[POSITION], tokens, a[WINDOW]):
-            for r in range(rows):
-                f32_at(partial)[r * (depth + 2) + depth] = MINUS_INF
-                f32_at(partial)[r * (depth + 2) + depth + 1] = ZERO
-            continue
-        if loaded != kv:
-            _load_queries(a, query, kv, 0, rows, padded)
-            loaded = kv
-        _load_block(a, entry, kv, keys, values, broad)
-        for r in range(0, padded, LOW_ROWS):
-            for j in range(0, count, TILE_COLUMNS):  # scores behind are masked
-                low_tile_product(query + 4 * r * depth, 4 * depth, keys + 4 * j, 4 * PAGE, scores + 4 * (r * PAGE + j), 4 * PAGE, depth, 0)
-        _scale_scores(scores, padded, scale, softcap)
-        for r in range(padded):
-            position = a[POSITION] + r // group
-            m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, position, a[WINDOW]),
-                                _end(first, count, position) if r < rows else 0)
-            if r < rows:
-                o = f32_at(partial + 4 * r * (depth + 2))
-                o[depth], o[depth + 1] = m, l
-        for r in range(0, padded, LOW_ROWS):
-            for i in range(0, broad, TILE_COLUMNS):
-                low_tile_product(scores + 4 * r * PAGE, 4 * PAGE, values + 4 * i, 4 * broad,
-                                 part + 4 * (r * broad + i), 4 * broad, count, 0)
-        for r in range(rows):
-            o, source = f32_at(partial + 4 * r * (depth + 2)), f32_at(part + 4 * r * broad)
-            for i in range(depth):
-                o[i] = source[i]
-
-
-@kernel()
-def merge_few(args, worker, counter):
-    """Merge `attend_few`'s partials in table order into OUT[t, head, :]. Blocks of work: KV heads."""
-    a = i64_at(args)
-    tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
-    group = heads // kv_heads
-    rows = tokens * group
-    while True:
-        kv = fetch_add(counter, 1)
-        if kv >= kv_heads:
-            return
-        for r in range(rows):
-            t, g = r // group, r % group
-            o = f32_at(a[OUT] + 4 * (t * heads + kv * group + g) * depth)
-            m, l = MINUS_INF, ZERO
-            for block in range(blocks):
-                part = f32_at(a[PARTIALS] + 4 * ((kv * blocks + block) * rows + r) * (depth + 2))
-                m, l = _merge(o, m, l, part, part[depth], part[depth + 1], depth)
-            l = _with_sink(a, kv * group + g, m, l)
-            for i in range(depth):
-                o[i] = o[i] / l
-
-
-@kernel({"contract"})
 def attend_many(args, worker, counter):
     """A tile of QUERY_TILE tokens of one KV head at a time, all blocks in order.
 
@@ -355,13 +263,6 @@ def attend_many_state(tokens: int, dims: Dims) -> int:
     tiles, unit = -(-tokens // QUERY_TILE), TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS
     capacity = -(-QUERY_TILE * (dims.heads // dims.kv_heads) // unit) * unit
     return dims.kv_heads * tiles * capacity * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
-
-
-def attend_few_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Floats of scratch per worker for `attend_few`."""
-    broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
-    rows = -(-tokens * (heads // kv_heads) // LOW_ROWS) * LOW_ROWS
-    return rows * (head_dim + PAGE + broad) + PAGE * (head_dim + broad)
 
 
 # Slots of `write_kv`: K and V [T, kv_heads * head_dim]; SLOTS and ROWS say per token which exact slot and which row of it.

@@ -108,30 +108,6 @@ few_rows_bf16, few_rows_f16, few_rows_f32 = (_dot_rows(*kind, FEW_ROWS, FEW_STEP
 many_rows_bf16, many_rows_f16, many_rows_f32 = (_dot_rows(*kind, MANY_ROWS, MANY_STEP) for kind in _STORED)
 
 
-@intrinsic
-def row_maximum(typingctx, address, vectors):
-    """The largest of `vectors` * VECTOR float32 at an address; NaN if any is. `vectors` >= 1."""
-
-    def codegen(context, builder, signature, args):
-        larger = _function(builder, FLOATS, [FLOATS] * 2, f"llvm.maximum.v{VECTOR}f32")
-        entry, first = builder.basic_block, _load(builder, args[0], FLOATS, 4)
-        loop, done = builder.append_basic_block("max"), builder.append_basic_block("max.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step, top = builder.phi(I64), builder.phi(FLOATS)
-        step.add_incoming(I64(0), entry)
-        top.add_incoming(first, entry)
-        value = _load(builder, builder.add(args[0], builder.mul(step, I64(4 * VECTOR))), FLOATS, 4)
-        updated, following = builder.call(larger, [top, value]), builder.add(step, I64(1))
-        step.add_incoming(following, loop)
-        top.add_incoming(updated, loop)
-        builder.cbranch(builder.icmp_signed("<", following, args[1]), loop, done)
-        builder.position_at_end(done)
-        return builder.call(_function(builder, F32, [FLOATS], f"llvm.vector.reduce.fmaximum.v{VECTOR}f32"), [updated])
-
-    return types.float32(types.int64, types.int64), codegen
-
-
 def _tile_product(rows: int, vectors: int = 2):
     """A register tile of `rows` x (`vectors` * VECTOR)."""
 

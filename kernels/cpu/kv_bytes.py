@@ -30,6 +30,7 @@ from .int8_ir import (
     constant,
     dot,
     fma,
+    in_register,
     load,
     offset,
     shift_left,
@@ -207,6 +208,12 @@ def _by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir
     return merged
 
 
+def _ask_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int) -> None:
+    """One of `parts` shares of LINES cache lines: all at once would keep what is needed now waiting behind them."""
+    first, last = (LINES * each // parts for each in (part, part + 1))
+    ask(builder, offset(builder, address, 64 * first), 64 * (last - first))
+
+
 PLANES_OF = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
 
 
@@ -224,16 +231,19 @@ def _dot_units(rows: int):
             source, running = carried[0], carried[1:]
             bits = load(builder, builder.add(widths, at), I8)
             own = builder.add(queries, builder.mul(at, I64(16 * rows)))
-            ask(builder, builder.add(ahead, builder.mul(at, share)), 64 * LINES, 2)
+            wanted = builder.add(ahead, builder.mul(at, share))
 
             def products(width: int) -> list[ir.Value]:
                 made = list(running)
                 for quad in range(4):
+                    _ask_part(builder, wanted, quad, 4)
                     vectors = [_codes(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES) for v in range(VECTORS)]
-                    for row in range(rows):
-                        x = load(builder, offset(builder, own, 4 * (quad * rows + row)), I32, 4)
-                        x = builder.bitcast(splat(builder, x, WORDS), BYTES)
-                        for v in range(VECTORS):
+                    for v in range(VECTORS):
+                        # a register for each vector: one number read for two would cost an instruction, read twice it costs none
+                        place = in_register(builder, own) if WIDTH == 64 else own
+                        for row in range(rows):
+                            x = load(builder, offset(builder, place, 4 * (quad * rows + row)), I32, 4)
+                            x = builder.bitcast(splat(builder, x, WORDS), BYTES)
                             made[VECTORS * row + v] = dot(builder, made[VECTORS * row + v], vectors[v], x, False)
                 return made
 
@@ -280,10 +290,11 @@ def _dot_values(rows: int):
             def products(width: int) -> list[ir.Value]:
                 first = [(WORDS, constant(WORDS, 0))] * (count * chains)
                 at, running, finish = loop(builder, I64(PAGE // 32), 1, first)
-                ask(builder, builder.add(ahead, builder.mul(at, share)), 64 * LINES, 2)
+                wanted = builder.add(ahead, builder.mul(at, share))
                 source, zero_at = builder.mul(at, I64(64)), builder.add(zeros, builder.shl(at, I64(5)))
                 weight_at, made = builder.add(weights, builder.shl(at, I64(5))), list(running)
                 for quad in range(8):
+                    _ask_part(builder, wanted, quad, 8)
                     zero = load(builder, offset(builder, zero_at, 4 * quad), I32)
                     zero = builder.bitcast(splat(builder, zero, WORDS), BYTES)
                     values = [builder.add(_moved(builder, codes, source, width, quad, piece), zero) for piece in range(PIECES)]

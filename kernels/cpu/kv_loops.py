@@ -383,7 +383,7 @@ def prefetch(typingctx, address, nbytes):
     def codegen(context, builder, signature, args):
         address, nbytes = args
         at, _, finish = loop(builder, nbytes, 64, [])
-        ask(builder, builder.add(address, at), 64, 2)
+        ask(builder, builder.add(address, at), 64)
         finish([])
         return context.get_dummy_value()
 

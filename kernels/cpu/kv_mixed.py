@@ -12,7 +12,7 @@ import numpy as np
 
 from ..layout import PageLayout
 from ..workspace import address
-from . import attention, kv_attention, kv_few
+from . import attention, attention_few, kv_attention, kv_few
 from .kv_pages import Codec, PackedPages
 from .ops import FEW, SHARE_FROM, CpuOps
 
@@ -64,7 +64,7 @@ class MixedPages(PackedPages):
             step = (q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), ops.addresses_of_step(blocks, blocks)[0],
                     width // self.layout.head_dim, 0, len(blocks))
             self._attend[: attention.TO + 1] = step
-            ops.run(attention.attend_few, self._attend_at, parallel, self._attend if changing else None)
+            ops.run(attention_few.attend_few, self._attend_at, parallel, self._attend if changing else None)
             for block, table in kinds:
                 block[: attention.TO + 1] = step
                 block[attention.TABLE] = table

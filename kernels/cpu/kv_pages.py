@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kv_layout import PackedLayout
 from ..layout import PageLayout
-from . import attention, kv_attention, kv_few, kv_merge
+from . import attention, attention_few, kv_attention, kv_few, kv_merge
 from .inner_loops import TILE_COLUMNS
 from .kv_weights import tables
 from .ops import CpuOps, address
@@ -40,7 +40,7 @@ class PackedPages(LayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out."""
 
     many, merge = kv_attention.attend_packed_many, kv_merge.merge_packed
-    few = (attention.attend_few, kv_few.attend_packed)
+    few = (attention_few.attend_few, kv_few.attend_packed)
     base, by_page = kv_attention.PACKED, kv_attention.BY_PAGE
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,

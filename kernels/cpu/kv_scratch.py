@@ -8,7 +8,7 @@ from ..layout import PAGE
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import WIDTH
 from .kv_attention import _broad
-from .kv_record import opened_nbytes
+from .kv_record import SPANS, opened_nbytes
 
 EIGHT = WIDTH == 64  # are there tiles of eight rows?
 
@@ -55,12 +55,13 @@ def row_places(rows, depth):
 
 @inlined()
 def key_places(rows, depth):
-    """Of keys as bytes: (16-bit scales [D], room float32 [D], scaled queries bytes [D / 4, 8, 4], terms float32 [2, 8], factors of zeros
-    int32 [MOST_GROUPS, 2])."""
-    room = line(2 * depth)
-    queries = line(room + 4 * depth)
-    terms = queries + 8 * depth
-    return 0, room, queries, terms, terms + 64
+    """Of keys as bytes, for every span of tokens: 16-bit scales [SPANS, D], what their steps count in float32 [SPANS], scaled queries bytes
+    [SPANS, D / 4, 8, 4], terms float32 [SPANS, 2, 8]; then room float32 [D] and factors of zeros int32 [MOST_GROUPS, 2]."""
+    bounds = line(2 * SPANS * depth)
+    queries = bounds + 64
+    terms = queries + 8 * SPANS * depth
+    room = terms + 64 * SPANS
+    return 0, bounds, queries, terms, room, room + 4 * depth
 
 
 @inlined()
@@ -79,5 +80,5 @@ def few_scratch(group: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_packed` and `merge_packed`."""
     rows, broad = -(-group // 8) * 8, -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     kept = 4 * rows * (3 * head_dim + 2 * broad + PAGE + 16) + 6 * rows * head_dim + 4 * head_dim + 2 * PAGE + 1024
-    by_bytes = max(14 * head_dim, (9 + 3 * head_dim // CHANNELS + rows * head_dim // CHANNELS) * PAGE) + 1024
+    by_bytes = max((10 * SPANS + 4) * head_dim + 64 * SPANS, (9 + 3 * head_dim // CHANNELS + rows * head_dim // CHANNELS) * PAGE) + 1024
     return -(-(kept + max(by_bytes, opened_nbytes(head_dim))) // 4)

@@ -107,29 +107,34 @@ def read_widths(record, widths, groups):
 def scores_by_bytes(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, ahead, nbytes):
     """Scores in units of log 2. `nbytes` from `ahead` on are asked for meanwhile."""
     _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
-    at_scales, at_room, at_scaled, at_terms, at_factors = key_places(padded, depth)
+    at_scales, at_bounds, at_scaled, at_terms, at_room, at_factors = key_places(padded, depth)
     tile, groups, quads = tile_rows(rows), depth // CHANNELS, depth // 4
-    factors, bits = i32_at(more + at_factors), u8_at(widths)
+    factors, bits, bounds = i32_at(more + at_factors), u8_at(widths), f32_at(more + at_bounds)
     for group in range(groups):
         factors[2 * group], factors[2 * group + 1] = _ZERO_FACTORS[bits[group]]
     share = nbytes // (SPANS * (SPAN // UNIT // UNITS_AT_ONCE) * groups) + 1
+    # One kind of work after the other for all spans: each waits for the one before, and spans do not wait for one another.
     for span in range(SPANS):
-        bound = key_scales(record + at[1] + span * depth, scratch + at_tops, eighths, more + at_room, more + at_scales, depth)
-        zeros = record + at[2] + span * depth
-        for r in range(0, rows, tile):
-            queries, steps, out = scratch + at_queries + 2 * r * depth, scratch + at_steps + 4 * r, scores + 4 * PAGE * r
+        bounds[span] = key_scales(record + at[1] + span * depth, scratch + at_tops, eighths, more + at_room,
+                                  more + at_scales + 2 * depth * span, depth)
+    for r in range(0, rows, tile):
+        queries, steps, out = scratch + at_queries + 2 * r * depth, scratch + at_steps + 4 * r, scores + 4 * PAGE * r
+        for span in range(SPANS):
+            scales, scaled, terms = more + at_scales + 2 * depth * span, more + at_scaled + 8 * depth * span, more + at_terms + 64 * span
+            zeros = record + at[2] + span * depth
             if EIGHT and tile == 8:
-                scale_8(queries, more + at_scales, more + at_scaled, quads)
-                zeros_8(more + at_scaled, zeros, more + at_factors, steps, bound, more + at_terms, groups)
-                for unit in range(SPAN // UNIT * span, SPAN // UNIT * (span + 1), UNITS_AT_ONCE):
-                    place = ahead + share * groups * (unit // UNITS_AT_ONCE)
-                    dot_units_8(record + at[0], widths, more + at_scaled, more + at_terms, unit, out, groups, place, share)
+                scale_8(queries, scales, scaled, quads)
+                zeros_8(scaled, zeros, more + at_factors, steps, bounds[span], terms, groups)
             else:
-                scale_4(queries, more + at_scales, more + at_scaled, quads)
-                zeros_4(more + at_scaled, zeros, more + at_factors, steps, bound, more + at_terms, groups)
-                for unit in range(SPAN // UNIT * span, SPAN // UNIT * (span + 1), UNITS_AT_ONCE):
-                    place = ahead + share * groups * (unit // UNITS_AT_ONCE)
-                    dot_units_4(record + at[0], widths, more + at_scaled, more + at_terms, unit, out, groups, place, share)
+                scale_4(queries, scales, scaled, quads)
+                zeros_4(scaled, zeros, more + at_factors, steps, bounds[span], terms, groups)
+        for unit in range(0, SPANS * (SPAN // UNIT), UNITS_AT_ONCE):
+            span, place = unit // (SPAN // UNIT), ahead + share * groups * (unit // UNITS_AT_ONCE)
+            scaled, terms = more + at_scaled + 8 * depth * span, more + at_terms + 64 * span
+            if EIGHT and tile == 8:
+                dot_units_8(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
+            else:
+                dot_units_4(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
 
 
 @inlined()

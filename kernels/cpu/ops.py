@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
 from ..registry import Call, Candidate, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, bundled, in_parts, linear, low_bit, moe, packed, rows
+from . import attention, attention_few, bundled, in_parts, linear, low_bit, moe, packed, rows
 from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
@@ -47,7 +47,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
-                  attention.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
+                  attention_few.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
     blocks = dims.ctx // attention.PAGE + 3

@@ -22,7 +22,7 @@ from ..compile import Kernel
 from ..layout import F32, PageLayout
 from ..registry import Call
 from ..workspace import address
-from . import attention
+from . import attention, attention_few
 from .ops import FEW, SHARE_FROM, CpuOps
 from .selective import Selective
 
@@ -64,7 +64,7 @@ class LayerPages:
     """`exact` and `sealed` are uint8 memory; scale, window (None: all) and softcap are the layer's attention."""
 
     # For many tokens; for one: partials, then merging.
-    many, few, merge = attention.attend_many, (attention.attend_few,), attention.merge_few
+    many, few, merge = attention.attend_many, (attention_few.attend_few,), attention_few.merge_few
     base = attention.PAGES  # the slot with the address of page 0
     by_page: int | None = None  # the slot that asks for a partial of every page, where pages are otherwise merged as they are read
     spilled: Spilled | None = None

@@ -1,0 +1,85 @@
+"""Softmax of a page's scores, a row of PAGE in registers: the compiler makes half as wide vectors of the loop that says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..layout import PAGE
+from .inner_loops import FLOATS, VECTOR
+from .int8_ir import constant, function, load, offset, splat, store
+from .intrinsics import I32
+
+LOG2E = 1.4426950408889634
+LOWEST = -126.0  # powers of two below it are taken for 0
+MAGIC = 1.5 * 2**23  # added to a float32, it rounds to a whole number, which is then in the low bits
+POWER = (1.0, 0.6931471824645996, 0.24022647738456726, 0.055503323674201965, 0.009618435986340046, 0.0013398895971477032,
+         0.0001535367628093809)  # 2^x for x from -1/2 to 1/2, off by at most 8e-8
+WORDS = ir.VectorType(I32, VECTOR)
+REGISTERS = 8  # vectors at a time
+
+
+def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2**x for x <= 0; 0 below LOWEST, NaN for NaN."""
+    low = builder.fcmp_ordered("<", x, constant(FLOATS, LOWEST))
+    bounded = builder.select(low, constant(FLOATS, LOWEST), x)
+    moved = builder.fadd(bounded, constant(FLOATS, MAGIC))
+    rest, value = builder.fsub(bounded, builder.fsub(moved, constant(FLOATS, MAGIC))), constant(FLOATS, POWER[-1])
+    fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+    for factor in POWER[-2::-1]:
+        value = builder.call(fma, [value, rest, constant(FLOATS, factor)])
+    scaled = builder.add(builder.bitcast(value, WORDS), builder.shl(builder.bitcast(moved, WORDS), constant(WORDS, 23)))
+    return builder.select(low, constant(FLOATS, 0.0), builder.bitcast(scaled, FLOATS))
+
+
+def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _across(builder: ir.IRBuilder, vector: ir.Value, merge: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """The lanes of a vector merged, halves with halves."""
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        places = [ir.Constant(ir.VectorType(I32, half), list(range(begin, begin + half))) for begin in (0, half)]
+        vector = merge(*(builder.shuffle_vector(vector, vector, each) for each in places))
+    return builder.extract_element(vector, I32(0))
+
+
+@intrinsic
+def softmax_row(typingctx, address, begin, end):
+    """float32 scores [PAGE] -> exp(s - m) in place, 0 outside [begin, end), which is not empty. Returns (m, sum); the sum is NaN where a
+    score is."""
+
+    def codegen(context, builder, signature, args):
+        address, begin, end = args
+        first, last = (splat(builder, builder.trunc(each, I32), WORDS) for each in (begin, end))
+        count = PAGE // VECTOR
+        kept = []
+        for piece in range(count):
+            place = offset(builder, address, 4 * VECTOR * piece)
+            lanes = ir.Constant(WORDS, list(range(VECTOR * piece, VECTOR * (piece + 1))))
+            seen = builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, last))
+            value = builder.select(seen, load(builder, place, FLOATS, 4), constant(FLOATS, float("-inf")))
+            if count > REGISTERS:
+                store(builder, value, place, 4)
+            kept.append(value)
+        tops = kept
+        while len(tops) > 1:
+            tops = [_larger(builder, a, b) for a, b in zip(tops[::2], tops[1::2], strict=True)]
+        top = _across(builder, tops[0], lambda a, b: _larger(builder, a, b))
+        highest, sums = splat(builder, top, FLOATS), []
+        for piece, value in enumerate(kept):
+            place = offset(builder, address, 4 * VECTOR * piece)
+            value = load(builder, place, FLOATS, 4) if count > REGISTERS else value
+            weight = power_of_two(builder, builder.fmul(builder.fsub(value, highest), constant(FLOATS, LOG2E)))
+            store(builder, weight, place, 4)
+            sums.append(weight)
+        while len(sums) > 1:
+            sums = [builder.fadd(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        total = _across(builder, sums[0], builder.fadd)
+        return context.make_tuple(builder, signature.return_type, (top, total))
+
+    return types.UniTuple(types.float32, 2)(*[types.int64] * 3), codegen
