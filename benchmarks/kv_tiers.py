@@ -67,6 +67,11 @@ def deepen(engine: Engine) -> None:
     ids = np.random.default_rng(0).integers(0, engine.config.vocab_size, 640).tolist()
     for _ in engine.prefill(ids):
         continue
+    repeat_page(engine)
+
+
+def repeat_page(engine: Engine) -> None:
+    """Fill what is left of the context with copies of its first page, all but a few tokens."""
     cache = engine.cache
     pages, last = [cache.pool.page(layer, 0).copy() for layer in range(len(cache.codecs))], cache.sealed
     shift = (engine.n_ctx - cache.n) // PAGE - 1

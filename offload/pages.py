@@ -45,6 +45,11 @@ class PagePool:
                                      disk.direct, disk.slots)
         self._extents = [anonymous(self.first * nbytes) for nbytes in page_nbytes]
 
+    @property
+    def nbytes(self) -> int:
+        """Memory set aside: for pages that stay, and for writing and reading the others."""
+        return sum(map(len, self._extents)) + (0 if self.stream is None else self.stream.nbytes)
+
     def extent(self, layer: int) -> np.ndarray:
         """The memory of a layer's first pages, uint8 `[first * page_nbytes]`."""
         return self._extents[layer]

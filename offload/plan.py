@@ -61,7 +61,7 @@ class Demand:
     `experts`: those of a mixture, where they can be read one by one; `always` is then all the rest.
     `units`: of each layer, neurons that are read when they are active; they are in neither of the two.
     `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer,
-    rounded up, where they differ.
+    rounded up, where they differ. `kv_sinks`: tokens before its first page; `kv_page`: bytes of a page, 0 for those of its tokens.
     """
 
     baseline: int
@@ -76,6 +76,8 @@ class Demand:
     units: tuple[Units, ...] = ()
     card_workspace: int | None = None
     kv_layers: tuple[int, ...] = ()
+    kv_sinks: int = 0
+    kv_page: int = 0
 
     def __post_init__(self) -> None:
         above = sum(self.kv_layers) - self.kv_bytes_per_token
@@ -319,7 +321,17 @@ def largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
 
 def kv_nbytes(demand: Demand, ctx: int, quantum: int) -> int:
     """Bytes of the cache, which grows by whole pages."""
-    return demand.kv_fixed + demand.kv_bytes_per_token * -(-ctx // quantum) * quantum
+    return demand.kv_fixed + kv_pages(demand, ctx, quantum) * page_nbytes(demand, quantum)
+
+
+def kv_pages(demand: Demand, ctx: int, quantum: int) -> int:
+    """Pages of the cache for a context: their grid begins behind the sinks."""
+    return max(1, -(-(ctx - demand.kv_sinks) // quantum))
+
+
+def page_nbytes(demand: Demand, quantum: int) -> int:
+    """Bytes of a page of the cache, all layers."""
+    return demand.kv_page or demand.kv_bytes_per_token * quantum
 
 
 def _split(demand: Demand, count: int, ctx: int, quantum: int) -> _Split:
@@ -337,7 +349,7 @@ def card_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
     """Bytes of the cache of the last `count` layers."""
     if not count or not demand.kv_layers:
         return -(-kv_nbytes(demand, ctx, quantum) * count // demand.layers) if count else 0
-    return -(-demand.kv_fixed * count // demand.layers) + sum(demand.kv_layers[-count:]) * -(-ctx // quantum) * quantum
+    return -(-demand.kv_fixed * count // demand.layers) + sum(demand.kv_layers[-count:]) * kv_pages(demand, ctx, quantum) * quantum
 
 
 def _card_workspace(demand: Demand) -> int:

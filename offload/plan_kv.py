@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from .. import DoesNotFit
 from .notes import Fallback
 from .placement import Residency, reside
-from .plan import Budget, Demand, Placement, _is_resident, _least, largest, plan, with_slack
+from .plan import Budget, Demand, Placement, _is_resident, _least, kv_pages, largest, page_nbytes, plan, with_slack
 from .size import format_size
 
 PAGE = 128  # tokens
@@ -44,7 +44,7 @@ def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
 
 def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, spill: Spill) -> Placement | None:
     """The plan with pages on the disk; None where there is a better one without, or none at all."""
-    page, total = demand.kv_bytes_per_token * PAGE, -(-ctx // PAGE)
+    page, total = page_nbytes(demand, PAGE), kv_pages(demand, ctx, PAGE)
     most = total
     if spill.ram is None:
         if spill.ring + spill.workspace >= total * page or _is_resident(demand, budget, ctx_max, ctx, PAGE):
@@ -84,10 +84,10 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
 def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, most: int, spill: Spill) -> Placement:
     """The plan where experts, or neurons, take what memory a cache leaves that has as many of `most` pages as fit beside the least of
     them. Where nobody said how much it may have, the cache lies on the disk only if it does not fit otherwise."""
-    page = demand.kv_bytes_per_token * PAGE
+    page = page_nbytes(demand, PAGE)
 
     def held(pages: int) -> Placement:
-        own = replace(demand, workspace=demand.workspace + spill.workspace, kv_bytes_per_token=0, kv_layers=(),
+        own = replace(demand, workspace=demand.workspace + spill.workspace, kv_bytes_per_token=0, kv_page=0, kv_layers=(),
                       kv_fixed=demand.kv_fixed + spill.ring + pages * page)  # does not grow with the context, in no layer
         return plan(own, budget, max(ctx_max, ctx), ctx, "cpu", None, PAGE)
 
@@ -122,14 +122,14 @@ def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
 def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, pages: int, spill: Spill,
             residency: Residency | None, total_bytes: int) -> Placement | None:
     """The placement with `pages` pages in memory. Raises DoesNotFit where the disk is too small for an asked context."""
-    page = demand.kv_bytes_per_token * PAGE
-    on_disk = -(-ctx // PAGE) - pages
+    page = page_nbytes(demand, PAGE)
+    on_disk = kv_pages(demand, ctx, PAGE) - pages
     if on_disk * page > spill.disk:
         fitting = min(ctx_max, (pages + spill.disk // page) * PAGE)
         if ctx_wanted is not None or spill.disk < page:
             raise DoesNotFit(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would lie on the disk, {spill.where} "
                              f"{format_size(spill.disk)}", f"-c {fitting} fits" if fitting else "--spill-dir DIR for another disk")
-        ctx, on_disk = fitting, -(-fitting // PAGE) - pages
+        ctx, on_disk = fitting, kv_pages(demand, fitting, PAGE) - pages
     held = demand.kv_fixed + spill.ring + pages * page
     notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache lie on the disk, read for every token; "
                       f"{format_size(held)} of it stay in memory")]

@@ -35,6 +35,7 @@ class Turns:
         self._turns: deque[Turn] = deque()  # in memory or on their way, in order; the first may be in use
         self._stale: list[Turn] = []  # given up while a read was under way
         self._next = 0  # the number of the next to be read
+        self._entered = 0  # of `_turns`, those in use
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -44,6 +45,7 @@ class Turns:
 
     def enter(self, place: int) -> Turn:
         """Wait for a place of the order and for nothing else; until `leave` it stays. Raises CheckpointError, Interrupted."""
+        self._entered = 0
         first = self._turns[0].number if self._turns else self._next
         wanted = first + (place - first) % self.count
         # Those that are passed over (a pass that ended early, a pass without a head) are given up.
@@ -64,7 +66,19 @@ class Turns:
         except BaseException:
             self._give_up(self._turns.popleft())
             raise
+        self._entered = 1
         return self._turns[0]
+
+    def join(self, place: int) -> bool:
+        """Enter what follows those that were entered, if it is this place of the order, its reads are made, and no more than half of what
+        is in memory is in use then: the disk needs the rest. Waits for nothing; whoever was cancelled has to `enter`, and hears of it."""
+        if 2 * (self._entered + 1) > len(self._turns) or self._cancelled():
+            return False
+        turn = self._turns[self._entered]
+        if turn.number % self.count != place or turn.ticket.left or turn.ticket.error is not None:
+            return False
+        self._entered += 1
+        return True
 
     def come(self, most: int) -> list[Turn]:
         """The one that was entered and those behind it whose reads are made, at most `most`; they stay until as many `leave`."""
@@ -75,6 +89,7 @@ class Turns:
         """Those in use are not needed any more."""
         for _ in range(count):
             self._turns.popleft()
+        self._entered = max(0, self._entered - count)
         self.read_ahead()
 
     def keep(self, count: int) -> None:

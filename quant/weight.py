@@ -7,9 +7,9 @@ and Numba no half; a torch backend holds native tensors in `parts` instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -96,6 +96,16 @@ class Weight:
         return blob
 
 
+class Lease(Protocol):
+    """A time for which rows are in memory: from entering, which waits for them, to leaving."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+    def join(self) -> bool:
+        """Enter beside others that were entered, if that takes no wait and leaves room for what comes next. Was it entered?"""
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows of a matrix from `first` on. Rows of several matrices may be one `part`, in memory within its `lease`; None: it stays there."""
@@ -103,7 +113,7 @@ class Rows:
     first: int
     weight: Weight
     part: int
-    lease: AbstractContextManager | None
+    lease: Lease | None
 
 
 def to_f32(data: np.ndarray, scheme: str) -> np.ndarray:
@@ -134,6 +144,14 @@ class Linear:
         """What a CPU kernel reads of it: address, stored type, rows, address of the bias (0: none)."""
         weight, bias = self.weight, self.bias
         return weight.address, STORED_TYPES[weight.spec.scheme], weight.shape[0], 0 if bias is None else bias.ctypes.data
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Rows, Linear], ...]:
+        """Of a weight in parts each one's rows and the product with them."""
+        return tuple((rows, replace(self, weight=rows.weight, bias=self._bias(rows))) for rows in self.weight.in_parts)
+
+    def _bias(self, rows: Rows) -> np.ndarray | None:
+        return None if self.bias is None else self.bias[rows.first : rows.first + rows.weight.shape[0]]
 
 
 @dataclass(frozen=True)

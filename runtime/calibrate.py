@@ -6,11 +6,13 @@ unquantized model: feeding quantized layers forward changed the KL divergence by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -36,6 +38,7 @@ SHORTEST = 64  # of a last window
 READS = {"block_in": ("q", "k", "v"), "attn_out": ("o",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
+FEW, TIMES = 4, 3  # how costs are measured: a quarter of the tokens apart, the median of three windows
 LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
 
 
@@ -68,22 +71,65 @@ def calibration_ids(folder: Path, config: ModelConfig, text: str, tokens: int = 
 def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> Iterator[Progress | LayerStats | Notice]:
     """Run `ids` through the unquantized model of `folder`; yields Progress, LayerStats per layer and for the head, and what was scarce."""
     from ..kernels import warm
-    from ..kernels.cpu.ops import CpuOps
-    from ..kernels.threads import ThreadPool
 
     if warm.is_cold((warm.RAW,)):
         for done, total in warm.warm((warm.RAW,)):
             yield Progress("compiling kernels (first run only)", done, total, "kernels")
     config = read_config(folder)
-    cut = windows(ids, min(WINDOW, config.context_length))
+    with opened(folder, config, windows(ids, min(WINDOW, config.context_length)), threads) as calibration:
+        yield from calibration.run()
+
+
+@contextmanager
+def opened(folder: Path, config: ModelConfig, cut: list[np.ndarray], threads: int | None) -> Iterator[Calibration]:
+    """A pass over windows of text, before its first layer."""
+    from ..kernels.cpu.ops import CpuOps
+    from ..kernels.threads import ThreadPool
+
     width = len(cut[0])
     ops = CpuOps(ThreadPool(worker_count(EngineOptions(threads=threads))), dims(config, width, width, LOGIT_ROWS))
     try:
         with open_store(folder) as store:
-            model = Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, width)
-            yield from Calibration(model, ops, cut).run()
+            yield Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, width), ops, cut)
     finally:
         ops.close()
+
+
+@dataclass(frozen=True)
+class TextCosts:
+    """What was measured of a pass over a text, in seconds: reading a layer, a window of `width` tokens through it, and through the head."""
+
+    width: int
+    layer_s: float
+    window_s: float
+    head_s: float
+
+    def seconds(self, layers: int, tokens: int) -> float:
+        """For a text of so many tokens through so many layers."""
+        count = tokens / self.width
+        return layers * (self.layer_s + count * self.window_s) + count * self.head_s
+
+
+def text_costs(folder: Path, config: ModelConfig, ids: Sequence[int], threads: int | None, most: int) -> TextCosts:
+    """Run a window of `ids` through the last layer. Where it has more than `most` tokens, `most` and a quarter of them run instead, which
+    tell what a token takes from what a window takes. Kernels are compiled."""
+    cut = windows(ids, min(WINDOW, config.context_length))
+    width, layer = len(cut[0]), max(config.mixture.layers) if config.mixture else config.num_hidden_layers - 1
+    with opened(folder, config, cut[:1], threads) as calibration:
+        begun = time.monotonic()
+        weights = calibration.model.read_layer(layer)
+        layer_s = time.monotonic() - begun
+        through = calibration.timed(layer, weights)
+        n, few = min(width, most), max(1, min(width, most) // FEW)
+        through(few)  # loads kernels, and makes room for the sums
+        if n == width:
+            window_s = median(through(width) for _ in range(TIMES))
+        else:
+            some, more = (through(tokens) for tokens in (few, n))
+            window_s = more + (width - n) * max(0.0, more - some) / (n - few)
+        begun = time.monotonic()
+        calibration.head()
+        return TextCosts(width, layer_s, window_s, time.monotonic() - begun)
 
 
 def windows(ids: Sequence[int], width: int) -> list[np.ndarray]:
@@ -195,7 +241,20 @@ class Calibration:
         if scarce:
             yield Notice(f"{scarce} of {config.mixture.experts * len(config.mixture.layers)} experts were visited by fewer than "
                          f"{LEAST_VISITS} of {len(self.states)} tokens: they are quantized by what all tokens show of their layer")
-        yield LayerStats("outer", self._head())
+        yield LayerStats("outer", self.head())
+
+    def timed(self, layer: int, weights: LayerWeights) -> Callable[[int], float]:
+        """What runs so many of the first window's tokens through a layer, and says in how many seconds."""
+        cache = one_layer_cache(self.ops, attention_specs(self.model.config)[layer], len(self.cut[0]))
+        gathered: dict[str, Gathered] = {}
+
+        def through(tokens: int) -> float:
+            own = ExpertRoles(len(weights.experts)) if weights.experts else None
+            begun = time.monotonic()
+            self._block(layer, weights, cache, self.states[:tokens], gathered, own)
+            return time.monotonic() - begun
+
+        return through
 
     def _block(self, layer: int, weights: LayerWeights, cache: KVCache, states: np.ndarray, gathered: dict[str, Gathered],
                own: ExpertRoles | None) -> np.ndarray:
@@ -218,7 +277,8 @@ class Calibration:
         x = self.ops.from_host(states)
         return model.block(self.ops, weights, x, cache.layer(0), step.positions, model.ropes[layer], model.config, layer, tap)
 
-    def _head(self) -> dict[str, Stats]:
+    def head(self) -> dict[str, Stats]:
+        """Statistics of what the head reads, of `states` that have gone through all layers."""
         norm, gathered = self.model.read_norm(), Gathered(self.states.shape[1])
         begin = 0
         for window in self.cut:

@@ -2,8 +2,8 @@
 
 A method without calibration costs the same for every weight. One that searches codes in the metric of a text goes through the inputs of a
 block of rows one by one, so a block takes something for each input however many rows it has, beside what each weight takes; the two are
-told apart by a sample of few rows. Its products, a weight's with every input of its row, are counted, as are those of running the text.
-What the text showed is factored once for all tensors that read the same inputs, with the cube of their number.
+told apart by a sample of few rows. Its products, a weight's with every input of its row, are counted. What the text showed is factored once
+for all tensors that read the same inputs, with the cube of their number. Of the text a window runs through a layer, as it will through all.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from ..quant.error import squared_error
 from ..quant.pack import pack
 from ..quant.spec import QuantSpec
 from ..quant.stats import Stats
-from .calibrate import READS, WINDOW
+from .calibrate import READS, SHORTEST, WINDOW, text_costs
 from .convert_plan import ConversionPlan, Job
 from .convert_stream import BLOCK_NBYTES, Block, read_rows, widened
 from .families import expert_of, kind_of
 
 SAMPLE_WEIGHTS, FEW_ROWS = 1 << 20, 8  # and of few rows an eighth
+TEXT_S = 0.5  # of the text, at the rate of a product, that is run to see what it takes
 WIDER = 2  # how much faster a product is in float32 than in float64
 TAPS = {role: tap for tap, roles in READS.items() for role in roles}
 Quantize = Callable[[Job, np.ndarray, Stats | None], Codes]
@@ -62,8 +63,9 @@ class Costs:
         return trials * rows * depth * (self.weight_s + 2 * depth / self.rate)
 
 
-def estimate(plan: ConversionPlan, todo: Sequence[Job], method: str, quantize: Quantize, calibration_tokens: int) -> float:
-    """Seconds for `todo`. `calibration_tokens`: of the text that runs before, 0 for a method that needs none."""
+def estimate(plan: ConversionPlan, todo: Sequence[Job], method: str, quantize: Quantize, ids: Sequence[int],
+             threads: int | None = None) -> float:
+    """Seconds for `todo`. `ids`: tokens of the text that runs before on so many threads, none for a method that needs none."""
     low = [job for job in todo if job.quantized]
     if not low:
         return 0.0
@@ -72,18 +74,19 @@ def estimate(plan: ConversionPlan, todo: Sequence[Job], method: str, quantize: Q
         weights[job.spec] = weights.get(job.spec, 0) + prod(job.shape)
     spec = max(weights, key=weights.get)
     alike = [job for job in low if job.spec == spec]
-    if calibration_tokens:
+    if ids:
         unseen = [job for job in low if not _seen(plan, job)]
         sample = min([job for job in alike if _seen(plan, job)] or alike, key=lambda job: (job.shape[1], -job.shape[0]))
-        return total(plan, low, method, _measured(plan, sample, quantize, bool(unseen)), calibration_tokens)
+        costs = _measured(plan, sample, quantize, bool(unseen))
+        return total(plan, low, method, costs, _text_s(plan, ids, threads, costs.rate))
     sample = min(alike, key=lambda job: job.shape[1])
     n = _rows(sample)
     _seconds(plan, sample, n, quantize, None)  # compiling and loading are no part of the work
     return _seconds(plan, sample, n, quantize, None) * sum(weights.values()) / (n * sample.shape[1])
 
 
-def total(plan: ConversionPlan, low: Sequence[Job], method: str, costs: Costs, tokens: int) -> float:
-    """Seconds for tensors with a text of `tokens` tokens."""
+def total(plan: ConversionPlan, low: Sequence[Job], method: str, costs: Costs, text_s: float) -> float:
+    """Seconds for tensors with a text that takes `text_s`."""
     seen, own = [job for job in low if _seen(plan, job)], methods.get(method)
     seconds = costs.plain_s * sum(prod(job.shape) for job in low if not _seen(plan, job))
     if "hessian" in own.NEEDS:
@@ -92,7 +95,15 @@ def total(plan: ConversionPlan, low: Sequence[Job], method: str, costs: Costs, t
     else:  # a layer's tensors are changed together, and then rounded
         seconds += sum(costs.searched(job.shape, 0.0) for job in seen)
         seconds += sum(costs.tried(job.shape, len(own.EXPONENTS), own.ROWS) for job in seen if job.key != "outer")
-    return seconds + tokens * text_operations(plan) / costs.rate
+    return seconds + text_s
+
+
+def _text_s(plan: ConversionPlan, ids: Sequence[int], threads: int | None, rate: float) -> float:
+    """Seconds for a text, by a window of it through a layer; shorter where one would take long at `rate`, operations a second."""
+    layers = plan.config.num_hidden_layers
+    most = max(SHORTEST, int(TEXT_S * rate * layers / text_operations(plan)))
+    found = text_costs(plan.folder, plan.config, ids, threads, most)
+    return found.seconds(layers, len(ids)) + len(ids) * visit_operations(plan) / rate
 
 
 def text_operations(plan: ConversionPlan) -> float:
@@ -102,6 +113,12 @@ def text_operations(plan: ConversionPlan) -> float:
     inputs = {_inputs(job): _visited(plan, job) * job.shape[1] ** 2 for job in matrices}
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * min(WINDOW, config.context_length)
     return sum(2 * _visited(plan, job) * prod(job.shape) for job in matrices) + sum(inputs.values()) + attention + config.hidden_size ** 2
+
+
+def visit_operations(plan: ConversionPlan) -> float:
+    """Of those, the products of what experts read, which are made when the expert is quantized and not while the text runs."""
+    experts = {_inputs(job): _visited(plan, job) * job.shape[1] ** 2 for job in plan.jobs if expert_of(job.role) is not None}
+    return sum(experts.values())
 
 
 def _seen(plan: ConversionPlan, job: Job) -> bool:

@@ -39,7 +39,7 @@ class Converter:
         """How long it will take; `formats` is what the person asked for."""
         weights = sum(prod(job.shape) for job in self.todo if job.quantized)
         if weights:
-            seconds = estimate(self.plan, self.todo, self.method, self._quantize, len(self.ids))
+            seconds = estimate(self.plan, self.todo, self.method, self._quantize, self.ids, self._pool.workers)
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
             yield Notice(f"{formats} with {self.method}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
 

@@ -183,7 +183,8 @@ class Asked:
                 kv_fixed=fixed // config.num_hidden_layers * layers if above else fixed, layers=layers,
                 blocks=() if cuts.parts is None else cuts.parts.sizes, always=cuts.always_nbytes, units=cuts.units,
                 experts=cuts.experts and cuts.experts.demand, card_workspace=on_card,
-                kv_layers=() if cache.kv.policy else by_layer[:layers])
+                kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
+                kv_page=sum(pages[:layers]) if above else per_page)
 
         copied = None
         if self.card is not None and options.load == "ram" and not self.bundled:

@@ -131,6 +131,7 @@ def test_what_the_first_call_compiles_is_no_part_of_the_estimate(tmp_path: Path,
     monkeypatch.setattr(convert_estimate, "_seconds", lambda *given: next(times))
     monkeypatch.setattr(convert_estimate, "_factored_s", lambda stats: 0.01)
     monkeypatch.setattr(convert_estimate, "_multiplications", lambda depth: 1e18)
+    monkeypatch.setattr(convert_estimate, "_text_s", lambda *given: 0.0)
     said = next(event.text for event in convert(FABLE, tmp_path / "out", options(method="gptq")) if isinstance(event, Notice))
     weights, inputs = 5_770_496 - 13 * 256, 6 * (6 * 256 + 768) + 256  # all but the norms; of all tensors, each a block
     hessians = 6 * (3 + 27) + 1  # of q, k, v, of o, of gate, up, and of down, whose rows are three times as long; the head's

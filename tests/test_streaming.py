@@ -91,6 +91,56 @@ def test_any_order_of_use(tmp_path_factory: pytest.TempPathFactory, order: list[
         pager.close()
 
 
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=40), ring=st.integers(0, 900_000))
+def test_what_is_held_together_stays(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, bool]], ring: int) -> None:
+    """In any order of joining, waiting and giving back, of parts that have come and parts that have not."""
+    folder = tmp_path_factory.mktemp("joined")
+    rng = np.random.default_rng(4)
+    save_file({f"t{i}": rng.integers(0, 256, size, dtype=np.uint8) for i, size in enumerate(SIZES)}, folder / "model.safetensors")
+    with TensorStore.open(folder) as store:
+        parts, held = parts_of(store), []
+        pager = opened(store, parts, range(8), max(ring, 2 * max(part.nbytes for part in parts)))
+        for index, waits in steps:
+            if waits:
+                settle(pager)
+            if not pager.part(index)[1].join():
+                for each in held:
+                    pager.part(each)[1].__exit__()
+                held.clear()
+                pager.part(index)[1].__enter__()
+            held.append(index)
+            for each in held:
+                assert [view.tobytes() for view in pager.part(each)[0]] == expected(store, parts[each])
+        pager.close()
+
+
+def test_parts_that_have_come_are_held_together_up_to_half_of_the_ring(store: TensorStore) -> None:
+    parts = parts_of(store)
+    pager = opened(store, parts, range(8), ring=1 << 20)  # room for everything
+    leases = [pager.part(index)[1] for index in range(8)]
+    for _ in range(2):
+        settle(pager)
+        assert not leases[1].join(), "not the next one"
+        assert [lease.join() for lease in leases[:5]] == [True] * 4 + [False]
+        for lease in leases[:4]:
+            lease.__exit__()
+        with leases[4]:
+            assert not leases[6].join(), "one was left out"
+        assert [use(pager, index) for index in (5, 6, 7)] == [expected(store, part) for part in parts[5:]]
+    pager.close()
+
+
+def test_a_ring_of_two_joins_nothing_to_what_is_held(store: TensorStore) -> None:
+    parts = parts_of(store)
+    pager = opened(store, parts, (1, 4), ring=2 * max(part.nbytes for part in parts))
+    settle(pager)
+    assert [pager.part(index)[1].join() for index in (1, 4)] == [True, False]
+    pager.part(1)[1].__exit__()
+    assert use(pager, 4) == expected(store, parts[4])
+    pager.close()
+
+
 def test_a_part_lies_at_one_address(store: TensorStore) -> None:
     parts = parts_of(store)
     pager = opened(store, parts, (0, 2, 4, 5))
@@ -235,9 +285,12 @@ def test_a_disk_that_hangs_can_be_left_and_taken_up_again(store: TensorStore, mo
     use(pager, 0)
     settle(pager)
     opens.clear()
+    assert pager.part(1)[1].join()
+    pager.part(1)[1].__exit__()
     ended.append(True)
+    assert not any(pager.part(index)[1].join() for index in range(8)), "who was cancelled is told by the wait"
     with pytest.raises(Interrupted):
-        for index in range(1, 8):
+        for index in range(2, 8):
             use(pager, index)
     with pytest.raises(Interrupted), pager.fetch(parts[7].ranges):
         pytest.fail("nothing can have come")

@@ -42,6 +42,7 @@ class Jobs:
         self._making: Recording | None = None
         self._last: Recording | None = None
         self._again: Recording | None = None
+        self._packed: dict[str, object] | None = None  # what buffers hold of the one input that products have; None: each has its own
 
     def run(self, kernel: Kernel, where: int, parallel: bool = True, block: np.ndarray | None = None) -> None:
         """Run a kernel, or note it where jobs are being collected. `block`, when given, may change before the job runs: it is copied."""
@@ -58,6 +59,22 @@ class Jobs:
         """Keep an argument block alive until what was collected has run."""
         if self._collected is not None:
             self._kept.append(block)
+
+    @contextmanager
+    def one_input(self) -> Iterator[None]:
+        """The products inside have one input and one norm before it."""
+        self._packed = {}
+        try:
+            yield
+        finally:
+            self._packed = None
+
+    def must_pack(self, buffer: str, way: object) -> bool:
+        """Is the input to be packed into `buffer` in this way, or does it lie there for an earlier product?"""
+        if self._packed is None:
+            return True
+        before, self._packed[buffer] = self._packed.get(buffer), way
+        return before != way
 
     @contextmanager
     def together(self) -> Iterator[None]:

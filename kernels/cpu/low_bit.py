@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...quant.weight import Linear, Norm, Weight
     from .ops import CpuOps
 
-MOST_MATRICES = 8
+MOST_MATRICES = 16
 RAW, DOT, LOOKED_UP = range(3)  # kinds of weights, that is, of jobs
 # int64 slots of the longest argument block.
 BLOCK_SIZE = max(packed.FIRST + MOST_MATRICES * packed.FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_rows.BLOCK_SIZE)
@@ -110,8 +110,9 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
         ops.args[: len(block)] = block
         if norm is not None:
             ops.reals[gemm.EPS] = norm.eps
-        ops.args[gemm.FIRST + gemm.OUT] = ops.at(panels)
-        ops.run(gemm.pack_tokens, ops.where, True, ops.args)
+        if ops.must_pack("low_panels", way):
+            ops.args[gemm.FIRST + gemm.OUT] = ops.at(panels)
+            ops.run(gemm.pack_tokens, ops.where, True, ops.args)
         ops.args[: len(block)] = block
         ops.args[gemm.X] = ops.at(panels)
         ops.run(gemm.multiply, ops.where, True, ops.args)
@@ -133,7 +134,8 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
     ops.args[: linear.FIRST + linear.FIELDS] = [ops.at(x), *head, 1, 0, 0, 0, 0, ops.at(panels), depth]
     if norm is not None:
         ops.reals[linear.EPS] = norm.eps
-    ops.run(linear.pack_columns, ops.where, True, ops.args)
+    if ops.must_pack("panels", RAW):
+        ops.run(linear.pack_columns, ops.where, True, ops.args)
     block = [ops.at(panels), *head, gemm.GROUPED, len(linears)]
     for each, out in zip(linears, outs):
         block += [*_gemm_fields(each), ops.at(out), out.strides[0] // 4]

@@ -362,8 +362,9 @@ class CpuOps(Jobs):
     def _many(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
         panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
-        self._fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
-        self.run(linear.pack_columns, self.where, True, self.args)
+        if self.must_pack("panels", low_bit.RAW):
+            self._fill(self.at(x), tokens, depth, norm, mode, act, linears[:1], [panels])
+            self.run(linear.pack_columns, self.where, True, self.args)
         if mode != linear.GATED:
             self._fill(self.at(panels), tokens, depth, None, mode, act, linears, outs)
             self.run(linear.many_columns, self.where, True, self.args)

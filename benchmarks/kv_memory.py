@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""What a KV cache takes of memory against its plan: the bytes that it sets aside, and how a process grows from 1k to 32k tokens.
+
+Random weights of 4 bits at the shape of TinyLlama 1.1B, `--kv` 16bit, 8bit, 4bit and 2bit, every context in a process of its own, full but
+for a token: the first 1,023 tokens are read, pages behind them are copies of the first, the last ones are read again at their depth. RSS is
+counted page by page (`smaps_rollup`), where VmRSS leaves out what each processor has not yet reported. It is taken when the context is
+full, so both processes have loaded, compiled and computed the same, and differ by the cache.
+
+    python benchmarks/kv_memory.py [--kv 16bit 8bit 4bit 2bit] [--ctx 32768] [--no-results]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from effllm.offload.hardware import cpu_threads
+from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.prepare import EngineOptions, kernel_kinds
+from kv_tiers import opened, repeat_page
+from report import Figure, publish
+
+SHAPE, SHORT, LONG = "tinyllama-1.1b", 1024, 32768
+MIB = 1 << 20
+INTRO = ("Random weights of 4 bits at the shape of TinyLlama 1.1B, contexts of {short:,} and {long:,} tokens, each full but for a token in "
+         "a process of its own. Planned: the cache's bytes as `effllm plan` says them. Set aside: the memory of exact tokens and of the "
+         "page pool, counted by the cache. A layer's pages lie in one extent, from 2 MiB up on huge pages: where a long context holds few "
+         "tokens, the first 2 MiB of each layer are there all the same, so a process grows by less from there than from a short context.")
+
+
+def rss() -> int:
+    """Bytes of this process in memory, every page counted."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+
+def read(engine: Engine, ids: list[int]) -> None:
+    for _ in engine.prefill(ids):
+        continue
+
+
+def counted(kv: str, ctx: int, threads: int) -> dict[str, int]:
+    """Bytes of a full context of `ctx` tokens: planned, set aside by the cache, used by what it holds, of this process; in `rss_short`
+    of this process when it held SHORT tokens."""
+    options = EngineOptions(device="cpu", ctx=ctx, kv=kv, kernel="dot", threads=threads, force=True)
+    engine = opened(open_prepared(lambda: prepare_synthetic(SHAPE, options, "4bit"), kernel_kinds(True, options)))
+    cache = engine.cache
+    read(engine, np.random.default_rng(0).integers(0, engine.config.vocab_size, SHORT - 1).tolist())
+    short = rss()
+    if ctx > SHORT:
+        repeat_page(engine)
+        read(engine, engine.tokens + engine.tokens[: ctx - 1 - cache.n])
+    if cache.n != ctx - 1:
+        raise RuntimeError(f"{cache.n} tokens are held, not {ctx - 1}")
+    found = {"planned": engine.placement.kv_bytes, "set_aside": cache.pool.nbytes + sum(map(len, cache._exact)),
+             "used": cache.allocated_nbytes, "rss": rss(), "rss_short": short}
+    engine.close()
+    return found
+
+
+def child(kv: str, ctx: int, threads: int) -> dict[str, int]:
+    """`counted` in a process of its own. Raises CalledProcessError where it fails."""
+    command = [sys.executable, __file__, "--threads", str(threads), "--one", kv, str(ctx)]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+
+
+def figures(kv: str, long: int, threads: int) -> Iterator[Figure]:
+    few, many = (child(kv, ctx, threads) for ctx in (SHORT, long))
+    grown = {name: many[name] - few[name] for name in many}
+    planned, name = grown["planned"], f"--kv {kv}"
+    yield Figure(f"{kv}_set_aside_off", f"{name}: set aside less planned", f"{SHORT} tokens and {long}, the larger of the two",
+                 max(abs(each["set_aside"] - each["planned"]) for each in (few, many)), "bytes")
+    yield Figure(f"{kv}_planned_mib", f"{name}: planned for {long} tokens", "first and newest tokens exact", many["planned"] / MIB, "MiB")
+    yield Figure(f"{kv}_used_mib", f"{name}: used by {long - 1} tokens", "", many["used"] / MIB, "MiB")
+    yield Figure(f"{kv}_grown_planned_mib", f"{name}: {SHORT} to {long} tokens, by the plan", "", planned / MIB, "MiB")
+    yield Figure(f"{kv}_grown_rss_mib", f"{name}: {SHORT} to {long} tokens, RSS", "two processes, contexts full", grown["rss"] / MIB, "MiB")
+    yield Figure(f"{kv}_off_mb", f"{name}: RSS less the plan", "of that growth", (grown["rss"] - planned) / 1e6, "MB")
+    yield Figure(f"{kv}_off", f"{name}: RSS over the plan", "of that growth", grown["rss"] / planned, "×")
+    yield Figure(f"{kv}_within_mib", f"{name}: {SHORT - 1} to {long - 1} tokens in one context", f"RSS, one process, context of {long}",
+                 (many["rss"] - many["rss_short"]) / MIB, "MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kv", nargs="+", default=["16bit", "8bit", "4bit", "2bit"])
+    parser.add_argument("--ctx", type=int, default=LONG)
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--one", nargs=2, metavar=("KV", "CTX"), help=argparse.SUPPRESS)
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    asked = parser.parse_args()
+    if asked.one:
+        kv, ctx = asked.one
+        print(json.dumps(counted(kv, int(ctx), asked.threads)))
+        return
+    found = [figure for kv in asked.kv for figure in figures(kv, asked.ctx, asked.threads)]
+    publish("kv-memory", "Memory of the KV cache", INTRO.format(short=SHORT, long=asked.ctx), found, keep=not asked.no_results)
+
+
+if __name__ == "__main__":
+    main()
