@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.kernels.cpu import selective
-from effllm.kernels.cpu.selective import Selective, abstract_nbytes, choose, shares
+from effllm.kernels.cpu.selective import abstract_nbytes, choose, shares
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.direct import Interrupted
+from effllm.offload.page_slots import PageSlots
 from effllm.offload.pages import DiskTier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -150,33 +151,27 @@ def test_what_is_chosen_is_enough_and_no_more(seed, kv_heads, rows, blocks, most
         assert likely == order[len(wanted) :][: max(0, min(most - len(wanted), most // 4))].tolist()
 
 
-def single(pool: ThreadPool, folder: Path, kv: str, patch: pytest.MonkeyPatch, guess: object) -> tuple[Feed, int]:
-    """What a cache makes of 140 tokens where reads begin on `guess`, and how many pages were there, or on their way, when asked for."""
-    if guess is not None:
-        patch.setattr(Selective, "_guess", guess)
-    feed = Feed(cache_of(pool, DiskTier(folder, 1, slots=3), kv=kv))
-    for cut in CUTS:
-        feed.run(cut)
-    found = sum(slots.found for slots in feed.cache.pool.stream.slots)
-    feed.cache.close()
-    return feed, found
-
-
 @pytest.mark.parametrize("kv", ("4bit", "16bit"))
-def test_what_is_read_on_a_guess_changes_no_answer(pool, tmp_path, kv):
-    rng = np.random.default_rng(7)
+def test_what_is_read_ahead_changes_no_answer(pool, tmp_path, kv):
+    rng, asked = np.random.default_rng(7), []
+    ahead = PageSlots.prefetch
 
-    def astray(selective: Selective, step: object) -> None:
-        pages = step.disk.stop - step.disk.start
-        selective._ask(rng.permutation(pages)[: rng.integers(0, 4)].tolist(), ())
+    def astray(slots: PageSlots, pages: list[int], keep: list[int]) -> None:
+        known = [*pages, *keep]
+        any_page = np.arange(min(known), max(known) + 1) if known else np.zeros(0, np.int64)
+        asked.append(rng.permutation(any_page)[: rng.integers(0, 4)].tolist())
+        ahead(slots, asked[-1], keep)
 
     made = []
-    for guess in (None, lambda *more: None, astray):
+    for way in (ahead, lambda *more: None, astray):
         with pytest.MonkeyPatch.context() as patch:
-            made.append(single(pool, tmp_path, kv, patch, guess))
-    (own, found), (without, by_chance), (wrong, _) = made
-    assert same(own, without) and same(own, wrong)
-    assert found > 1.2 * by_chance, "most of what is guessed is then asked for"
+            patch.setattr(PageSlots, "prefetch", way)
+            feed = Feed(cache_of(pool, DiskTier(tmp_path, 1, slots=3), kv=kv))
+            for cut in CUTS:
+                feed.run(cut)
+            feed.cache.close()
+            made.append(feed)
+    assert any(asked) and all(same(made[0], other) for other in made[1:])
 
 
 @settings(max_examples=5, deadline=None)

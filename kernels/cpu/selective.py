@@ -3,14 +3,10 @@
 Every page that goes to the disk leaves an abstract in memory. A token first gives every such page the partial that its abstract promises
 (`kv_estimate.py`); what share of the attention each then has says which are worth reading, and those get their true partials. The rest
 stays as estimated, so nothing is dropped. Pages that a prompt's chunk sees are all read, and those of a layer with a window.
-
-What is in memory has its say in the shares too. Attention over that takes about as long as the reads, so a guess is made before it runs,
-with what was left to the disk's pages when the last token came by, and reads begin on it. What then is picked is read in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -52,7 +48,6 @@ class Selective:
                                                                   address(self._spreads), address(self._steps))
         block[kv_estimate.E_SCRATCH : kv_estimate.E_SCRATCH_STRIDE + 1] = pages.ops.scratch, pages.ops.scratch_stride
         block.view(np.float64)[[kv_estimate.E_SCALE, kv_estimate.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
-        self._left: np.ndarray | float = 0.0  # of every row's attention, what the last token had in the pages on the disk
 
     def note(self, page: int, k: np.ndarray, v: np.ndarray) -> None:
         """Make the abstract of a page from its keys and values, [PAGE, KVH, D]."""
@@ -80,28 +75,18 @@ class Selective:
         ops.run(kv_estimate.estimate_pages, address(block), True, block)
         partials = ops.workspace.take("partials", pages.layout.kv_heads, len(blocks), group, pages.layout.head_dim + 2)
         step = _Step(partials, slice(lead + self._first, lead + end), pages.some(calls[0], blocks))
-        ops.between(partial(self._guess, step))
         pages.turn(calls, 0, lead + self._first)
         pages.turn(calls, lead + end, len(blocks))
         ops.between(partial(self._read, step))
         pages.merged(calls)
 
-    def _guess(self, step: _Step) -> None:
-        """Begin to read what will probably be picked."""
-        share = shares(step.partials[:, step.disk]) * self._left
-        self._ask(choose(share, self._pages.spilled.most, LEFT)[0], ())
-
     def _read(self, step: _Step) -> None:
         share = shares(step.partials)[step.disk]
-        self._left = share.sum(0)
         wanted, likely = choose(share, self._pages.spilled.most, LEFT)
         for come in self._pages.spilled.fetch([self._first + each for each in wanted]):
             step.some.note(come)
             self._pages.ops.flush()  # while others come
-        self._ask(likely, wanted)
-
-    def _ask(self, pages: Sequence[int], keep: Sequence[int]) -> None:
-        self._pages.spilled.prefetch([self._first + each for each in pages], [self._first + each for each in keep])
+        self._pages.spilled.prefetch([self._first + each for each in likely], [self._first + each for each in wanted])
 
 
 @dataclass(frozen=True)
