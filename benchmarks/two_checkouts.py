@@ -2,10 +2,11 @@
 """Passes of a model by two checkouts of effllm, alternating in one run: what a change of the kernels is worth.
 
 Each checkout runs in a process of its own, which imports the package from that folder. A round takes the checkouts in turn with passes of
-so many tokens (from 100 on: a prompt); ratios are taken within a round, figures are medians over rounds.
+so many tokens (from 100 on: a prompt); ratios are taken within a round, figures are medians over rounds. With --depth the passes follow a
+text of so many tokens, several in a turn.
 
     git worktree add /somewhere/effllm COMMIT
-    python benchmarks/two_checkouts.py /somewhere/effllm [--model DIR] [--tokens 1 2 4 8 16] [--rounds 25]
+    python benchmarks/two_checkouts.py /somewhere/effllm [--model DIR] [--tokens 1 2 4 8 16] [--depth N] [--kv BITS] [--rounds 25]
 
 The other side is this checkout; both folders have to be called `effllm`. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another instruction
 set on both. Without `--model` it takes the random weights of 4 bits that compare_llamacpp.py makes.
@@ -21,21 +22,32 @@ from statistics import median
 from platformdirs import user_cache_path
 
 from effllm.offload.hardware import cpu_threads
+from llamacpp_sides import CTX
 from report import Figure, publish
 
 HERE = Path(__file__).resolve().parent
 PROMPT = 100  # tokens from which a pass is a prompt
+TURN = 8  # passes of a turn at a depth
 # Answers every line of its input, a number of tokens, with the seconds that they took.
 SIDE = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from llamacpp_sides import OwnSide
-side = OwnSide(sys.argv[2], int(sys.argv[3]))
+prompt, depth, turn, ctx = map(int, sys.argv[4:8])
+side = OwnSide(sys.argv[2], int(sys.argv[3]), ctx, sys.argv[8])
+if depth:
+    side.prefill(depth)
 print("ready", flush=True)
 for line in sys.stdin:
     count = int(line)
+    if depth:
+        started = time.perf_counter()
+        for _ in range(turn):
+            side.forward(count)
+        print((time.perf_counter() - started) / turn, flush=True)
+        continue
     side.clear()
-    if count >= int(sys.argv[4]):
+    if count >= prompt:
         print(side.prefill(count), flush=True)
         continue
     side.forward(8)
@@ -49,8 +61,9 @@ INTRO = "Passes of one model by two checkouts that take turns in every round. Ra
 class Side:
     """One checkout's process."""
 
-    def __init__(self, checkout: Path, model: Path, threads: int) -> None:
-        command = [sys.executable, "-c", SIDE, str(HERE), str(model), str(threads), str(PROMPT)]
+    def __init__(self, checkout: Path, model: Path, threads: int, depth: int, ctx: int, kv: str) -> None:
+        numbers = map(str, (threads, PROMPT, depth, TURN, ctx))
+        command = [sys.executable, "-c", SIDE, str(HERE), str(model), *numbers, kv]
         self._child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(checkout.parent)}, stdin=subprocess.PIPE,
                                        stdout=subprocess.PIPE, text=True)
         if self._child.stdout.readline() != "ready\n":
@@ -71,6 +84,8 @@ def main() -> None:
     parser.add_argument("other", type=Path)
     parser.add_argument("--model", type=Path, default=user_cache_path("effllm") / "benchmarks" / "random-tinyllama-1.1b" / "own-4bit")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--depth", type=int, default=0, help="tokens before the passes (default: a few)")
+    parser.add_argument("--kv", default="16bit")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--results", default="two-checkouts", metavar="NAME", help="keep them under this name")
@@ -81,11 +96,13 @@ def main() -> None:
         sys.exit(f"{options.other} is no checkout in a folder called {HERE.parent.name}")
     described = subprocess.run(["git", "describe", "--always", "--abbrev=10"], cwd=other, capture_output=True, text=True, check=True)
     before = described.stdout.strip()
-    sides = [Side(each, options.model.resolve(), options.threads) for each in (other, HERE.parent)]
+    ctx = options.depth + (options.rounds + 1) * TURN * sum(options.tokens) if options.depth else CTX
+    sides = [Side(each, options.model.resolve(), options.threads, options.depth, ctx, options.kv) for each in (other, HERE.parent)]
     figures, target = [], f", for {os.environ['NUMBA_CPU_NAME']}" if "NUMBA_CPU_NAME" in os.environ else ""
     for tokens in options.tokens:
         rounds = [[side.seconds(tokens) for side in sides] for _ in range(options.rounds + 1)][1:]  # the first wakes the threads
-        conditions = f"{options.model.name}, {options.threads} threads, {options.rounds} rounds{target}"
+        where = f", after {options.depth} tokens, --kv {options.kv}" if options.depth else ""
+        conditions = f"{options.model.name}, {options.threads} threads, {options.rounds} rounds{where}{target}"
         figures += [Figure(f"ratio_{tokens}", f"{tokens} tokens, against {before}", conditions, median(a / b for a, b in rounds), "×"),
                     Figure(f"before_{tokens}", f"{tokens} tokens, {before}", conditions, 1e3 * median(a for a, _ in rounds), "ms"),
                     Figure(f"after_{tokens}", f"{tokens} tokens, this one", conditions, 1e3 * median(b for _, b in rounds), "ms")]

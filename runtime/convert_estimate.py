@@ -117,8 +117,8 @@ def text_operations(plan: ConversionPlan) -> float:
 
 def visit_operations(plan: ConversionPlan) -> float:
     """Of those, the products of what experts read, which are made when the expert is quantized and not while the text runs."""
-    experts = {_inputs(job): _visited(plan, job) * job.shape[1] ** 2 for job in plan.jobs if expert_of(job.role) is not None}
-    return sum(experts.values())
+    matrices = [job for job in plan.jobs if expert_of(job.role) is not None and len(job.shape) == 2]  # some experts have biases
+    return sum({_inputs(job): _visited(plan, job) * job.shape[1] ** 2 for job in matrices}.values())
 
 
 def _seen(plan: ConversionPlan, job: Job) -> bool:
