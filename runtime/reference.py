@@ -81,6 +81,8 @@ def _as_path(text: str, env: Mapping[str, str]) -> Path | None:
 def _split(text: str) -> tuple[str, str | None]:
     """name[@revision]; what follows a colon and is no format is refused by name."""
     base, colon, variant = text.partition(":")
+    if not base.partition("@")[0]:
+        raise UsageError(f"{show(text)} names no model", LOOK)
     if colon:
         raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
                          f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; or leave it away: {show(base)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pexpect
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -74,6 +74,9 @@ def test_an_address_of_a_browser_is_answered_with_the_name_in_it(person: Person,
 
 
 @given(st.text(max_size=40))
+@example("@0")
+@example("@main:4bit")
+@example(":4bit")
 def test_any_text_is_a_reference_or_one_line(text: str) -> None:
     try:
         found = parse_reference(text, {"HOME": "/nowhere"})
