@@ -63,7 +63,8 @@ class Feed:
         return reference.attend(q, k, v, 0, np.arange(n), layout.head_dim**-0.5, window, softcap, self.sinks).reshape(n, -1)
 
 
-@pytest.mark.parametrize("heads,kv_heads,head_dim", ((6, 2, 24), (4, 4, 64), (8, 1, 80), (2, 1, 96), (2, 2, 128), (2, 1, 256)))
+@pytest.mark.parametrize("heads,kv_heads,head_dim", ((6, 2, 24), (4, 4, 64), (8, 1, 80), (2, 1, 96), (2, 2, 128), (2, 1, 256), (12, 1, 64),
+                                                     (20, 1, 80)))
 @pytest.mark.parametrize("kv,bound", (("32bit", 2e-5), ("16bit", 5e-3)))
 @pytest.mark.parametrize("window,softcap", ((None, None), (50, None), (200, 5.0)))
 def test_attention_equals_softmax(pool, heads, kv_heads, head_dim, kv, bound, window, softcap):

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from ..compile import inlined
 from ..layout import BF16, F16
 from .arithmetic import widen
-from .inner_loops import FLOATS, VECTOR, _function, _load, _plain_f32, _widen_bf16, _widen_f16
+from .inner_loops import FLOATS, VECTOR, _function, _load, plain_f32, widen_bf16, widen_f16
 from .intrinsics import F32, HAS_HALF, I32, I64, f32_at
 
 
@@ -54,7 +54,7 @@ def _add_scaled(convert, item: int):
     return add_scaled
 
 
-_add_bf16, _add_f16, _add_f32 = _add_scaled(_widen_bf16, 2), _add_scaled(_widen_f16, 2), _add_scaled(_plain_f32, 4)
+_add_bf16, _add_f16, _add_f32 = _add_scaled(widen_bf16, 2), _add_scaled(widen_f16, 2), _add_scaled(plain_f32, 4)
 
 if HAS_HALF:
 

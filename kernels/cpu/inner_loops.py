@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..compile import cpu_features, inlined
-from .intrinsics import F16, F32, I16, I32, I64
+from .intrinsics import F16, F32, HAS_HALF, I16, I32, I64
 
 VECTOR = 16 if "avx512f" in cpu_features() else 8 if "avx2" in cpu_features() else 4
 # Rows of the register tile: 12 x 2 accumulators of 32 registers on AVX-512, 6 x 2 of 16 elsewhere.
@@ -39,17 +39,28 @@ def _load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
 
-def _widen_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def widen_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     words = ir.VectorType(I32, VECTOR)
     bits = builder.zext(_load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
     return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * VECTOR)), FLOATS)
 
 
-def _widen_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return builder.fpext(_load(builder, address, ir.VectorType(F16, VECTOR), 2), FLOATS)
+def widen_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """VECTOR halves as floats; without an instruction for it as `arithmetic.widen_half` does it."""
+    if HAS_HALF:
+        return builder.fpext(_load(builder, address, ir.VectorType(F16, VECTOR), 2), FLOATS)
+    words = ir.VectorType(I32, VECTOR)
+    every = lambda value: ir.Constant(words, [value] * VECTOR)  # noqa: E731
+    raw = builder.zext(_load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
+    bits = builder.shl(builder.and_(raw, every(0x7FFF)), every(13))
+    finite = builder.fmul(builder.bitcast(bits, FLOATS), ir.Constant(FLOATS, [2.0**112] * VECTOR))
+    special = builder.icmp_unsigned(">=", bits, every(0x7C00 << 13))
+    magnitude = builder.select(special, builder.or_(bits, every(0x7F800000)), builder.bitcast(finite, words))
+    sign = builder.shl(builder.and_(raw, every(0x8000)), every(16))
+    return builder.bitcast(builder.or_(magnitude, sign), FLOATS)
 
 
-def _plain_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def plain_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return _load(builder, address, FLOATS, 4)
 
 
@@ -103,7 +114,7 @@ def _dot_rows(widen, item: int, count: int, width: int):
     return dot_rows
 
 
-_STORED = ((_widen_bf16, 2), (_widen_f16, 2), (_plain_f32, 4))
+_STORED = ((widen_bf16, 2), (widen_f16, 2), (plain_f32, 4))
 few_rows_bf16, few_rows_f16, few_rows_f32 = (_dot_rows(*kind, FEW_ROWS, FEW_STEP) for kind in _STORED)
 many_rows_bf16, many_rows_f16, many_rows_f32 = (_dot_rows(*kind, MANY_ROWS, MANY_STEP) for kind in _STORED)
 

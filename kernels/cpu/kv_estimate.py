@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import float32, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..compile import inlined, kernel
@@ -20,8 +19,8 @@ from ..layout import PAGE
 from .arithmetic import MINUS_INF, ZERO, exp
 from .attention import _cap
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
-from .int8_ir import I8
-from .intrinsics import F32, I32, f32_at, f64_at, fetch_add, i8_at, i64_at
+from .int8_ir import I8, function, load, splat, store
+from .intrinsics import F32, f32_at, f64_at, fetch_add, i8_at, i64_at
 from .kv_attention import _broad
 
 CHUNK = 16  # tokens of an abstract
@@ -41,9 +40,8 @@ def _widen_chunks(typingctx, source, target):
     """CHUNKS signed bytes at an address -> as many float32."""
 
     def codegen(context, builder, signature, args):
-        narrow, wide = ir.VectorType(I8, CHUNKS), ir.VectorType(F32, CHUNKS)
-        own = builder.load(builder.inttoptr(args[0], narrow.as_pointer()), align=1)
-        builder.store(builder.sitofp(own, wide), builder.inttoptr(args[1], wide.as_pointer()), align=4)
+        own = load(builder, args[0], ir.VectorType(I8, CHUNKS))
+        store(builder, builder.sitofp(own, ir.VectorType(F32, CHUNKS)), args[1], 4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -55,18 +53,11 @@ def _scored(typingctx, row, steps, scale, more):
 
     def codegen(context, builder, signature, args):
         kind = ir.VectorType(F32, CHUNKS)
-
-        def splat(value: ir.Value) -> ir.Value:
-            nothing = ir.Constant(kind, ir.Undefined)
-            first = ir.Constant(ir.VectorType(I32, CHUNKS), [0] * CHUNKS)
-            return builder.shuffle_vector(builder.insert_element(nothing, value, I32(0)), nothing, first)
-
-        place = builder.inttoptr(args[0], kind.as_pointer())
-        factor = builder.fmul(builder.load(builder.inttoptr(args[1], kind.as_pointer()), align=4), splat(args[2]))
-        score = builder.fadd(builder.fmul(factor, builder.load(place, align=4)), splat(args[3]))
-        name = f"llvm.vector.reduce.fmaximum.v{CHUNKS}f32"
-        top = builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(F32, [kind]), name), [score])
-        builder.store(builder.fsub(score, splat(top)), place, align=4)
+        row, steps, scale, more = args
+        factor = builder.fmul(load(builder, steps, kind, 4), splat(builder, scale, kind))
+        score = builder.fadd(builder.fmul(factor, load(builder, row, kind, 4)), splat(builder, more, kind))
+        top = builder.call(function(builder, F32, [kind], f"llvm.vector.reduce.fmaximum.v{CHUNKS}f32"), [score])
+        store(builder, builder.fsub(score, splat(builder, top, kind)), row, 4)
         return top
 
     return types.float32(types.int64, types.int64, types.float32, types.float32), codegen

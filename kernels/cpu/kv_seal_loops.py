@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..kv_layout import MANTISSA_BITS
-from .int8_ir import I8, constant, load, offset, splat, store
+from .int8_ir import I8, constant, larger, load, offset, splat, store
 from .intrinsics import F32, I32, I64
 
 LANES = 16
@@ -51,12 +51,8 @@ def _smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.select(builder.fcmp_ordered("<", a, b), a, b)
 
 
-def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
 def _clamped(builder: ir.IRBuilder, value: ir.Value, low: ir.Value, high: ir.Value) -> ir.Value:
-    return _smaller(builder, _larger(builder, value, low), high)
+    return _smaller(builder, larger(builder, value, low), high)
 
 
 def _whole(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -86,11 +82,11 @@ def span(typingctx, x, stride, count, levels, out):
             low, high, odd = held
             value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
             nothing = builder.fmul(builder.fmul(value, constant(WIDE, OVER)), constant(WIDE, 0.0))
-            return [_smaller(builder, value, low), _larger(builder, value, high), builder.fadd(odd, nothing)]
+            return [_smaller(builder, value, low), larger(builder, value, high), builder.fadd(odd, nothing)]
 
         low, high, odd = _loop(builder, "span", count, [first, first, constant(WIDE, 0.0)], step)
         need = builder.fdiv(builder.fsub(high, low), splat(builder, levels, WIDE))
-        bits = builder.bitcast(_larger(builder, need, constant(WIDE, TINY)), WORDS)
+        bits = builder.bitcast(larger(builder, need, constant(WIDE, TINY)), WORDS)
         exponent = builder.sub(builder.lshr(bits, constant(WORDS, 23)), constant(WORDS, BIAS))
         mantissa = builder.or_(builder.and_(bits, constant(WORDS, MANTISSA)), constant(WORDS, BIAS << 23))
         eighths = builder.shl(exponent, constant(WORDS, 3))

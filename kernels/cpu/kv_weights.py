@@ -7,7 +7,7 @@ does not take the others' bits. What a group's scale is below that is a 16-bit f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from llvmlite import ir
@@ -23,11 +23,14 @@ from .int8_ir import (
     LANES,
     WIDTH,
     WORDS,
+    across,
     constant,
     fma,
     function,
+    larger,
     load,
     look_up,
+    merged,
     offset,
     splat,
     store,
@@ -121,10 +124,6 @@ def value_scales(typingctx, packed, lowest, up, less, fractions, zeros):
     return types.void(*[types.int64] * 6), codegen
 
 
-def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
 def _upper(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """a * b / 2^16 of unsigned 16-bit numbers."""
     if WIDTH > 16:
@@ -141,22 +140,6 @@ def _weights(builder: ir.IRBuilder, below: list[ir.Value]) -> ir.Value:
     x = builder.shl(u, constant(HALVES, 8))
     fall = _upper(builder, x, builder.sub(constant(HALVES, SLOPE), _upper(builder, x, constant(HALVES, BEND))))
     return builder.lshr(builder.sub(constant(HALVES, 65535), fall), builder.lshr(u, constant(HALVES, 8)))
-
-
-def _across(builder: ir.IRBuilder, vectors: list[ir.Value], merge: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-    """The lanes of each vector merged into one: a lane for each. Parts of two vectors lie side by side from the first step on, so that all
-    together cost little more than one. Vectors: a power of two, no more than lanes."""
-    size = vectors[0].type.count
-    while size > 1:
-        count = vectors[0].type.count
-        parts = [[begin + size // 2 * part + i for begin in range(0, count, size) for i in range(size // 2)] for part in (0, 1)]
-        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], vectors[0])]
-        if len(vectors) > 1:
-            parts = [part + [count + place for place in part] for part in parts]
-        places = [ir.Constant(ir.VectorType(I32, len(part)), part) for part in parts]
-        vectors = [merge(*(builder.shuffle_vector(a, b, each) for each in places)) for a, b in pairs]
-        size //= 2
-    return vectors[0]
 
 
 def _weigh(rows: int):
@@ -176,13 +159,8 @@ def _weigh(rows: int):
                 at = offset(builder, scores, 4 * PAGE * row)
                 return [builder.fadd(load(builder, offset(builder, at, 4 * LANES * i), FLOATS, 4), lows[i]) for i in range(count)]
 
-            highest = []
-            for row in range(rows):
-                each = raised(row)
-                while len(each) > 1:
-                    each = [_larger(builder, a, b) for a, b in zip(each[::2], each[1::2], strict=True)]
-                highest += each
-            highest = _across(builder, highest, lambda a, b: _larger(builder, a, b))
+            higher = partial(larger, builder)
+            highest = across(builder, [merged(raised(row), higher) for row in range(rows)], higher)
             store(builder, builder.fmul(highest, constant(kind, LN2)), tops, 4)
             sums = []
             for row in range(rows):
@@ -201,7 +179,7 @@ def _weigh(rows: int):
                 at, carried, finish = loop(builder, groups, 1, [(I64, fractions), (I64, offset(builder, out, PAGE * row))])
                 _scaled(builder, weights, tables, *carried)
                 finish([offset(builder, carried[0], 2 * PAGE), builder.add(carried[1], stride)])
-            total = builder.uitofp(_across(builder, sums, builder.add), kind)
+            total = builder.uitofp(across(builder, sums, builder.add), kind)
             nothing = builder.fsub(highest, highest)  # unless it is no number: that must show
             store(builder, builder.fadd(builder.fmul(total, constant(kind, 2 / (UP * FULL))), nothing), totals, 4)
             return context.get_dummy_value()
@@ -235,7 +213,7 @@ def fold_sums(typingctx, m, l, tops, totals, factors, rows):
         row, _, finish = loop(builder, builder.shl(rows, I64(2)), 16, [])
         places = [builder.add(each, row) for each in (m, l, tops, totals, factors, builder.add(factors, builder.shl(rows, I64(2))))]
         old, total, new, more = (load(builder, each, four, 4) for each in places[:4])
-        top = _larger(builder, new, old)
+        top = larger(builder, new, old)
         scaled = []
         for each in (old, new):
             x, least = builder.fmul(builder.fsub(each, top), constant(four, LOG2E)), constant(four, -126.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from llvmlite import ir
 from numba import types
@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from ..layout import PAGE
 from .inner_loops import FLOATS, VECTOR
-from .int8_ir import constant, function, load, offset, splat, store
+from .int8_ir import across, constant, function, larger, load, merged, offset, splat, store
 from .intrinsics import I32
 
 LOG2E = 1.4426950408889634
@@ -19,7 +19,6 @@ MAGIC = 1.5 * 2**23  # added to a float32, it rounds to a whole number, which is
 POWER = (1.0, 0.6931471824645996, 0.24022647738456726, 0.055503323674201965, 0.009618435986340046, 0.0013398895971477032,
          0.0001535367628093809)  # 2^x for x from -1/2 to 1/2, off by at most 8e-8
 WORDS = ir.VectorType(I32, VECTOR)
-REGISTERS = 8  # vectors at a time
 
 
 def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -35,19 +34,6 @@ def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.select(low, constant(FLOATS, 0.0), builder.bitcast(scaled, FLOATS))
 
 
-def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def _across(builder: ir.IRBuilder, vector: ir.Value, merge: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-    """The lanes of a vector merged, halves with halves."""
-    while vector.type.count > 1:
-        half = vector.type.count // 2
-        places = [ir.Constant(ir.VectorType(I32, half), list(range(begin, begin + half))) for begin in (0, half)]
-        vector = merge(*(builder.shuffle_vector(vector, vector, each) for each in places))
-    return builder.extract_element(vector, I32(0))
-
-
 @intrinsic
 def softmax_row(typingctx, address, begin, end):
     """float32 scores [PAGE] -> exp(s - m) in place, 0 outside [begin, end), which is not empty. Returns (m, sum); the sum is NaN where a
@@ -56,30 +42,20 @@ def softmax_row(typingctx, address, begin, end):
     def codegen(context, builder, signature, args):
         address, begin, end = args
         first, last = (splat(builder, builder.trunc(each, I32), WORDS) for each in (begin, end))
-        count = PAGE // VECTOR
         kept = []
-        for piece in range(count):
+        for piece in range(PAGE // VECTOR):
             place = offset(builder, address, 4 * VECTOR * piece)
             lanes = ir.Constant(WORDS, list(range(VECTOR * piece, VECTOR * (piece + 1))))
             seen = builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, last))
             value = builder.select(seen, load(builder, place, FLOATS, 4), constant(FLOATS, float("-inf")))
-            if count > REGISTERS:
-                store(builder, value, place, 4)
             kept.append(value)
-        tops = kept
-        while len(tops) > 1:
-            tops = [_larger(builder, a, b) for a, b in zip(tops[::2], tops[1::2], strict=True)]
-        top = _across(builder, tops[0], lambda a, b: _larger(builder, a, b))
-        highest, sums = splat(builder, top, FLOATS), []
+        most = partial(larger, builder)
+        top = builder.extract_element(across(builder, [merged(kept, most)], most), I32(0))
+        highest, weights = splat(builder, top, FLOATS), []
         for piece, value in enumerate(kept):
-            place = offset(builder, address, 4 * VECTOR * piece)
-            value = load(builder, place, FLOATS, 4) if count > REGISTERS else value
-            weight = power_of_two(builder, builder.fmul(builder.fsub(value, highest), constant(FLOATS, LOG2E)))
-            store(builder, weight, place, 4)
-            sums.append(weight)
-        while len(sums) > 1:
-            sums = [builder.fadd(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
-        total = _across(builder, sums[0], builder.fadd)
+            weights.append(power_of_two(builder, builder.fmul(builder.fsub(value, highest), constant(FLOATS, LOG2E))))
+            store(builder, weights[-1], offset(builder, address, 4 * VECTOR * piece), 4)
+        total = builder.extract_element(across(builder, [merged(weights, builder.fadd)], builder.fadd), I32(0))
         return context.make_tuple(builder, signature.return_type, (top, total))
 
     return types.UniTuple(types.float32, 2)(*[types.int64] * 3), codegen

@@ -1,43 +1,23 @@
 """Few rows times a matrix of stored keys or values: widened in registers, where each number is used once for every row.
 
 Keys lie [D, tokens] and values [tokens, D], so scores and outputs are the same product. A page passes through the first-level cache
-once, in the type it is stored in; while it is multiplied, what comes next is asked for, a line or two a step: the processor itself does
-not look beyond the row ahead of it. On AVX-512 a step of 8 rows is two `vcvtph2ps` and 16 `vfmadd231ps`, whose factors come
-from memory.
+once, in the type it is stored in; while it is multiplied, what comes next is asked for, a line or two a step. On AVX-512 a step of 8
+rows is two `vcvtph2ps` and 16 `vfmadd231ps`, whose factors come from memory.
 """
 
 from __future__ import annotations
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from ..compile import inlined
 from ..layout import F32, PAGE
-from .inner_loops import FLOATS, LOW_ROWS, VECTOR
-from .int8_ir import ask, constant, function, in_register, load, offset, splat, store
-from .intrinsics import F16, HAS_HALF, I16, I32, I64, f32_at
+from .inner_loops import FLOATS, LOW_ROWS, VECTOR, plain_f32, widen_f16
+from .int8_ir import ask, function, in_register, load, offset, splat, store
 from .intrinsics import F32 as SINGLE
+from .intrinsics import I64, f32_at
 
 HIGH_ROWS = 8 if VECTOR == 16 else LOW_ROWS  # of a tile; 16 registers have no room for more than LOW_ROWS
-
-
-def _widen_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """VECTOR halves as floats; without an instruction for it as `arithmetic.widen_half` does it."""
-    if HAS_HALF:
-        return builder.fpext(load(builder, address, ir.VectorType(F16, VECTOR), 2), FLOATS)
-    words = ir.VectorType(I32, VECTOR)
-    raw = builder.zext(load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
-    bits = builder.shl(builder.and_(raw, constant(words, 0x7FFF)), constant(words, 13))
-    finite = builder.fmul(builder.bitcast(bits, FLOATS), constant(FLOATS, 2.0**112))
-    special = builder.icmp_unsigned(">=", bits, constant(words, 0x7C00 << 13))
-    magnitude = builder.select(special, builder.or_(bits, constant(words, 0x7F800000)), builder.bitcast(finite, words))
-    sign = builder.shl(builder.and_(raw, constant(words, 0x8000)), constant(words, 16))
-    return builder.bitcast(builder.or_(magnitude, sign), FLOATS)
-
-
-def _plain_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return load(builder, address, FLOATS, 4)
 
 
 def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: int):
@@ -87,45 +67,43 @@ def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: 
     return tile
 
 
-def _product(across: bool):
-    """`across`: A lies [tiles of rows, depth, rows of the tile], as `turn_rows` leaves it; otherwise [rows, PAGE]."""
+def _stripe(rows: int, turned: bool):
+    """The tiles of a height: of both stored types, a pair of vectors wide or one. Steps of A as `_product` has them."""
+    steps = (4, 4 * rows) if turned else (4 * PAGE, 4)
+    half_pair, half_one = (_tile(widen_f16, 2, rows, vectors, *steps) for vectors in (2, 1))
+    full_pair, full_one = (_tile(plain_f32, 4, rows, vectors, *steps) for vectors in (2, 1))
 
-    def tiles(rows: int) -> list:
-        steps = (4, 4 * rows) if across else (4 * PAGE, 4)
-        return [_tile(widen, item, rows, vectors, *steps) for widen, item in ((_widen_f16, 2), (_plain_f32, 4)) for vectors in (2, 1)]
+    @inlined()
+    def stripe(a, b, b_stride, dtype, c, c_stride, pair, depth, ahead):
+        if dtype == F32:
+            if pair:
+                full_pair(a, b, b_stride, c, c_stride, depth, ahead)
+            else:
+                full_one(a, b, b_stride, c, c_stride, depth, ahead)
+        elif pair:
+            half_pair(a, b, b_stride, c, c_stride, depth, ahead)
+        else:
+            half_one(a, b, b_stride, c, c_stride, depth, ahead)
 
-    half_high_2, half_high_1, full_high_2, full_high_1 = tiles(HIGH_ROWS)
-    half_low_2, half_low_1, full_low_2, full_low_1 = tiles(LOW_ROWS)
+    return stripe
+
+
+def _product(turned: bool):
+    """`turned`: A lies [tiles of rows, depth, rows of the tile], as `turn_rows` leaves it; otherwise [rows, PAGE]."""
+    high, low = _stripe(HIGH_ROWS, turned), _stripe(LOW_ROWS, turned)
 
     @inlined()
     def product(a, b, b_stride, dtype, c, c_stride, rows, columns, depth, ahead):
         item = 4 if dtype == F32 else 2
         for j in range(0, columns, 2 * VECTOR):
             pair, r = j + 2 * VECTOR <= columns, 0
-            source = b + item * j
             while r < rows:
-                own, target = a + 4 * r * (depth if across else PAGE), c + r * c_stride + 4 * j
+                own, target = a + 4 * r * (depth if turned else PAGE), c + r * c_stride + 4 * j
                 if r + HIGH_ROWS <= rows:
-                    if dtype == F32:
-                        if pair:
-                            full_high_2(own, source, b_stride, target, c_stride, depth, ahead)
-                        else:
-                            full_high_1(own, source, b_stride, target, c_stride, depth, ahead)
-                    elif pair:
-                        half_high_2(own, source, b_stride, target, c_stride, depth, ahead)
-                    else:
-                        half_high_1(own, source, b_stride, target, c_stride, depth, ahead)
+                    high(own, b + item * j, b_stride, dtype, target, c_stride, pair, depth, ahead)
                     r += HIGH_ROWS
                 else:
-                    if dtype == F32:
-                        if pair:
-                            full_low_2(own, source, b_stride, target, c_stride, depth, ahead)
-                        else:
-                            full_low_1(own, source, b_stride, target, c_stride, depth, ahead)
-                    elif pair:
-                        half_low_2(own, source, b_stride, target, c_stride, depth, ahead)
-                    else:
-                        half_low_1(own, source, b_stride, target, c_stride, depth, ahead)
+                    low(own, b + item * j, b_stride, dtype, target, c_stride, pair, depth, ahead)
                     r += LOW_ROWS
             ahead += item * depth * min(2 * VECTOR, columns - j)
 
