@@ -30,6 +30,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     from . import threads
     from .cpu import (
         attention,
+        attention_few,
         experts,
         foreign_blocks,
         foreign_floats,
@@ -54,7 +55,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     modules = {LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                KV: (kv_attention, kv_few, kv_merge, kv_seal), BUNDLED: (neurons,), SPARSE: (estimates,),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats),
-               RAW: (sampling, attention, linear, rows, experts, threads, roof)}
+               RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof)}
     return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
             if isinstance(value, Kernel | Jit) and (value is gemm.multiply_exact) == (kind == EXACT)]
 

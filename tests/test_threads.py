@@ -5,12 +5,15 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import import_module
+from pkgutil import walk_packages
 
 import numpy as np
 import pytest
 
+from effllm import kernels
 from effllm.kernels import warm
-from effllm.kernels.compile import cache_folder, cache_key, kernel
+from effllm.kernels.compile import Jit, Kernel, cache_folder, cache_key, kernel
 from effllm.kernels.cpu.intrinsics import fetch_add, i64_at
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
 
@@ -106,6 +109,15 @@ def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")},
                           capture_output=True, text=True)
     assert done.stdout == "ran\n", done.stderr
+
+
+def test_every_kernel_of_a_run_is_compiled_before_it():
+    """A kernel in no list would be compiled in the middle of a prompt, silently, and the compiler's memory is in no plan."""
+    listed = {id(function) for function in warm.compiled_functions()}
+    modules = [import_module(found.name) for found in walk_packages(kernels.__path__, f"{kernels.__name__}.") if ".cuda" not in found.name]
+    unlisted = {value.name for module in modules for value in vars(module).values()
+                if isinstance(value, Kernel | Jit) and id(value) not in listed}
+    assert unlisted == {"quantise.search_rows", "quantise.call_alone", "weight_error.squared_error"}, "what quantizing alone needs"
 
 
 def test_the_cache_is_named_by_all_kernel_sources():
