@@ -146,6 +146,10 @@ class PartFile:
     def readinto(self, offset: int, view: memoryview) -> int:
         return os.preadv(self._fd, [view], offset)
 
+    def splice(self, offset: int, pipe: int, nbytes: int) -> int:
+        """Send up to `nbytes` from `offset` into a pipe, without a copy; none where the file is shorter. Raises BrokenPipeError."""
+        return os.splice(self._fd, pipe, nbytes, offset_src=offset)
+
     def restart(self, keep: int = 0) -> None:
         """Forget and free everything from `keep` on; the file keeps its length, the disk gets the space back."""
         with self._lock:

@@ -6,26 +6,25 @@ between is given up after some attempts. The threads live inside `transfer` and 
 
 from __future__ import annotations
 
-import hashlib
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from .. import DownloadFailed, EffllmError
 from .backoff import Backoff
 from .connection import ConnectionFailed, Network
-from .part_file import Digest, PartFile
+from .part_file import PartFile
+from .running_hash import Xet, begin_hash
 
 CONNECTIONS = 8
 RANGE_NBYTES = 32 << 20
 FIRST_NBYTES = 4 << 20  # the ranges at a file's beginning: what comes at once is hashed at once
 BACKLOG_NBYTES = 64 << 20  # this far behind, the hash decides when the file is complete, and receivers leave it the processor
 PIECE_NBYTES = 1 << 20
-HASH_NBYTES = 4 << 20
 TICK_S = 0.1
 SILENCE_S = 3.0
 LEAVE_S = 3.0  # for a thread that is waiting for a host to answer at all
@@ -55,10 +54,11 @@ class StartOver(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A file to be completed. `name` is what a person calls it."""
+    """A file to be completed. `name` is what a person calls it; `xet`: its hash in Xet, once the server has named one."""
 
     name: str
     part: PartFile
+    xet: Callable[[], str | None] | None = None
 
 
 OpenRange = Callable[[str, int, int], Body]  # (name, begin, end) -> the bytes; raises TryAgain, StartOver, ConnectionFailed, EffllmError
@@ -90,6 +90,7 @@ class _State:
     wanted: Wanted
     generation: int = 0  # counts fresh starts: a range of an older one is void
     damages: int = 0
+    is_doubted: bool = False  # its hash in Xet was not the one that was named: its own decides
     received: int = 0  # bytes of this start
     hashed: int = 0  # bytes, those of earlier runs included
     writing: threading.Lock = field(default_factory=threading.Lock)  # so that nothing of an older start lands in a newer
@@ -310,11 +311,10 @@ class _Work:
 
     def check(self) -> None:
         """Hash each file behind its receivers, in order."""
-        buffer = memoryview(bytearray(HASH_NBYTES))
         try:
             for index, state in enumerate(self._states):
                 self._checking = index
-                while not self._matches(state, buffer):
+                while not self._matches(state):
                     if self._stopping:
                         return
                 with self._changed:
@@ -323,32 +323,33 @@ class _Work:
         except Exception as error:
             self._fail(error)
 
-    def _matches(self, state: _State, buffer: memoryview) -> bool:
-        """Wait for all bytes and hash them; False where the process stops or the file has to come again."""
-        part, generation = state.wanted.part, state.generation
-        running = new_hash(part.digest, part.size)
-        at = 0
-        while at < part.size:
-            with self._changed:
-                while not self._stopping and state.generation == generation and (end := part.covered_from(at)) == at:
-                    self._changed.wait(1.0)
-                if self._stopping or state.generation != generation:
+    def _matches(self, state: _State) -> bool:
+        """Wait for all bytes and hash them; False where the process stops, the file has to come again or another hash has to decide."""
+        part, generation, at = state.wanted.part, state.generation, 0
+        if self._reaches(state, generation, at) is None:  # until then the server has named no hash
+            return False
+        with closing(begin_hash(part, None if state.is_doubted else state.wanted.xet)) as running:
+            while at < part.size:
+                if (end := self._reaches(state, generation, at)) is None:
                     return False
-            count = part.readinto(at, buffer[: min(len(buffer), end - at)])
-            if not count:
-                with state.writing:  # a fresh start empties the file for a moment
-                    if state.generation != generation:
-                        return False
-                raise EffllmError(f"{part.path} became shorter while it was being written", "run the same command again")
-            if running is not None:
-                running.update(buffer[:count])
-            at += count
-            with self._changed:
-                if state.generation == generation:
-                    state.hashed = at
-                    self._changed.notify_all()
-        if running is None or running.hexdigest() == part.digest.value:
-            return True
+                try:
+                    count = running.take(part, at, end - at)
+                except BrokenPipeError:
+                    return self._doubt(state)
+                if not count:
+                    with state.writing:  # a fresh start empties the file for a moment
+                        if state.generation != generation:
+                            return False
+                    raise EffllmError(f"{part.path} became shorter while it was being written", "run the same command again")
+                at += count
+                with self._changed:
+                    if state.generation == generation:
+                        state.hashed = at
+                        self._changed.notify_all()
+            if running.is_right():
+                return True
+        if isinstance(running, Xet):
+            return self._doubt(state)
         with self._changed:
             state.damages += 1
             if state.damages >= DAMAGES:
@@ -359,20 +360,18 @@ class _Work:
             self._renew(state, whole=False)
         return False
 
+    def _reaches(self, state: _State, generation: int, at: int) -> int | None:
+        """How far the file is here without a gap, once that is past `at`; None where the process stops or the file starts over."""
+        with self._changed:
+            while not self._stopping and state.generation == generation:
+                end = state.wanted.part.covered_from(at)
+                if end > at or at >= state.wanted.part.size:
+                    return end
+                self._changed.wait(1.0)
+            return None
 
-def new_hash(digest: Digest | None, size: int):
-    """A running hash of the digest's kind; None where nothing is to be checked."""
-    if digest is None:
-        return None
-    if digest.algorithm == "git-sha1":
-        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    return hashlib.sha256()
-
-
-def matches(path: str | os.PathLike, digest: Digest) -> bool:
-    """Whether a file on the disk hashes to `digest`."""
-    with open(path, "rb") as file:
-        running = new_hash(digest, os.fstat(file.fileno()).st_size)
-        while piece := file.read(HASH_NBYTES):
-            running.update(piece)
-    return running.hexdigest() == digest.value
+    def _doubt(self, state: _State) -> bool:
+        """Hash it again, by the digest that its name in the cache is: that one decides whether it has to come again."""
+        with self._changed:
+            state.is_doubted, state.hashed = True, 0
+        return False

@@ -15,7 +15,7 @@ import numpy as np
 from .. import ModelNotFound, UsageError
 from ..offload.checkpoint import TensorStore
 from ..offload.part_file import Digest
-from ..offload.transfer import matches
+from ..offload.running_hash import matches
 from .container import check_stored, read_container
 from .events import Progress
 from .gguf.names import all_parts

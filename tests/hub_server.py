@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import ssl
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -78,6 +82,15 @@ def git_sha1(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
+def xet_hash(content: bytes) -> str:
+    """As the library that hubs are filled with computes it; in a process of its own, for it catches Ctrl-C and logs."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        command = [sys.executable, "-c", "import hf_xet, sys; print(hf_xet.hash_files(sys.argv[1:])[0].hash)", file.name]
+        return subprocess.run(command, env=os.environ | {"HF_XET_LOG_DEST": ""}, capture_output=True, text=True, check=True).stdout.strip()
+
+
 # What a request gets instead of its answer: (status, headers, body), or None for the usual one.
 Reply = tuple[int, dict[str, str], bytes]
 Disturbance = Callable[[Request], Reply | None]
@@ -87,7 +100,7 @@ Disturbance = Callable[[Request], Reply | None]
 class Hub:
     """`disturb` is asked first on every request; `cut_after` bytes of a body, connections break for `cuts` times; `rate` bytes a second and
     connection slow the storage down; `ranges` False ignores them; `direct`: no storage behind; `swap` changes bytes of a file on the way,
-    `tags` its ETag."""
+    `tags` its ETag; `xet` names its hash in Xet."""
 
     repos: dict[str, Repo] = field(default_factory=dict)
     disturb: Disturbance | None = None
@@ -98,6 +111,7 @@ class Hub:
     direct: bool = False
     swap: dict[str, bytes] = field(default_factory=dict)
     tags: dict[str, Iterator[str]] = field(default_factory=dict)
+    xet: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     served: Counter = field(default_factory=Counter)
     endpoint: str = ""
@@ -232,6 +246,8 @@ class Handler(BaseHTTPRequestHandler):
         if file.endswith(LFS_SUFFIXES) and not self.hub.direct:
             headers |= {"X-Linked-Etag": f'"{etag(file, content)}"', "X-Linked-Size": str(len(content)),
                         "Location": f"{self.hub.storage}/{name}/{file}?signed=yes"}
+            if file in self.hub.xet:
+                headers["X-Xet-Hash"] = self.hub.xet[file]
             self.send(302, headers, b"", body)
         else:
             self.send_file(name, file, headers | {"ETag": f'"{etag(file, content)}"'}, request, body)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError
+from effllm.offload import running_hash
 from effllm.offload import transfer as transfer_module
 from effllm.offload.part_file import Digest, PartFile
 from effllm.offload.transfer import PIECE_NBYTES, Complete, StartOver, Trouble, Wanted, transfer
@@ -117,7 +118,7 @@ def test_a_file_that_somebody_cuts_is_said(part: Watched) -> None:
 
 def slow_to_hash(monkeypatch: pytest.MonkeyPatch, behind: list[int], received: Callable[[], int]) -> None:
     """A hash that takes its time, and notes how many bytes wait for it."""
-    made = transfer_module.new_hash
+    made = running_hash.new_hash
 
     class Slow:
         def __init__(self, digest: Digest, size: int) -> None:
@@ -132,9 +133,9 @@ def slow_to_hash(monkeypatch: pytest.MonkeyPatch, behind: list[int], received: C
         def hexdigest(self) -> str:
             return self.hash.hexdigest()
 
-    monkeypatch.setattr(transfer_module, "new_hash", Slow)
-    for name, value in {"RANGE_NBYTES": 64 << 10, "FIRST_NBYTES": 16 << 10, "PIECE_NBYTES": 16 << 10, "HASH_NBYTES": 64 << 10,
-                        "BACKLOG_NBYTES": 256 << 10}.items():
+    monkeypatch.setattr(running_hash, "new_hash", Slow)
+    monkeypatch.setattr(running_hash, "HASH_NBYTES", 64 << 10)
+    for name, value in {"RANGE_NBYTES": 64 << 10, "FIRST_NBYTES": 16 << 10, "PIECE_NBYTES": 16 << 10, "BACKLOG_NBYTES": 256 << 10}.items():
         monkeypatch.setattr(transfer_module, name, value)
 
 

@@ -18,7 +18,8 @@ from ... import DownloadFailed, EffllmError, ModelNotFound, __version__
 from ...offload.backoff import Backoff, retry_after
 from ...offload.connection import CREDENTIAL, ConnectionFailed, Network, Response, Url
 from ...offload.part_file import Digest
-from ...offload.transfer import StartOver, TryAgain, new_hash
+from ...offload.running_hash import new_hash
+from ...offload.transfer import StartOver, TryAgain
 from .. import hub
 from ..config_reader import show
 
@@ -91,6 +92,7 @@ class Client:
         self._lock = threading.Lock()
         self._places: dict[str, str] = {}  # where a file's bytes are, once a redirect has told
         self._tags: dict[str, str] = {}  # the tag that its bytes came with
+        self._xet: dict[str, str] = {}  # its hash in Xet, where the hub keeps it so
         try:
             self._home = Url.parse(self.endpoint)
         except ConnectionFailed as error:
@@ -184,6 +186,11 @@ class Client:
         return DownloadFailed(f"{self.endpoint} cannot be reached: {reason}",
                               step or "check the network, HTTPS_PROXY and HF_ENDPOINT; effllm list shows what is here")
 
+    def xet_hash(self, file: RemoteFile) -> str | None:
+        """What the hub has named beside a file's digest, in the answers to requests for it."""
+        with self._lock:
+            return self._xet.get(file.name)
+
     # -- ranges of large files -----------------------------------------------------------------------------------------------------
 
     def open_range(self, repo: str, commit: str, file: RemoteFile, begin: int, end: int) -> Response:
@@ -263,6 +270,9 @@ class Client:
         try:
             if file is not None and at_home and response.status < 400:
                 check_version(response, file, commit)
+                if (value := response.header("X-Xet-Hash")) is not None:
+                    with self._lock:
+                        self._xet[file.name] = value.strip().lower()
             location = response.header("Location")
             if response.status not in REDIRECTS or not location:
                 return response, None

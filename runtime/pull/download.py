@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -158,7 +159,7 @@ def complete(place: Place, repository: Repository, files: Sequence[RemoteFile], 
     if not absent:
         return
     named = {file.name: file for file in absent}
-    parts = [Wanted(file.name, place.part(file)) for file in absent]
+    parts = [Wanted(file.name, place.part(file), partial(client.xet_hash, file)) for file in absent]
     try:
         rate = Rate(sum(wanted.part.held for wanted in parts))
         events = transfer(parts, lambda name, begin, end: client.open_range(repository.asked, repository.commit, named[name], begin, end),

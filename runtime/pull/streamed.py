@@ -221,7 +221,7 @@ def _fetch(shard: Shard, plan: PullPlan, client: Client, before: int) -> Iterato
     """Complete a shard; its bytes are those that the hub's checksum names, and its head is the one that was planned with."""
     repository, part = plan.repository, shard.part
     rate = Rate(part.held)
-    events = transfer([Wanted(shard.file.name, part)],
+    events = transfer([Wanted(shard.file.name, part, lambda: client.xet_hash(shard.file))],
                       lambda name, begin, end: client.open_range(repository.asked, repository.commit, shard.file, begin, end),
                       client.network, backoff=client.backoff)
     with closing(events):

@@ -1,0 +1,133 @@
+"""The checksum of a file while it grows: sha256 and git's sha1 here, the hash of Xet in a process beside this one.
+
+A hub that keeps its files in Xet names two hashes of each: sha256, one chain through all of its bytes, and a tree of BLAKE3 over
+content-defined chunks. Without instructions for sha256 a processor takes two to three times as long for that, more than a fast line takes
+for the bytes; `benchmarks/pull_rate.py` has the rates. hf_xet, which huggingface_hub brings along, computes the other one. It catches
+Ctrl-C and keeps a log wherever it is loaded, so it is loaded in a process of its own, and the bytes go there from file to pipe without
+passing through this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Protocol
+
+from .part_file import Digest, PartFile
+
+HASH_NBYTES = 4 << 20
+LARGE_NBYTES = 128 << 20  # what a process more is begun for: a tenth of a second
+SLOW = 0.8e9  # bytes a second of sha256: 0.2 to 0.5e9 without instructions for it, 1.5 to 2.5e9 with them
+PROBE_NBYTES = 1 << 20
+PIPE_NBYTES = 1 << 20  # what a process may ask for without privileges
+F_SETPIPE_SZ = 1031  # Linux; in `fcntl` since Python 3.10, and not on other systems
+XET = "import hf_xet; print(hf_xet.hash_files(['/dev/stdin'])[0].hash)"
+END_S = 60.0  # for what is still in the pipe when the last byte went in
+
+
+class RunningHash(Protocol):
+    """Takes a file in order."""
+
+    def take(self, part: PartFile, at: int, nbytes: int) -> int:
+        """Go on with up to `nbytes` from `at`, which are there; how many it took, none where the file is shorter. Raises OSError."""
+
+    def is_right(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Read:
+    """The file's own digest, computed here; with none it only sees that the bytes are there."""
+
+    def __init__(self, digest: Digest | None, size: int) -> None:
+        self._digest, self._hash = digest, new_hash(digest, size)
+        self._buffer = memoryview(bytearray(min(HASH_NBYTES, max(1, size))))
+
+    def take(self, part: PartFile, at: int, nbytes: int) -> int:
+        count = part.readinto(at, self._buffer[: min(len(self._buffer), nbytes)])
+        if self._hash is not None:
+            self._hash.update(self._buffer[:count])
+        return count
+
+    def is_right(self) -> bool:
+        return self._hash is None or self._hash.hexdigest() == self._digest.value
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Xet:
+    """The hash of Xet. A process that dies is a hash that is wrong: the caller has the other one."""
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+        env = os.environ | {"HF_XET_LOG_DEST": ""}  # to its stderr, which nobody reads
+        self._process = subprocess.Popen([sys.executable, "-I", "-c", XET], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is answered by this process
+        self._pipe = self._process.stdin.fileno()
+        with contextlib.suppress(OSError):  # a smaller pipe is only slower
+            import fcntl
+
+            fcntl.fcntl(self._pipe, F_SETPIPE_SZ, PIPE_NBYTES)
+
+    def take(self, part: PartFile, at: int, nbytes: int) -> int:
+        return part.splice(at, self._pipe, min(HASH_NBYTES, nbytes))
+
+    def is_right(self) -> bool:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            return self._process.communicate(timeout=END_S)[0].decode("ascii", "replace").strip() == self._value
+        return False
+
+    def close(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(OSError):
+            self._process.communicate()
+
+
+def begin_hash(part: PartFile, xet: Callable[[], str | None] | None) -> RunningHash:
+    """The hash that checks `part` soonest. `xet` is asked for what the server has named by now."""
+    if xet is not None and part.size >= LARGE_NBYTES and can_xet() and sha256_is_slow() and (value := xet()) is not None:
+        with contextlib.suppress(OSError):  # no process is to be had
+            return Xet(value)
+    return Read(part.digest, part.size)
+
+
+@cache
+def can_xet() -> bool:
+    return sys.platform == "linux" and importlib.util.find_spec("hf_xet") is not None
+
+
+@cache
+def sha256_is_slow() -> bool:
+    """Measured: which instructions it uses is the library's affair."""
+    data, took = bytes(PROBE_NBYTES), []
+    for _ in range(3):
+        began = time.perf_counter()
+        hashlib.sha256(data).digest()
+        took.append(time.perf_counter() - began)
+    return PROBE_NBYTES / min(took) < SLOW
+
+
+def new_hash(digest: Digest | None, size: int):
+    """A running hash of the digest's kind; None where nothing is to be checked."""
+    if digest is None:
+        return None
+    if digest.algorithm == "git-sha1":
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    return hashlib.sha256()
+
+
+def matches(path: str | os.PathLike, digest: Digest) -> bool:
+    """Whether a file on the disk hashes to `digest`."""
+    with open(path, "rb") as file:
+        running = new_hash(digest, os.fstat(file.fileno()).st_size)
+        while piece := file.read(HASH_NBYTES):
+            running.update(piece)
+    return running.hexdigest() == digest.value

@@ -1,0 +1,178 @@
+"""The hash of Xet in a process beside: right, wrong, killed, and chosen where sha256 is what a pull would wait for."""
+
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hub_server import Hub, running, xet_hash
+from test_transfer import Quiet
+
+from effllm import DownloadFailed
+from effllm.offload import running_hash
+from effllm.offload.part_file import Digest, PartFile
+from effllm.offload.running_hash import Read, Xet, begin_hash
+from effllm.offload.transfer import Complete, Received, Trouble, Wanted, transfer
+from effllm.runtime.pull.client import Client
+from effllm.runtime.pull.download import download
+from effllm.runtime.pull.repository import describe
+
+CONTENT = os.urandom((5 << 20) + 12345)
+OTHER = bytes(1) + CONTENT[1:]
+SHA256 = Digest("sha256", hashlib.sha256(CONTENT).hexdigest())
+
+
+@pytest.fixture(scope="module")
+def named() -> str:
+    return xet_hash(CONTENT)
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[PartFile]:
+    part = PartFile(tmp_path / "data", tmp_path / "journal", len(CONTENT), SHA256)
+    yield part
+    part.close()
+
+
+@pytest.fixture
+def whole(empty: PartFile) -> PartFile:
+    empty.write(0, CONTENT)
+    return empty
+
+
+@pytest.fixture
+def slow_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_hash, "sha256_is_slow", lambda: True)
+    monkeypatch.setattr(running_hash, "LARGE_NBYTES", 1 << 20)
+
+
+class Body:
+    def __init__(self, content: bytes, begin: int) -> None:
+        self.content, self.at = content, begin
+
+    def readinto(self, view: memoryview) -> int:
+        count = min(len(view), len(self.content) - self.at)
+        view[:count] = self.content[self.at : self.at + count]
+        self.at += count
+        return count
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def taken(hashed: Xet | Read, part: PartFile, end: int = len(CONTENT)) -> bool:
+    at = 0
+    while at < end:
+        at += hashed.take(part, at, end - at)
+    return hashed.is_right()
+
+
+def test_it_is_the_hash_that_hubs_name(whole: PartFile, named: str) -> None:
+    with closing(Xet(named)) as hashed:
+        assert taken(hashed, whole)
+    with closing(Xet(xet_hash(OTHER))) as hashed:
+        assert not taken(hashed, whole)
+    with closing(Xet(named)) as hashed:
+        assert not taken(hashed, whole, len(CONTENT) - 1)
+    assert hashed._process.poll() is not None
+
+
+def test_a_process_that_is_closed_before_it_has_all(whole: PartFile, named: str) -> None:
+    with closing(Xet(named)) as hashed:
+        assert hashed.take(whole, 0, 100) == 100 and hashed._process.poll() is None
+    assert hashed._process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("large, slow, value, usable, kind", [
+    (True, True, "0" * 64, True, Xet), (False, True, "0" * 64, True, Read), (True, False, "0" * 64, True, Read),
+    (True, True, None, True, Read), (True, True, "0" * 64, False, Read)])
+def test_which_hash_is_begun(whole: PartFile, monkeypatch: pytest.MonkeyPatch, large: bool, slow: bool, value: str | None, usable: bool,
+                             kind: type) -> None:
+    monkeypatch.setattr(running_hash, "LARGE_NBYTES", len(CONTENT) + (not large))
+    monkeypatch.setattr(running_hash, "sha256_is_slow", lambda: slow)
+    monkeypatch.setattr(running_hash, "can_xet", lambda: usable)
+    with closing(begin_hash(whole, lambda: value)) as hashed:
+        assert type(hashed) is kind
+    with closing(begin_hash(whole, None)) as hashed:
+        assert type(hashed) is Read
+
+
+def test_where_no_process_is_to_be_had_sha256_checks(whole: PartFile, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+    monkeypatch.setattr(running_hash.sys, "executable", "/nowhere/python")
+    with closing(begin_hash(whole, lambda: "0" * 64)) as hashed:
+        assert isinstance(hashed, Read) and taken(hashed, whole)
+
+
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Xet]:
+    """Those that a transfer begins."""
+    made: list[Xet] = []
+    usual = Xet.__init__
+
+    def noted(self: Xet, value: str) -> None:
+        usual(self, value)
+        made.append(self)
+
+    monkeypatch.setattr(Xet, "__init__", noted)
+    return made
+
+
+def all_of(part: PartFile, content: bytes, xet: str) -> list[object]:
+    wanted = Wanted("weights", part, lambda: xet)
+    return [event for event in transfer([wanted], lambda name, begin, end: Body(content, begin), Quiet()) if not isinstance(event, Received)]
+
+
+def test_a_transfer_is_checked_by_it_alone(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+    made = begun(monkeypatch)
+    monkeypatch.setattr(Read, "take", None)
+    assert [type(event) for event in all_of(empty, CONTENT, named)] == [Complete]
+    assert len(made) == 1 and empty.path.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("xet", ["0" * 64, "nonsense", ""])
+def test_sha256_decides_where_another_hash_was_named(empty: PartFile, xet: str, monkeypatch: pytest.MonkeyPatch,
+                                                     slow_processor: None) -> None:
+    made = begun(monkeypatch)
+    assert [type(event) for event in all_of(empty, CONTENT, xet)] == [Complete], "the bytes are right, and do not come twice"
+    assert len(made) == 1
+
+
+def test_bytes_that_are_wrong_come_again_and_are_refused_then(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch,
+                                                              slow_processor: None) -> None:
+    made = begun(monkeypatch)
+    events = []
+    with pytest.raises(DownloadFailed, match="its checksum is wrong, twice"):
+        for event in transfer([Wanted("weights", empty, lambda: named)], lambda name, begin, end: Body(OTHER, begin), Quiet()):
+            events.append(event)
+    assert [event.text for event in events if isinstance(event, Trouble)] == ["weights: its checksum is wrong; fetching it again"]
+    assert not any(isinstance(event, Complete) for event in events) and len(made) == 1
+
+
+def test_a_process_that_is_killed_in_between(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+    usual, killed = Xet.take, []
+
+    def killing(self: Xet, part: PartFile, at: int, nbytes: int) -> int:
+        if at:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            killed.append(at)
+        return usual(self, part, at, min(nbytes, 1 << 20))
+
+    monkeypatch.setattr(Xet, "take", killing)
+    assert [type(event) for event in all_of(empty, CONTENT, named)] == [Complete]
+    assert len(killed) == 1
+
+
+def test_a_pull_asks_the_hub_for_it(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+    made = begun(monkeypatch)
+    hub = Hub(xet={"model.safetensors": named})
+    hub.add("org/model", files={"config.json": b"{}", "model.safetensors": CONTENT})
+    with running(hub):
+        env = {"HOME": str(tmp_path), "HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(tmp_path / "hub")}
+        client = Client(env)
+        repository = describe(client, "org/model", "main")
+        *_, folder = download(repository, list(repository.files.values()), client, env)
+        assert (folder / "model.safetensors").read_bytes() == CONTENT and len(made) == 1
+        assert (folder / "model.safetensors").resolve().name == SHA256.value, "its name in the cache is the other hash"
