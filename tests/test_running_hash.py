@@ -121,7 +121,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Xet]:
 
 def all_of(part: PartFile, content: bytes, xet: str) -> list[object]:
     wanted = Wanted("weights", part, lambda: xet)
-    return [event for event in transfer([wanted], lambda name, begin, end: Body(content, begin), Quiet()) if not isinstance(event, Received)]
+    events = transfer([wanted], lambda name, begin, end: Body(content, begin), Quiet())
+    return [event for event in events if not isinstance(event, Received)]
 
 
 def test_a_transfer_is_checked_by_it_alone(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
