@@ -6,8 +6,7 @@ what happened to be pinned), B the disk's rate for the very reads that a token m
 before, between and after the answers. The file is out of the page cache before. With --peer llama.cpp runs the same weights from a mapped
 file, and both run in a memory cgroup of the budget that is made for them; that needs root and version 1 of cgroups. --accelerate adds
 transformers with accelerate's disk offload on the same folder and in the same cgroup: it gets as many bytes of weights in memory as ours.
---prompts adds prompts of 128 and 512 tokens, held against one pass over the disk and against the same prompts with all weights in memory,
-which are read before and after.
+--prompts adds prompts of 128 and 512 tokens, held against one pass over the disk and against the same prompts with all weights in memory.
 
     python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama              # random weights of a shape, bf16; --bits 4 for low-bit
     python benchmarks/offload.py /data/tinyllama --ram 1.2G --tokens 6
@@ -21,6 +20,8 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -35,10 +36,10 @@ from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
 from made_folder import of_store, write_folder, write_marker
+from offload_prompts import CTX, by_turns
 from report import Figure, publish
 
 PROBE_S = 1.5
-PROMPTS, CTX = (128, 512), 640
 CGROUP = Path("/sys/fs/cgroup/memory/effllm-benchmark")
 INTRO = "Weights are random, which changes no speed; reads are direct, in order of use, and run beside the computation."
 
@@ -81,31 +82,7 @@ def probe(engine: Engine) -> float:
     return rate
 
 
-def prompt_seconds(engine: Engine) -> dict[str, float]:
-    """Seconds to read prompts, medians of three."""
-    found = {}
-    for tokens in PROMPTS:
-        seconds = []
-        for _ in range(3):
-            engine.reset()
-            started = time.perf_counter()
-            for _ in engine.prefill([100 + at % 900 for at in range(tokens)]):
-                continue
-            seconds.append(time.perf_counter() - started)
-        found[f"prompt{tokens}_s"] = median(seconds)
-    return found
-
-
-def resident(folder: Path, threads: int | None) -> dict[str, float]:
-    """The same prompts with everything in memory."""
-    *_, engine = open_engine(folder, EngineOptions(device="cpu", ctx=CTX, threads=threads))
-    assert isinstance(engine, Engine) and engine.prepared.streams is None
-    found = prompt_seconds(engine)
-    engine.close()
-    return found
-
-
-def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | None, prompts: bool) -> dict[str, float]:
+def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | None) -> dict[str, float]:
     """Decode of one process, rounds of `tokens` between probes of the disk."""
     paths = sorted(folder.glob("*.safetensors"))
     evict(paths)
@@ -133,8 +110,7 @@ def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | Non
     room = placement.budget.ram - placement.baseline_bytes - placement.kv_bytes - placement.workspace_bytes - ring - FETCH_NBYTES
     # The first token after a probe finds the ring full; a token in a row pays for all that it streams.
     steady = [second for place, second in enumerate(seconds) if place % tokens]
-    prompts = prompt_seconds(engine) if prompts else {}
-    result = {**prompts, "disk_gbps": median(rates) / 1e9, "needed_gb": needed / 1e9, "memory_gb": room / 1e9,
+    result = {"disk_gbps": median(rates) / 1e9, "needed_gb": needed / 1e9, "memory_gb": room / 1e9,
               "read_per_token_gb": read / 1e9,
               "seconds_per_token": median(steady), "waited_s": median(waits), "tokens_per_s": 1 / median(steady), "prefill32_s": prefill_s,
               "roof_tokens_per_s": median(rates) / (needed - room), "peak_gb": peak_rss() / 1e9, "budget_gb": placement.budget.ram / 1e9}
@@ -165,26 +141,27 @@ def alone(asked: argparse.Namespace) -> dict[str, float]:
 
         evict(sorted(asked.folder.glob("*.safetensors")))  # what another process has read is in nobody's budget
         return accelerate(asked.folder, asked.room, asked.tokens)
-    if asked.alone == "resident":
-        return resident(asked.folder, asked.threads)
-    return measure(asked.folder, asked.ram, asked.tokens, asked.rounds, asked.threads, asked.prompts)
+    return measure(asked.folder, asked.ram, asked.tokens, asked.rounds, asked.threads)
+
+
+@contextmanager
+def short_of_memory(nbytes: int | None) -> Iterator[Callable[[], None] | None]:
+    """What a child process calls to be in a memory cgroup of so many bytes."""
+    if nbytes is None:
+        yield None
+        return
+    CGROUP.mkdir(exist_ok=True)
+    (CGROUP / "memory.limit_in_bytes").write_text(str(nbytes))
+    try:
+        yield lambda: (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
+    finally:
+        CGROUP.rmdir()
 
 
 def child(arguments: list[str], limit: int | None = None, script: str = __file__) -> dict[str, float]:
-    """What a process of its own prints last; with `limit`, in a memory cgroup of so many bytes."""
-
-    def enter() -> None:
-        (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
-
-    if limit is not None:
-        CGROUP.mkdir(exist_ok=True)
-        (CGROUP / "memory.limit_in_bytes").write_text(str(limit))
-    try:
-        ran = subprocess.run([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True,
-                             preexec_fn=enter if limit is not None else None)
-    finally:
-        if limit is not None:
-            CGROUP.rmdir()
+    """What a process of its own prints last."""
+    with short_of_memory(limit) as enter:
+        ran = subprocess.run([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True, preexec_fn=enter)
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -202,7 +179,7 @@ def main() -> int:
     parser.add_argument("--prompts", action="store_true", help="measure prompts as well")
     parser.add_argument("--room", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--publish", metavar="NAME", help="keep the result under this name")
-    parser.add_argument("--alone", choices=("own", "peer", "accelerate", "resident"), help=argparse.SUPPRESS)
+    parser.add_argument("--alone", choices=("own", "peer", "accelerate"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.make:
         make(asked.make, asked.folder, asked.bits)
@@ -211,8 +188,7 @@ def main() -> int:
         print(json.dumps(alone(asked)))
         return 0
     limit = parse_size(asked.ram) if asked.peer or asked.accelerate else None
-    more = [*(["--threads", str(asked.threads)] if asked.threads else []), *(["--prompts"] if asked.prompts else [])]
-    there = [child([str(asked.folder), "--alone", "resident", *more])] if asked.prompts else []
+    more = ["--threads", str(asked.threads)] if asked.threads else []
     own = child([str(asked.folder), "--alone", "own", "--ram", asked.ram, "--tokens", str(asked.tokens), "--rounds", str(asked.rounds),
                  *more], limit)
     under = f"{asked.folder.name} in {asked.ram}"
@@ -227,13 +203,12 @@ def main() -> int:
                Figure("prefill32_s", "prompt of 32 tokens", under, own["prefill32_s"], "s"),
                Figure("peak_gb", "most memory held", f"budget {own['budget_gb']:.2f} GB", own["peak_gb"], "GB")]
     if asked.prompts:
-        there.append(child([str(asked.folder), "--alone", "resident", *more]))
-        disk_s = own["read_per_token_gb"] / own["disk_gbps"]
-        for tokens in PROMPTS:
-            took, compute = own[f"prompt{tokens}_s"], median(each[f"prompt{tokens}_s"] for each in there)
-            figures += [Figure(f"prompt{tokens}_s", f"prompt of {tokens} tokens", under, took, "s"),
-                        Figure(f"prompt{tokens}_share", "over the longer of a pass over the disk and the same in memory",
-                               f"{disk_s:.2f} s and {compute:.2f} s", took / max(disk_s, compute), "x")]
+        with short_of_memory(limit) as enter:
+            prompts = by_turns(asked.folder, asked.ram, asked.threads, enter)
+        for tokens, prompt in prompts.items():
+            figures += [Figure(f"prompt{tokens}_s", f"prompt of {tokens} tokens", under, prompt.streamed_s, "s"),
+                        Figure(f"prompt{tokens}_share", "over the longer of a pass over the disk and the same in memory, by turns",
+                               f"{prompt.pass_s:.2f} s and {prompt.resident_s:.2f} s", prompt.share, "x")]
     if asked.peer:
         if not asked.peer.exists():
             from llamacpp_files import write_gguf
