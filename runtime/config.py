@@ -46,7 +46,7 @@ KEYS_HARMLESS = frozenset({
 # Key -> the one value that means "not used". null always does.
 REFUSED_UNLESS: Mapping[str, object] = {
     "add_cross_attention": False, "attention_multiplier": 1.0, "attn_logit_softcapping": None, "auto_map": None,
-    "cross_attention_hidden_size": None,
+    "compression_config": None, "cross_attention_hidden_size": None,
     "embedding_multiplier": 1.0, "final_logit_softcapping": None, "is_encoder_decoder": False, "logits_scaling": 1.0, "num_experts": None,
     "num_local_experts": None, "partial_rotary_factor": 1.0, "per_layer_config": None, "pruned_heads": {}, "quantization_config": None,
     "query_pre_attn_scalar": None, "residual_multiplier": 1.0, "rope_interleaved": False, "use_qk_norm": False,
@@ -58,6 +58,7 @@ OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", 
                             "image_token_index", "mm_tokens_per_image", "model_type", "text_config", "vision_config"})
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
+    "compression_config": "this is the older name of quantization_config: give it that name in config.json, or take a newer upload",
     "quantization_config": "this version reads unquantized weights: take the original 16-bit checkpoint",
 }
 
@@ -187,6 +188,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
 
         check_method(section)
         refused["quantization_config"] = section
+        refused["compression_config"] = raw.get("compression_config")  # some say it twice
     for key, default in refused.items():
         if raw.get(key) is not None and raw[key] != default:
             why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")

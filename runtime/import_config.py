@@ -67,8 +67,13 @@ def check_method(section: Mapping[str, object]) -> None:
     bits = section.get("bits")
     if method == "gptq" and bits not in (2, 3, 4, 8):
         raise refused(f"bits {show(bits)}", "GPTQ of 2, 3, 4 and 8 bits")
-    if method == "awq" and (bits not in (4, None) or str(section.get("version", "gemm")).lower() != "gemm"):
-        raise refused(f"bits {show(bits)} and version {show(section.get('version'))}", "AWQ of 4 bits in the gemm layout")
+    if method == "gptq" and order_of(section) not in ("gptq", "gptq_v2"):
+        raise refused(f"format {show(order_of(section))}", "GPTQ in the formats gptq and gptq_v2")
+    if method == "gptq" and (other := _other_bits(section)) is not None:
+        raise refused(f"dynamic bits {show(other)} beside bits {show(bits)}", "GPTQ with the same bits for all weights")
+    version = str(section.get("version") or order_of(section) or "gemm")
+    if method == "awq" and (bits not in (4, None) or version.lower() != "gemm"):
+        raise refused(f"bits {show(bits)} and version {show(version)}", "AWQ of 4 bits in the gemm layout")
     if method != "compressed-tensors":
         return
     if layout_of(section) is None:
@@ -79,6 +84,21 @@ def check_method(section: Mapping[str, object]) -> None:
         raise refused(f"sparsity_config of format {show(sparsity['format'])}", "dense weights")
     if place := _turned(section.get("transform_config")):
         raise refused(f"a transform at {place}", "transforms that are in the weights already")
+
+
+def order_of(section: Mapping[str, object]) -> str | None:
+    """How the words of GPTQ or AWQ lie, as a section says under the newer key or the older. GPTQ without is the first version."""
+    stated = section.get("checkpoint_format") or section.get("format")
+    return str(stated).lower() if stated else "gptq" if section.get("quant_method") == "gptq" else None
+
+
+def _other_bits(section: Mapping[str, object]) -> object:
+    """The bits that a rule for some of the weights states, where they are not those of the others."""
+    rules = section.get("dynamic")
+    for name, rule in rules.items() if isinstance(rules, dict) else ():
+        if isinstance(rule, dict) and not name.startswith("-") and rule.get("bits", section.get("bits")) != section.get("bits"):
+            return rule["bits"]
+    return None
 
 
 def _turned(transforms: object) -> str | None:

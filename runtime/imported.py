@@ -31,7 +31,7 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import CODES, CUTS, ENDINGS, FLOATS, bits_of, block_of, layout_of, may_run_from_codes
+from .import_config import CODES, CUTS, ENDINGS, FLOATS, bits_of, block_of, layout_of, may_run_from_codes, order_of
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
@@ -379,7 +379,7 @@ class ImportedStore(TensorStore):
         if order is None:
             order = np.arange(shape[1]) // (group if isinstance(group, int) and group > 0 else shape[1])
         return (array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
-                self._section.get("checkpoint_format", "gptq") != "gptq_v2")
+                order_of(self._section) != "gptq_v2")
 
 
 def _check_stated(array: Array, shape: tuple[int, ...]) -> None:

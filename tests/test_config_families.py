@@ -228,3 +228,11 @@ def test_gpt_oss_as_published() -> None:
     for wrong in ({"swiglu_limit": 5.0}, {"swiglu_alpha": 1.0}, {"hidden_act": "relu"}, {"num_experts_per_tok": 33},
                   {"quantization_config": {"quant_method": "gptq", "bits": 4}}):
         refused({**published, **wrong}, next(iter(wrong)))
+
+
+def test_what_qwen3_coder_states_of_every_model_of_its_family() -> None:
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    raw = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    assert parse_config({**raw, **coder}, strict=True) == parse_config(raw)
+    for key, value in (("qkv_bias", True), ("shared_expert_intermediate_size", 512), ("use_qk_norm", False)):
+        refused({**raw, **coder, key: value}, key)

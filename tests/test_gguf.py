@@ -207,7 +207,7 @@ def gemma(base: float, caps: bool = False):
      gemma(10_000.0, caps=True)),
     ("gemma3_text", "gemma3", {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "num_hidden_layers": 6,
                                "tie_word_embeddings": True}, gemma(1_000_000.0)),
-    ("phi3", "phi3", {"pad_token_id": 0}, None),
+    ("phi3", "phi3", {"pad_token_id": 0}, None), ("phi3", "phi3", {"pad_token_id": 0}, lambda made: made.add_sliding_window(0)),  # Phi 4's
 ])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_families_whose_files_differ_more(tmp_path: Path, family: str, arch: str, changes: dict[str, object], stated: object,

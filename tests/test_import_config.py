@@ -1,16 +1,19 @@
-"""What a plan expects of another tool's quantized checkpoint before it is here, against what its files turn out to be."""
+"""What a plan expects of another tool's quantized checkpoint before it is here, against what its files turn out to be; what is refused."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_imported import CASES, written
+from gguf_samples import FABLE
+from test_imported import CASES, GROUP, plain, written
 
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import families
-from effllm.runtime.config import read_config
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.import_config import block_of, expected_formats
 from effllm.runtime.source import open_weights
 
@@ -45,3 +48,36 @@ def test_blocks_are_those_that_all_groups_state() -> None:
     assert block_of(section({"group_size": 128}, {"group_size": 64})) == block_of(section({"group_size": -1})) == (0, 0)
     assert block_of(section({"block_structure": [128]})) == block_of(section({"group_size": "128"})) == block_of({}) == (0, 0)
     assert block_of({"quant_method": "fp8", "weight_block_size": [128, 128]}) == (128, 128)
+
+
+@pytest.mark.parametrize(("section", "named"), [
+    ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"), ({}, "quant_method"), ({"quant_method": "gptq", "bits": 5}, "bits 5"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"), ({"quant_method": "awq", "bits": 8}, "bits 8"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+    ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, "'bitblas'"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*gate": {}, "+:.*down.*": {"bits": 8}}}, "dynamic bits 8"),
+    ({"quant_method": "awq", "bits": 4, "format": "GEMV_fast"}, "'gemv_fast'"),
+    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'"),
+    (plain("pack-quantized") | {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}, "pack-quantized"),
+    (plain("int-quantized", num_bits=16), "'int' 16"), (plain("int-quantized", num_bits=8, type="float"), "'float' 8"),
+    (plain("float-quantized", num_bits=[4]), "float-quantized"), (plain("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4"),
+    (plain("int-quantized", num_bits=8) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    (plain("int-quantized", num_bits=8) | {"transform_config": {"config_groups": {"R": {"apply": [
+        {"location": "weight_input"}, {"location": "input"}]}}}}, "transform at 'input'"),
+])
+def test_other_methods_are_refused_by_name(tmp_path: Path, section: dict[str, object], named: str) -> None:
+    raw = json.loads((FABLE / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
+    with pytest.raises(ConfigError) as caught:
+        read_config(tmp_path)
+    assert named in caught.value.message + caught.value.hint and "quantization_config" in caught.value.message
+
+
+def test_the_older_name_of_the_section_is_named(tmp_path: Path) -> None:
+    """Unless the newer stands beside it."""
+    section = plain("pack-quantized", num_bits=4, group_size=GROUP)
+    raw = json.loads((FABLE / "config.json").read_text()) | {"compression_config": section}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    assert "compression_config" in caught.value.message and "quantization_config" in caught.value.hint
+    assert parse_config(raw | {"quantization_config": section}, strict=True).warnings == ()

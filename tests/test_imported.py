@@ -14,8 +14,6 @@ from effllm.offload.checkpoint import CheckpointError
 from effllm.quant.codes import bf16
 from effllm.quant.imports import awq, compressed_tensors, fp8, gptq
 from effllm.quant.weight import Weight, from_f32, to_f32
-from effllm.runtime.config import read_config
-from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
@@ -125,9 +123,6 @@ def as_fp8(values: np.ndarray, kind: str, name: str = ""):
     return {"weight": codes, name: scales if kind != "one" else scales.reshape(())}, codes.float().numpy() * spread
 
 
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-
-
 def plain(written: str, **weights: object) -> dict[str, object]:
     return {"quant_method": "compressed-tensors", "format": written, "config_groups": {"group_0": {"weights": weights}}}
 
@@ -150,6 +145,9 @@ CASES = {
     "gptq 3": ({"quant_method": "gptq", "bits": 3, "group_size": GROUP}, lambda v: as_gptq(v, 3)),
     "gptq 2, second version": ({"quant_method": "gptq", "bits": 2, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
                                lambda v: as_gptq(v, 2, plus_one=False)),
+    "gptq 4, format gptq_v2": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "format": "gptq_v2",
+                                "dynamic": {"-:.*gate": {}, "+:.*down.*": {"group_size": GROUP}}},
+                               lambda v: as_gptq(v, 4, plus_one=False)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, as_awq),
     "int4": (plain("pack-quantized", num_bits=4, group_size=GROUP), lambda v: as_compressed(v, 4, False)),
     "int4, zero points": (plain("pack-quantized", num_bits=4, group_size=GROUP), lambda v: as_compressed(v, 4, True)),
@@ -203,8 +201,9 @@ def test_weights_mean_what_their_format_says(checkpoint: tuple[str, Path, dict[s
                 np.testing.assert_array_equal(store.read(info, 3, 40).view(np.float32), values[3:40].reshape(-1))
 
 
-CODES = ("gptq 4", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8", "int8, a scale per row",
-         "bytes, a scale per row", "bytes, zero points", "bytes, one scale", "bytes of 4 bits", "bytes, whole blocks")
+CODES = ("gptq 4", "gptq 4, format gptq_v2", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8",
+         "int8, a scale per row", "bytes, a scale per row", "bytes, zero points", "bytes, one scale", "bytes of 4 bits",
+         "bytes, whole blocks")
 
 
 def test_codes_of_the_kernels_lose_nothing(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
@@ -299,25 +298,6 @@ def test_they_are_quantized_again(tmp_path: Path) -> None:
     *_, engine = open_engine(made.folder, EngineOptions(device="cpu", ctx=64, threads=1))
     assert np.isfinite(engine.forward_logits(IDS)).all()
     engine.close()
-
-
-@pytest.mark.parametrize(("section", "named"), [
-    ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"), ({}, "quant_method"), ({"quant_method": "gptq", "bits": 5}, "bits 5"),
-    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"), ({"quant_method": "awq", "bits": 8}, "bits 8"),
-    ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'"),
-    (COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}, "pack-quantized"),
-    (plain("int-quantized", num_bits=16), "'int' 16"), (plain("int-quantized", num_bits=8, type="float"), "'float' 8"),
-    (plain("float-quantized", num_bits=[4]), "float-quantized"), (plain("nvfp4-pack-quantized", num_bits=4, type="float"), "nvfp4"),
-    (plain("int-quantized", num_bits=8) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
-    (plain("int-quantized", num_bits=8) | {"transform_config": {"config_groups": {"R": {"apply": [
-        {"location": "weight_input"}, {"location": "input"}]}}}}, "transform at 'input'"),
-])
-def test_other_methods_are_refused_by_name(tmp_path: Path, section: dict[str, object], named: str) -> None:
-    raw = json.loads((FABLE / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
-    with pytest.raises(ConfigError) as caught:
-        read_config(tmp_path)
-    assert named in caught.value.message + caught.value.hint and "quantization_config" in caught.value.message
 
 
 def test_parts_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:

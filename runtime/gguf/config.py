@@ -126,7 +126,7 @@ def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Archite
 
 def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     """What tensors, not keys, say about the family."""
-    window = raw.pop("sliding_window", None)
+    window = raw.pop("sliding_window", None) or None  # files of Phi 4 state 0 for none
     if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
