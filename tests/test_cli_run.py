@@ -160,6 +160,18 @@ def test_stats_are_on_stderr() -> None:
     assert "seed" not in ran.out
 
 
+def test_stats_say_what_of_the_cache_is_packed() -> None:
+    """A cache of 16 bits packs nothing ever, one of few bits nothing yet."""
+    def cache(*words: str) -> str:
+        ran = Ran("run", "fable", *words, "-n", "3", "--temp", "0", "--stats")
+        return next(line for line in ran.err.splitlines() if line.startswith("context "))
+
+    long = "word " * 400
+    assert "packed" not in cache("--raw", long) and " bits a value over all" in cache("--raw", long)
+    assert "nothing packed yet, 19 exact" in cache(STORY, "--kv", "4bit")
+    assert "128 packed at 4.53 bits a value and" in cache("--raw", long, "--kv", "4bit")
+
+
 def test_raw_and_template_differ_and_a_system_prompt_is_read() -> None:
     flags = ("--temp", "0", "-n", "12")
     chat, raw = Ran("run", "fable", STORY, *flags).out, Ran("run", "fable", STORY, "--raw", *flags).out
