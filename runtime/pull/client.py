@@ -93,6 +93,7 @@ class Client:
         self._places: dict[str, str] = {}  # where a file's bytes are, once a redirect has told
         self._tags: dict[str, str] = {}  # the tag that its bytes came with
         self._xet: dict[str, str] = {}  # its hash in Xet, where the hub keeps it so
+        self._without_xet = is_true(env.get("HF_HUB_DISABLE_XET"))  # who sets it wants that library nowhere
         try:
             self._home = Url.parse(self.endpoint)
         except ConnectionFailed as error:
@@ -187,9 +188,9 @@ class Client:
                               step or "check the network, HTTPS_PROXY and HF_ENDPOINT; effllm list shows what is here")
 
     def xet_hash(self, file: RemoteFile) -> str | None:
-        """What the hub has named beside a file's digest, in the answers to requests for it."""
+        """What the hub has named beside a file's digest, in the answers to requests for it; None where a person does without."""
         with self._lock:
-            return self._xet.get(file.name)
+            return None if self._without_xet else self._xet.get(file.name)
 
     # -- ranges of large files -----------------------------------------------------------------------------------------------------
 
