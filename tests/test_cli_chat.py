@@ -231,7 +231,7 @@ def test_history_is_private_and_comes_back(home: Path) -> None:
     second = Chat(home, "run", "fable", "-n", "4", "--temp", "0")  # without a prompt, at a terminal: a chat
     second.wait()
     second.say(UP + UP)
-    assert second.saved()["messages"][0]["content"] == "an unusual question"
+    assert second.saved("again")["messages"][0]["content"] == "an unusual question"
     second.type(CTRL_C)
     second.terminal.expect_exact(HAS_LINE)
     second.wait()

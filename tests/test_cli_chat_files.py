@@ -51,8 +51,9 @@ class Chat:
         return ESCAPES.sub("", self.wait()).replace("\r\n", "\n")
 
     def messages(self) -> list[dict]:
-        assert "saved" in self.say("/save now")
-        return json.loads((self.folder / "state" / "effllm" / "sessions" / "now.json").read_text())["conversation"]["messages"]
+        name = f"now-{self.terminal.pid}"  # of this chat alone: over another's it would be asked
+        assert "saved" in self.say(f"/save {name}")
+        return json.loads((self.folder / "state" / "effllm" / "sessions" / f"{name}.json").read_text())["conversation"]["messages"]
 
     def leave(self) -> None:
         self.terminal.send(CTRL_D)
