@@ -60,19 +60,21 @@ def evict(paths: list[Path]) -> None:
 
 
 def probe(engine: Engine) -> float:
-    """Bytes a second of direct reads of what a token streams, in its order, as many at once as in a run, with nothing computed beside."""
+    """Bytes a second of direct reads of what a token streams, in its order, as many at once as in a run, with nothing computed beside.
+    As many again are queued, as in a run: a thread that has read one finds the next."""
     streams, store = engine.prepared.streams, engine.model.store
     places = [(own.file, at) for part in streams.residency.streamed for own in streams.parts.parts[part].ranges
               for at in range(own.offset // BLOCK * BLOCK, own.offset + own.nbytes - READ_NBYTES + 1, READ_NBYTES)]
     first = random.randrange(len(places))
-    reader, memory = Reader({file: store.descriptor(file) for file in store.files}), memoryview(anonymous(THREADS * READ_NBYTES))
+    slots = 2 * THREADS
+    reader, memory = Reader({file: store.descriptor(file) for file in store.files}), memoryview(anonymous(slots * READ_NBYTES))
     waiting, started, done = [], time.perf_counter(), 0
     for number, (path, at) in enumerate(places[first:] + places[:first]):
-        if len(waiting) == THREADS:
+        if len(waiting) == slots:
             reader.wait(waiting.pop(0))
         if time.perf_counter() - started > PROBE_S:
             break
-        slot = number % THREADS * READ_NBYTES
+        slot = number % slots * READ_NBYTES
         waiting.append(reader.submit([Read(path, at, memory[slot : slot + READ_NBYTES], READ_NBYTES)]))
         done += READ_NBYTES
     for ticket in waiting:

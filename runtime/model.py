@@ -96,6 +96,7 @@ class Model:
         self.block = families.get(config.family).block
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
+        self._token, self._repeated = np.zeros(1, np.int64), None  # of a pass that is repeated: where its id is read, what it returns
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self.copied_from, self.carrier = copied_from, None  # passes of so many tokens have the host's layers copied to the card
@@ -288,17 +289,26 @@ class Model:
         same = step.blocks if may_repeat else None
         if tap is not no_tap:
             tap = _after_flush(host, tap)
+        if same is not None:
+            self._token[0] = ids[0]
         with host.together():
             with self.pager.lease("outer") as raw:
-                outer, offset = self._lease("outer", raw), self.config.position_offset
-                places = None if offset is None else step.positions + offset
-                x = host.embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions)
-            if same is None or not host.replay(same, step.position):
+                outer = self._lease("outer", raw)
+                listed = same is not None and _is_job(outer)
+                x = None if listed else self._embed(ids, outer, step.positions)
+            if same is not None and host.replay(same, step.position):
+                x = self._repeated
+            else:
                 with host.recording(same):
-                    x = self._layers(x, cache, tap)
+                    x = self._layers(self._embed(self._token, outer, step.positions) if listed else x, cache, tap)
+                self._repeated = x
         if commit:
             cache.commit()
         return x
+
+    def _embed(self, ids: np.ndarray, outer: OuterWeights, positions: np.ndarray) -> np.ndarray:
+        places = None if self.config.position_offset is None else positions + self.config.position_offset
+        return self.backends["cpu"].embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions)
 
     def _layers(self, x: object, cache: KVCache, tap: Tap) -> object:
         """All blocks, each on its backend: the host's x[T, D] -> x[T, D]."""
@@ -331,6 +341,11 @@ class Model:
         with self.pager.lease("outer") as raw:
             outer = self._lease("outer", raw)
             return self.backends["cpu"].logits(x, outer.norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
+
+
+def _is_job(outer: OuterWeights) -> bool:
+    """Is the lookup of embeddings a kernel, which reads its ids when it runs? Then a recorded pass may hold it."""
+    return not outer.embed.spec.is_raw and outer.embed.fetch is None and outer.positions is None
 
 
 def _after_flush(host: object, tap: Tap) -> Tap:

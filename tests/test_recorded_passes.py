@@ -11,11 +11,13 @@ import pytest
 
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cpu.rows import Turner, put_angles
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.rope import RopeTable
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
@@ -146,3 +148,29 @@ def test_what_stands_between_is_done_anew() -> None:
     with ops.together():
         assert not ops.replay(key, 3)
     pool.close()
+
+
+def test_the_embeddings_of_a_low_bit_model_are_looked_up_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token its own, though the job is the one of the token before; a tap makes every pass a fresh one."""
+    run(FABLE, tmp_path / "4bit", options("4bit"))
+    *_, engine = open_engine(tmp_path / "4bit", EngineOptions(device="cpu", ctx=1024))
+    ids = tokens(engine, 300)
+    fresh = [engine.model.forward(np.array([token]), engine.cache, lambda name, layer, value: None).copy() for token in ids]
+    engine.reset()
+    calls, embed = [], CpuOps.embed
+    monkeypatch.setattr(CpuOps, "embed", lambda *more: calls.append(1) or embed(*more))
+    recorded = [engine.model.forward(np.array([token]), engine.cache).copy() for token in ids]
+    assert np.array_equal(recorded, fresh)
+    assert 0 < len(calls) < 10, "in Python only where the list of blocks changed"
+    engine.close()
+
+
+@pytest.mark.parametrize("channels", [8, 20, 32, 64])
+def test_angles_of_the_next_tokens_are_made_together(channels: int) -> None:
+    table = RopeTable((1e4 ** -(np.arange(channels) / channels)).astype(np.float32), 1.19, 2 * channels)
+    kept, alone = np.zeros((2, 1, channels), np.float32), np.zeros((2, 1, channels), np.float32)
+    turner = Turner(table, *kept)
+    for position in [0, 1, 62, 63, 64, 65, 5000, 4999, 130_000, *range(2000, 2200)]:
+        turner(position)
+        put_angles(table, *alone, np.array([position]))
+        assert np.array_equal(kept, alone)

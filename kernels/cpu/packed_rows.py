@@ -1,5 +1,5 @@
 """Single rows of a low-bit weight as float32: what an embedding lookup needs. A row lies spread over its block, so this reads code
-by code."""
+by code, a tile at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..tiles import (
     TERNARY,
     TILE,
 )
-from .intrinsics import bits_to_f32, f32_at, fetch_add, i8_at, i64_at, u8_at, u16_at, u32_at
+from .intrinsics import bits_to_f32, f32_at, fetch_add, i8_at, i32_at, i64_at, u8_at, u16_at, u32_at
 from .packed import (
     FIELDS,
     KIND,
@@ -60,18 +60,66 @@ def half_at(address):
 
 
 @inlined()
-def _code(tile, bits, row, column):
-    """The code of one weight of a tile."""
-    quad, within = column >> 2, 4 * row + (column & 3)
-    found, shift, at = int64(0), int64(0), tile
-    for width in (8, 4, 2, 1):
+def _codes(tile, bits, row, columns, out):
+    """The codes of a row's first `columns` weights in a tile -> int32. A plane of 1, 2, 4 or 8 bits at a time, the lowest first after the
+    widest: four inputs of sixteen rows share 64 bytes, and 8 / width such quads one byte each."""
+    code = i32_at(out)
+    for k in range(columns):
+        code[k] = int32(0)
+    shift, at = int64(0), tile
+    for log in range(3, -1, -1):
+        width = int64(1) << log
         if bits & width:
-            per = 8 // width
-            byte = int64(u8_at(at)[64 * (quad // per) + within])
-            found |= ((byte >> (width * (quad % per))) & ((1 << width) - 1)) << shift
+            byte, mask, apart = u8_at(at + 4 * row), (int64(1) << width) - 1, 3 - log
+            for k in range(columns):
+                quad = k >> 2
+                found = int64(byte[((quad >> apart) << 6) + (k & 3)]) >> ((quad & ((1 << apart) - 1)) << log)
+                code[k] |= int32((found & mask) << shift)
             shift += width
             at += 64 * width
-    return found
+
+
+@inlined()
+def _values(a, m, block, tile, row, columns, out):
+    """Codes at `out` -> float32 there, but for the row's scale."""
+    code, value = i32_at(out), f32_at(out)
+    bits, scheme, tiles = a[m + KIND] >> SCHEME_SHIFT, a[m + KIND] & SCHEME_MASK, a[m + TILES]
+    if scheme == CODEBOOK:
+        nibbles = int64(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
+        steps, levels = u8_at(a[m + TABLES] + LEVELS_NBYTES), i8_at(a[m + TABLES])
+        for k in range(columns):
+            value[k] = float32(int32(steps[(nibbles >> (4 * (k >> 4))) & 15]) * int32(levels[code[k]]))
+    elif scheme == MXFP:
+        exponent = np.uint32(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
+        scale, levels = bits_to_f32(exponent << np.uint32(23)), i8_at(a[m + TABLES])
+        for k in range(columns):
+            value[k] = scale * float32(levels[code[k]])
+    elif scheme == SUPER:
+        record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SUPER_NBYTES
+        own = record + SUPER_HEAD + (tile & 7) * SUPER_TILE
+        low, high = int64(u8_at(own)[row]), int64(u8_at(own + ROWS)[row % (ROWS // 2)]) >> (4 * (row // (ROWS // 2))) & 15
+        scale = half_at(record + 2 * row) * float32(low & 63)
+        least = half_at(record + 2 * (ROWS + row)) * float32(low >> 6 | high << 2)
+        for k in range(columns):
+            value[k] = scale * float32(code[k]) - least
+    elif scheme == SIGNED:
+        record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SIGNED_NBYTES
+        steps, scale = i8_at(record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE + row), half_at(record + 2 * row)
+        for k in range(columns):
+            value[k] = scale * float32(int64(steps[(k >> 4) * ROWS]) * (code[k] - 32))
+    else:
+        shift = a[m + SHIFT]
+        for half in range(2):
+            group = block * (tiles >> shift) + (tile >> shift) if shift >= 0 else 2 * (block * tiles + tile) + half
+            group = group * ROWS + row
+            zero = int64(1)
+            if scheme == AFFINE or scheme == OFFSET:
+                zero = int64(u8_at(a[m + ZEROS])[group])
+            elif scheme != TERNARY:
+                zero = int64(1) << (bits - 1)
+            scale = half_at(a[m + SCALES] + 2 * group) if scheme == BLOCK or scheme == OFFSET else float32(u8_at(a[m + SCALES])[group])
+            for k in range(16 * half, min(columns, 16 * half + 16)):
+                value[k] = scale * float32(code[k] - zero)
 
 
 @kernel()
@@ -80,45 +128,20 @@ def embed_rows(args, worker, counter):
     a = i64_at(args)
     ids, depth, m = i64_at(a[IDS]), a[DEPTH], MATRIX
     factor = bits_to_f32(np.uint32(a[FACTOR]))
-    bits, scheme, tiles = a[m + KIND] >> SCHEME_SHIFT, a[m + KIND] & SCHEME_MASK, a[m + TILES]
+    bits, tiles = a[m + KIND] >> SCHEME_SHIFT, a[m + TILES]
     while True:
         index = fetch_add(counter, 1)
         if index >= a[COUNT]:
             return
         block, row = ids[index] // ROWS, ids[index] % ROWS
-        out = f32_at(a[m + OUT] + 4 * index * a[m + OUT_STRIDE])
-        row_scale = bits_to_f32(np.uint32(u16_at(a[m + ROW_SCALES])[ids[index]]) << np.uint32(16))
+        start = a[m + OUT] + 4 * index * a[m + OUT_STRIDE]
+        out, row_scale = f32_at(start), bits_to_f32(np.uint32(u16_at(a[m + ROW_SCALES])[ids[index]]) << np.uint32(16))
+        for tile in range((depth + TILE - 1) // TILE):
+            here, columns = start + 4 * TILE * tile, min(TILE, depth - TILE * tile)
+            _codes(a[m + WEIGHT] + (block * tiles + tile) * 64 * bits, bits, row, columns, here)
+            _values(a, m, block, tile, row, columns, here)
         for k in range(depth):
-            tile, column = k // TILE, k % TILE
-            code = _code(a[m + WEIGHT] + (block * tiles + tile) * 64 * bits, bits, row, column)
-            if scheme == CODEBOOK:
-                nibbles = int64(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
-                step = u8_at(a[m + TABLES] + LEVELS_NBYTES)[(nibbles >> (4 * (column >> 4))) & 15]
-                value = float32(int32(step) * int32(i8_at(a[m + TABLES])[code]))
-            elif scheme == MXFP:
-                exponent = np.uint32(u8_at(a[m + SCALES])[(block * tiles + tile) * ROWS + row])
-                value = bits_to_f32(exponent << np.uint32(23)) * float32(i8_at(a[m + TABLES])[code])
-            elif scheme == SUPER:
-                record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SUPER_NBYTES
-                own = record + SUPER_HEAD + (tile & 7) * SUPER_TILE
-                low, high = int64(u8_at(own)[row]), int64(u8_at(own + ROWS)[row % (ROWS // 2)]) >> (4 * (row // (ROWS // 2))) & 15
-                factor_of, least = half_at(record + 2 * row) * float32(low & 63), half_at(record + 2 * (ROWS + row))
-                value = factor_of * float32(code) - least * float32(low >> 6 | high << 2)
-            elif scheme == SIGNED:
-                record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SIGNED_NBYTES
-                own = record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE + (column >> 4) * ROWS
-                value = half_at(record + 2 * row) * float32(int64(i8_at(own)[row]) * (code - 32))
-            else:
-                shift = a[m + SHIFT]
-                group = (block * (tiles >> shift) + (tile >> shift) if shift >= 0 else 2 * block * tiles + k // 16) * ROWS + row
-                zero = int64(1)
-                if scheme == AFFINE or scheme == OFFSET:
-                    zero = int64(u8_at(a[m + ZEROS])[group])
-                elif scheme != TERNARY:
-                    zero = int64(1) << (bits - 1)
-                scale = half_at(a[m + SCALES] + 2 * group) if scheme == BLOCK or scheme == OFFSET else float32(u8_at(a[m + SCALES])[group])
-                value = scale * float32(code - zero)
-            out[k] = row_scale * value
+            out[k] *= row_scale
         if a[m + SPARSE] != 0:
             starts = u32_at(a[m + SPARSE])
             at = a[m + SPARSE] + 4 * ((a[m + ROW_COUNT] + ROWS - 1) // ROWS + 1)

@@ -7,7 +7,6 @@ own, or a multiplier, is added here; one that has neither is added by the produc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,15 +110,32 @@ def angles_of(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, tabl
     if found is None or found.positions is not positions or found.table is not table:
         cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
         if table is not None:
-            _turn(table, cos, sin, positions)
-            ops.refresh(partial(_turn, table, cos, sin))
+            put_angles(table, cos, sin, positions)
+            ops.refresh(Turner(table, cos, sin))
         if len(known) >= MOST_TABLES:
             known.clear()
         found = known[id(table)] = Angles(positions, table, cos, sin, (address(cos), address(sin)))
     return found
 
 
-def _turn(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray | int) -> None:
+class Turner:
+    """Refreshes the angles of a pass of one token. Those of the next positions are computed together: between two passes the interpreter
+    runs from memory, and a call costs more than sixty-four positions do."""
+
+    AHEAD = 64
+
+    def __init__(self, table: RopeTable, cos: np.ndarray, sin: np.ndarray) -> None:
+        self._table, self._now, self._first = table, (cos[0], sin[0]), -self.AHEAD
+        self._rows = np.zeros((2, self.AHEAD, cos.shape[1]), np.float32)
+
+    def __call__(self, position: int) -> None:
+        if not 0 <= position - self._first < self.AHEAD:
+            self._first = position
+            put_angles(self._table, *self._rows, np.arange(position, position + self.AHEAD))
+        self._now[0][:], self._now[1][:] = self._rows[:, position - self._first]
+
+
+def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
     """cos and sin of positions, in place."""
     angles = np.asarray(positions, np.float32).reshape(-1, 1) * table.inv_freq
     scale = np.float32(table.attention_scaling)
