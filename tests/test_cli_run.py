@@ -204,6 +204,22 @@ def test_an_interrupt_before_the_answer_is_quiet() -> None:
     assert (process.returncode, out, err) == (130, "", "")
 
 
+def test_an_interrupt_while_the_program_itself_is_imported_is_quiet() -> None:
+    """The first tenth of a second, in which nothing of ours runs yet; the interrupt comes as the import of the command line's library."""
+    script = """
+import sys
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Press())
+from effllm.__main__ import main
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-P", "-c", script, "list"], capture_output=True, text=True, timeout=MINUTE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_a_folder_without_a_tokenizer_is_told_before_the_weights_are_read(tmp_path: Path) -> None:
     import effllm
 
