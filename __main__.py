@@ -1,5 +1,16 @@
-"""`python -m effllm`."""
+"""`effllm`, and `python -m effllm`."""
 
-from .cli.app import main
+INTERRUPTED = 130  # as in cli/errors.py, which is among what may not have been imported yet
 
-raise SystemExit(main())
+
+def main() -> int:
+    """The program. Ctrl-C while its first parts are still imported ends it as quietly as later."""
+    try:
+        from .cli.app import main as program
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return program()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

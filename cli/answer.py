@@ -63,14 +63,22 @@ def say_cost(stats: Stats, screen: Screen) -> None:
                     f"weights {format_size(stats.weights_bytes)}", f"read {format_size(stats.disk_bytes_read)}",
                     f"layers {placed(stats.placement)}")))
     say(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
-                    f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",
-                    f"{stats.kv_bits_per_value:.1f} bits a value over all")))
+                    *packing(stats), f"{stats.kv_bits_per_value:.1f} bits a value over all")))
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
         say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
             f"needed were there ({experts['policy']}), {experts['guesses_used']} of {experts['guessed']} read on a guess were used")
     if stats.speculation is not None:
         say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass".format(**stats.speculation))
     say(foreseen(stats.placement))
+
+
+def packing(stats: Stats) -> tuple[str, ...]:
+    """What of the cache is packed; nothing to say of a cache that packs nothing."""
+    if not stats.kv_packed:
+        return ()
+    if not stats.packed_tokens:
+        return (f"nothing packed yet, {stats.exact_tokens} exact",)
+    return (f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",)
 
 
 def counted(tokens: int) -> str:

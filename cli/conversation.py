@@ -1,13 +1,14 @@
 """A chat: read a line, answer it, until the person leaves.
 
 A failure of one turn (a context that is full, a file that cannot be saved) is told and the conversation goes on; only a model that
-cannot be loaded or a terminal that is lost ends it. Ctrl-C at an idle prompt empties the line; a second one in a row leaves, as
-Ctrl-D does, and so does a second one during an answer.
+cannot be loaded or a terminal that is lost ends it. Ctrl-C at an idle prompt empties the line; a second one in a row, with nothing
+typed between, leaves, as Ctrl-D does, and so does a second one during an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from .. import EffllmError
@@ -39,6 +40,7 @@ class Conversation:
         self._last: Stats | None = None
         self.output = output
         self.attached: list[Attachment] = []
+        self.own: set[str | Path] = {keeper.name} if keeper.name else set()  # sessions and files that this chat has saved or taken up
         state = screen.environment.state_folder
         drawn_on = output if screen.environment.can_redraw(output) else None
         self._editor = Editor(drawn_on, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)
@@ -50,7 +52,7 @@ class Conversation:
             try:
                 line = self._editor.read()
             except KeyboardInterrupt:
-                if pressed:
+                if pressed and not self._editor.left:
                     return INTERRUPTED
                 pressed = True
                 self.screen.note("Ctrl-D or /exit leaves (or Ctrl-C again)")
@@ -85,6 +87,10 @@ class Conversation:
         else:
             say_cost(self._last, self.screen)
 
+    @property
+    def ended_by_itself(self) -> bool:
+        return self._last is not None and self._last.finish_reason == "stop"
+
     def _take(self, line: str) -> None:
         if line.startswith("/"):
             slash.run(self, line.strip())
@@ -94,8 +100,10 @@ class Conversation:
 
     def send(self, message: str) -> None:
         """A message, with the files that were added to it; they stay at hand where it cannot be answered."""
+        before = list(self.session.messages)
         self.answer(self.session.ask(with_attachments(self.attached, message)))
-        self.attached.clear()
+        if self.session.messages != before:  # stopped while it was read: it is in no history
+            self.attached.clear()
 
     def _status(self) -> list[str]:
         """What stands below the line while it is typed, the most important first."""

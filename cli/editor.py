@@ -16,6 +16,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
@@ -25,7 +26,7 @@ STYLE = Style.from_dict({"prompt": "bold", "bottom-toolbar": "noreverse #888888"
 
 
 class Editor:
-    """`read()` gives what was typed, None at Ctrl-D, and raises KeyboardInterrupt at Ctrl-C."""
+    """`read()` gives what was typed, None at Ctrl-D, and raises KeyboardInterrupt at Ctrl-C; `left` is what stood in the line then."""
 
     def __init__(self, output: TextIO | None, history: Path, status: Callable[[], list[str]],
                  complete: Callable[[str], Iterable[tuple[str, str]]], remark: Callable[[str], None]) -> None:
@@ -34,6 +35,7 @@ class Editor:
         self._status, self._remark = status, remark
         self._history = History(history)
         self._told = False
+        self.left = ""
         self._shown: list[str] = []
         self._session: PromptSession[str] = PromptSession(
             multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,
@@ -46,6 +48,9 @@ class Editor:
             text = self._session.prompt([("class:prompt", "> ")], bottom_toolbar=self._below)
         except EOFError:
             return None
+        except KeyboardInterrupt:
+            self.left = self._session.default_buffer.text
+            raise
         finally:
             if self._history.trouble and not self._told:
                 self._told = True
@@ -84,6 +89,10 @@ def keys() -> KeyBindings:
     @bindings.add("escape", "enter")
     def next_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @bindings.add(Keys.Vt100MouseEvent)
+    def colour(event: KeyPressEvent) -> None:
+        """Nobody asked for the mouse: this is a colour in text pasted without brackets, over which the library's own handler fails."""
 
     return bindings
 

@@ -62,6 +62,10 @@ def describe(error: Exception) -> tuple[str, str, int]:
 
 def usage_message(error: typer.TyperException) -> str:
     message = error.format_message().removesuffix(".")
+    if variable := variable_of(error):
+        value = error.ctx.find_root().obj.variables.get(variable, "")
+        reason = f"{value!r} is neither true nor false" if "valid boolean" in message else message.partition(": ")[2]
+        return f"the variable {variable}: {reason}"
     return message[:1].lower() + message[1:]
 
 
@@ -70,9 +74,20 @@ UNQUOTED = {"run": 'a prompt of several words stands in quotes: effllm run MODEL
             "chat": 'a chat asks for what to say; to ask once: effllm run MODEL "your prompt"'}
 
 
+def variable_of(error: typer.TyperException) -> str:
+    """The variable that a wrong value was read from; empty where it was typed."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if context is None or parameter is None or not parameter.envvar:
+        return ""
+    source = context.get_parameter_source(parameter.name)
+    return parameter.envvar if source is not None and source.name == "ENVIRONMENT" else ""
+
+
 def usage_hint(error: typer.TyperException) -> str:
     """The page that says how the command is written, or how a prompt is typed."""
     context = getattr(error, "ctx", None)  # set on usage errors alone
+    if variable := variable_of(error):
+        return f"correct it, or `unset {variable}`"
     if context is None:
         return "effllm --help"
     surplus = "unexpected extra argument" in error.format_message()

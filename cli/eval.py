@@ -137,7 +137,8 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
         (f"{mean} bits", f"K {low_k} to {high_k}, V {low_v} to {high_v}; noise {gain:.2f} times that of the same bits everywhere")
         for mean, ((low_k, high_k), (low_v, high_v), gain) in facts["presets"].items()),
         *(("checked", f"KL divergence {kld:.2g}, {flips:.2%} of the likeliest next tokens changed") for _, kld, flips in made.checks),
-        ("--kv auto", "16bit: no bits that were checked kept its answers" if made.auto is None else f"{made.auto}bit")))
+        ("--kv auto", f"{made.auto}bit" if made.auto is not None else "16bit: no bits that were checked kept its answers" if made.checks
+         else "16bit: nothing was checked, for which a second window of text is needed (a longer --text)")))
 
 
 def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, samples: Samples = 8,

@@ -85,8 +85,10 @@ class EngineFlags(Group):
     ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "memory to use at most, as 6G or 512MiB (what is free)")] = None
     vram: Annotated[str | None, flag(MEMORY, "--vram", "SIZE", "GPU memory to use at most (what is free)")] = None
     load: Annotated[Literal["ram", "mmap"] | None, flag(MEMORY, "--load", "ram|mmap", "read the weights, or map the files (ram)")] = None
-    force: Annotated[bool, flag(MEMORY, "--force", "", "allow a context beyond what the model was made for")] = False
-    kv: Annotated[str | None, flag(CACHE, "--kv", "BITS", "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, auto (16bit)")] = None
+    force: Annotated[bool, flag(MEMORY, "--force", "", "allow a context beyond what the model was made for, and a --kv that breaks "
+                                         "it")] = False
+    kv: Annotated[str | None, flag(CACHE, "--kv", "BITS", "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, 4bit+mikv, "
+                                   "4bit+zipcache, auto (16bit)")] = None
     cache_k: Annotated[str | None, flag(CACHE, "-ctk --cache-type-k", "TYPE", "type of the keys, as llama.cpp names it (as --kv)")] = None
     cache_v: Annotated[str | None, flag(CACHE, "-ctv --cache-type-v", "TYPE", "type of the values (as --kv)")] = None
     kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens kept exact (64)")] = None

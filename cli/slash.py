@@ -60,7 +60,10 @@ def regenerate(chat: Conversation, rest: str) -> None:
 
 def go_on(chat: Conversation, rest: str) -> None:
     demand_turn(chat)
+    before = list(chat.session.messages)
     chat.answer(chat.session.continue_())
+    if chat.session.messages == before and chat.ended_by_itself:
+        chat.screen.note("the answer is at its end: the model adds nothing (/regen gives another one)")
 
 
 def undo(chat: Conversation, rest: str) -> None:
@@ -167,10 +170,17 @@ def save(chat: Conversation, rest: str) -> None:
     messages = len(chat.session.messages)
     if is_path(rest):
         path = named_path(rest)
+        if not may_save(chat, path, path.is_file(), str(path)):
+            return
         chat.session.save(path)
+        chat.own.add(path)
         chat.screen.note(f"saved {messages} messages to {path}")
         return
-    kept = chat.keeper.save(chat.session, session_name(chat, rest, "/save"))
+    name = session_name(chat, rest, "/save")
+    if not may_save(chat, name, chat.keeper.store.has(name), f"session {name}"):
+        return
+    kept = chat.keeper.save(chat.session, name)
+    chat.own.add(name)
     tokens, files = (len(kept.cache.tokens), kept.cache.files) if kept.cache else (0, ())
     size = format_size(sum(file.stored_nbytes for file in files))
     chat.screen.note(f"saved {messages} messages and {tokens} tokens of cache ({size}) as {kept.name}")
@@ -182,12 +192,14 @@ def load(chat: Conversation, rest: str) -> None:
         if not path.is_file():
             raise EffllmError(f"{path}: no such chat", f"saved: {', '.join(saved(chat)) or 'none yet'}")
         chat.session.load(path)
+        chat.own.add(path)
         chat.screen.note(f"loaded {len(chat.session.messages)} messages from {path}")
         if (left := chat.keeper.leave()) is not None:
             chat.screen.note(f"session {left} stays as it is; what follows is kept after /save NAME")
         return
     name = session_name(chat, rest, "/load")
     chat.keeper.load(chat.session, name)
+    chat.own.add(name)
     chat.keeper.go_on_as(name)  # what follows belongs to this conversation
 
 
@@ -244,20 +256,28 @@ def export(chat: Conversation, rest: str) -> None:
         raise UsageError("/export needs a file", "/export talk.md, or talk.json")
     path = named_path(rest)
     text = transcript(path, chat.name, chat.session)
-    if path.is_file() and not may_overwrite(chat, path):
-        chat.screen.note(f"{path} stays as it is")
+    if path.is_file() and not may_overwrite(chat, str(path)):
         return
     write_whole(path, text, "choose another place: /export FILE")
     chat.screen.note(f"wrote {len(chat.session.messages)} messages to {path}")
 
 
-def may_overwrite(chat: Conversation, path: Path) -> bool:
+def may_save(chat: Conversation, place: str | Path, is_there: bool, called: str) -> bool:
+    """Whether a conversation may go to `place`: what this chat has neither saved nor taken up is somebody's other work."""
+    return place in chat.own or not is_there or may_overwrite(chat, called)
+
+
+def may_overwrite(chat: Conversation, called: str) -> bool:
+    """Ask; what stays is said."""
     if not chat.screen.environment.can_ask:
-        raise UsageError(f"{path} is there already, and nobody can be asked", "choose another name")
+        raise UsageError(f"{called} is there already, and nobody can be asked", "choose another name")
     try:
-        return chat.screen.ask(f"{path} is there already. Overwrite it?", bare=False)
+        agreed = chat.screen.ask(f"{called} is there already. Overwrite it?", bare=False)
     except KeyboardInterrupt:
-        return False
+        agreed = False
+    if not agreed:
+        chat.screen.note(f"{called} stays as it is")
+    return agreed
 
 
 COMMANDS = (

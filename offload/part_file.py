@@ -147,8 +147,9 @@ class PartFile:
         return os.preadv(self._fd, [view], offset)
 
     def splice(self, offset: int, pipe: int, nbytes: int) -> int:
-        """Send up to `nbytes` from `offset` into a pipe, without a copy; none where the file is shorter. Raises BrokenPipeError."""
-        return os.splice(self._fd, pipe, nbytes, offset_src=offset)
+        """Send up to `nbytes` from `offset` into a pipe, without a copy; none where the file is shorter. Raises BlockingIOError for a pipe
+        that is full, OSError for one that nobody reads and for a file system that cannot."""
+        return os.splice(self._fd, pipe, nbytes, offset_src=offset, flags=os.SPLICE_F_NONBLOCK)
 
     def restart(self, keep: int = 0) -> None:
         """Forget and free everything from `keep` on; the file keeps its length, the disk gets the space back."""

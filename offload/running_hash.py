@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import select
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ PROBE_NBYTES = 1 << 20
 PIPE_NBYTES = 1 << 20  # what a process may ask for without privileges
 F_SETPIPE_SZ = 1031  # Linux; in `fcntl` since Python 3.10, and not on other systems
 XET = "import hf_xet; print(hf_xet.hash_files(['/dev/stdin'])[0].hash)"
-END_S = 60.0  # for what is still in the pipe when the last byte went in
+END_S = 60.0  # without a byte taken out of the pipe, and for what is still in it when the last byte went in
 
 
 class RunningHash(Protocol):
@@ -64,21 +65,28 @@ class Read:
 
 
 class Xet:
-    """The hash of Xet. A process that dies is a hash that is wrong: the caller has the other one."""
+    """The hash of Xet. Where its process dies, hangs or cannot be fed, `take` raises OSError: the caller has the other hash."""
 
     def __init__(self, value: str) -> None:
         self._value = value
-        env = os.environ | {"HF_XET_LOG_DEST": ""}  # to its stderr, which nobody reads
+        # With no name it would keep a log in the person's HF_HOME, and clear older ones out there.
+        env = os.environ | {"HF_XET_LOG_DEST": os.devnull}
         self._process = subprocess.Popen([sys.executable, "-I", "-c", XET], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is answered by this process
         self._pipe = self._process.stdin.fileno()
+        self._room = select.poll()
+        self._room.register(self._pipe, select.POLLOUT)
         with contextlib.suppress(OSError):  # a smaller pipe is only slower
             import fcntl
 
             fcntl.fcntl(self._pipe, F_SETPIPE_SZ, PIPE_NBYTES)
 
     def take(self, part: PartFile, at: int, nbytes: int) -> int:
-        return part.splice(at, self._pipe, min(HASH_NBYTES, nbytes))
+        while True:
+            if not self._room.poll(END_S * 1000):
+                raise TimeoutError("the process of the hash takes nothing")
+            with contextlib.suppress(BlockingIOError):
+                return part.splice(at, self._pipe, min(HASH_NBYTES, nbytes))
 
     def is_right(self) -> bool:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -101,7 +109,7 @@ def begin_hash(part: PartFile, xet: Callable[[], str | None] | None) -> RunningH
 
 @cache
 def can_xet() -> bool:
-    return sys.platform == "linux" and importlib.util.find_spec("hf_xet") is not None
+    return "splice" in vars(os) and bool(sys.executable) and importlib.util.find_spec("hf_xet") is not None
 
 
 @cache

@@ -334,8 +334,10 @@ class _Work:
                     return False
                 try:
                     count = running.take(part, at, end - at)
-                except BrokenPipeError:
-                    return self._doubt(state)
+                except OSError:
+                    if isinstance(running, Xet):  # whether it was the file that failed, the other hash finds out
+                        return self._doubt(state)
+                    raise
                 if not count:
                     with state.writing:  # a fresh start empties the file for a moment
                         if state.generation != generation:

@@ -57,11 +57,11 @@ class CacheForm:
 
     def unpacked(self, shape: CacheShape, ctx: int) -> str:
         """What to say of a packed cache that will hold no packed page; empty for others."""
-        exact = shape.sinks + shape.window
-        if not self.kv.is_packed or ctx >= exact + PAGE:
+        # The token behind these is the first that reads a packed page.
+        if not self.kv.is_packed or ctx > shape.sinks + shape.window + PAGE:
             return ""
-        return (f"nothing will be packed in a context of {ctx} tokens, less than the first and newest tokens, which stay exact, and a page "
-                f"({shape.sinks} + {shape.window} + {PAGE})")
+        return (f"nothing will be packed in a context of {ctx} token{'' if ctx == 1 else 's'}, no more than the first and newest tokens, "
+                f"which stay exact, and a page ({shape.sinks} + {self.window} + {PAGE})")
 
 
 def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,

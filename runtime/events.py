@@ -65,6 +65,7 @@ class Stats:
     kv_bytes: int
     kv_bits_per_value: float
     packed_bits: float
+    kv_packed: bool
     exact_tokens: int
     packed_tokens: int
     disk_bytes_read: int

@@ -82,7 +82,10 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     if not target.exists():
         return None
     again = REMEDY.format(path)
-    raw = read_json(target)
+    try:
+        raw = read_json(target)
+    except EffllmError as error:  # what helps a config, to fetch the model again, does not help here
+        raise UsageError(str(error), f"remove it, or {again}") from error
     if raw.get("format") != FORMAT:
         raise UsageError(f"{target} is no KV profile", f"remove it, or {again}")
     if raw.get("version") != VERSION:

@@ -88,7 +88,8 @@ def xet_hash(content: bytes) -> str:
         file.write(content)
         file.flush()
         command = [sys.executable, "-c", "import hf_xet, sys; print(hf_xet.hash_files(sys.argv[1:])[0].hash)", file.name]
-        return subprocess.run(command, env=os.environ | {"HF_XET_LOG_DEST": ""}, capture_output=True, text=True, check=True).stdout.strip()
+        env = os.environ | {"HF_XET_LOG_DEST": os.devnull}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
 
 # What a request gets instead of its answer: (status, headers, body), or None for the usual one.

@@ -121,7 +121,28 @@ def test_ctrl_c_at_the_prompt_empties_the_line(chat: Chat) -> None:
     chat.type("half a thought" + CTRL_C)
     chat.terminal.expect_exact(HAS_LINE)
     assert "Ctrl-D or /exit leaves" in chat.wait()
+    chat.type("another one" + CTRL_C)
+    chat.terminal.expect_exact(HAS_LINE)
+    assert "Ctrl-D or /exit leaves" in chat.wait(), "a line was typed since: this empties it, and does not leave"
     assert chat.saved()["messages"] == []
+
+
+def test_colours_in_text_that_is_pasted_without_brackets_are_no_mouse(chat: Chat) -> None:
+    """A terminal that knows no brackets types a paste: a colour then looks like an old report of the mouse."""
+    shown = chat.say("a \x1b[31mred\x1b[0m fox")
+    assert "Unhandled" not in shown and "Press ENTER" not in shown
+    assert chat.saved()["messages"][0]["content"] == "a red fox"
+
+
+def test_an_answer_that_is_at_its_end_is_not_continued_in_silence(chat: Chat) -> None:
+    chat.say("/set predict -1")
+    chat.say("/set temp 0.3")
+    before, said = None, chat.say(STORY)
+    while (now := chat.saved()["messages"]) != before:
+        assert "at its end" not in said
+        before, said = now, chat.say("/continue")
+    assert said.strip() == "the answer is at its end: the model adds nothing (/regen gives another one)"
+    chat.say("/set predict 24")
 
 
 @pytest.mark.parametrize("keys", [
@@ -210,7 +231,7 @@ def test_history_is_private_and_comes_back(home: Path) -> None:
     second = Chat(home, "run", "fable", "-n", "4", "--temp", "0")  # without a prompt, at a terminal: a chat
     second.wait()
     second.say(UP + UP)
-    assert second.saved()["messages"][0]["content"] == "an unusual question"
+    assert second.saved("again")["messages"][0]["content"] == "an unusual question"
     second.type(CTRL_C)
     second.terminal.expect_exact(HAS_LINE)
     second.wait()

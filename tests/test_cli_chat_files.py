@@ -51,8 +51,9 @@ class Chat:
         return ESCAPES.sub("", self.wait()).replace("\r\n", "\n")
 
     def messages(self) -> list[dict]:
-        assert "saved" in self.say("/save now")
-        return json.loads((self.folder / "state" / "effllm" / "sessions" / "now.json").read_text())["conversation"]["messages"]
+        name = f"now-{self.terminal.pid}"  # of this chat alone: over another's it would be asked
+        assert "saved" in self.say(f"/save {name}")
+        return json.loads((self.folder / "state" / "effllm" / "sessions" / f"{name}.json").read_text())["conversation"]["messages"]
 
     def leave(self) -> None:
         self.terminal.send(CTRL_D)
@@ -158,6 +159,24 @@ def test_a_conversation_is_exported_and_nothing_is_overwritten_unasked(chat: Cha
         chat.terminal.send(reply)
         answer = ESCAPES.sub("", chat.wait())
         assert ("stays as it is" in answer) == kept == (path.read_text() == "mine"), reply
+
+
+def test_what_a_chat_did_not_save_itself_is_not_saved_over_unasked(chat: Chat) -> None:
+    mine, session = chat.folder / "mine.json", chat.folder / "state" / "effllm" / "sessions" / "mine.json"
+    chat.say(STORY)
+    assert "saved 2 messages to out/own.json" in chat.say("/save out/own.json") and "saved 2" in chat.say("/save out/own.json"), "its own"
+    assert "saved 2 messages" in chat.say("/save first")
+    session.write_bytes((session.parent / "first.json").read_bytes().replace(b'"first"', b'"mine"'))
+    mine.write_text("mine")
+    for command, path in (("/save ./mine.json", mine), ("/save mine", session)):
+        before = path.read_bytes()
+        for reply, kept in (("\r", True), (CTRL_C, True), ("y\r", False)):
+            chat.terminal.send(command + "\r")
+            chat.terminal.expect_exact("is there already. Overwrite it? [y/N] ")
+            chat.terminal.send(reply)
+            answer = ESCAPES.sub("", chat.wait())
+            assert ("stays as it is" in answer) == kept == (path.read_bytes() == before), (command, reply)
+        assert "saved 2 messages" in chat.say(command), "it is this chat's now"
 
 
 def test_exports_that_cannot_be_are_one_line(chat: Chat) -> None:

@@ -153,6 +153,19 @@ def test_bad_input_is_one_error_with_its_code(argv: list[str], code: int, said: 
     assert environment.stdout.getvalue() == ""
 
 
+@pytest.mark.parametrize(("variable", "value", "said"), [
+    ("EFFLLM_SEED", "abc", "'abc' is not a whole number"), ("EFFLLM_OVERFLOW", "x", "'x' is not one of error, shift"),
+    ("EFFLLM_STRICT", "maybe", "'maybe' is neither true nor false"),
+    ("EFFLLM_CTX_SIZE", "9z", "'9z' is not a number of tokens, as 4096 or 16k")])
+def test_a_wrong_value_of_a_variable_names_the_variable_and_no_flag(monkeypatch: pytest.MonkeyPatch, variable: str, value: str,
+                                                                    said: str) -> None:
+    """Nobody typed the flag."""
+    monkeypatch.setenv(variable, value)
+    environment = world(**{variable: value})
+    assert main(["run", "fable", "hi"], environment) == 2
+    assert environment.stderr.getvalue() == f"effllm: the variable {variable}: {said}\nhint: correct it, or `unset {variable}`\n"
+
+
 def test_a_model_folder_without_read_permission() -> None:
     """As another user where the administrator runs the tests, because that one may read everything."""
     code = ("import os, sys\nimport effllm.runtime.engine, effllm.runtime.catalog, effllm.runtime.text\nfrom effllm.cli.app import main\n"

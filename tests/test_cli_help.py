@@ -132,9 +132,10 @@ def test_precisions_of_the_cache_are_those_that_exist() -> None:
     from typing import get_args, get_type_hints
 
     from effllm.quant.kv import CODECS, codec
+    from effllm.runtime.policy import SCORES
 
-    named = re.findall(r"\b(?:\d+bit|k\dv\d)\b", get_args(get_type_hints(EngineFlags, include_extras=True)["kv"])[1].help)
-    assert {*CODECS, "8bit", "2bit", "k8v4"} == set(named)
+    named = re.findall(r"(?:\d+bit|k\dv\d)(?:\+\w+)?\b", get_args(get_type_hints(EngineFlags, include_extras=True)["kv"])[1].help)
+    assert {*CODECS, "8bit", "2bit", "k8v4", *(f"4bit+{policy}" for policy in SCORES)} == set(named)
     for name in (*named, "6bit", "5bit", "4bit", "3bit"):
         codec(name)
 

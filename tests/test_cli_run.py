@@ -160,6 +160,18 @@ def test_stats_are_on_stderr() -> None:
     assert "seed" not in ran.out
 
 
+def test_stats_say_what_of_the_cache_is_packed() -> None:
+    """A cache of 16 bits packs nothing ever, one of few bits nothing yet."""
+    def cache(*words: str) -> str:
+        ran = Ran("run", "fable", *words, "-n", "3", "--temp", "0", "--stats")
+        return next(line for line in ran.err.splitlines() if line.startswith("context "))
+
+    long = "word " * 400
+    assert "packed" not in cache("--raw", long) and " bits a value over all" in cache("--raw", long)
+    assert "nothing packed yet, 19 exact" in cache(STORY, "--kv", "4bit")
+    assert "128 packed at 4.53 bits a value and" in cache("--raw", long, "--kv", "4bit")
+
+
 def test_raw_and_template_differ_and_a_system_prompt_is_read() -> None:
     flags = ("--temp", "0", "-n", "12")
     chat, raw = Ran("run", "fable", STORY, *flags).out, Ran("run", "fable", STORY, "--raw", *flags).out
@@ -190,6 +202,22 @@ def test_an_interrupt_before_the_answer_is_quiet() -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=MINUTE)
     assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_an_interrupt_while_the_program_itself_is_imported_is_quiet() -> None:
+    """The first tenth of a second, in which nothing of ours runs yet; the interrupt comes as the import of the command line's library."""
+    script = """
+import sys
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Press())
+from effllm.__main__ import main
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-P", "-c", script, "list"], capture_output=True, text=True, timeout=MINUTE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_a_folder_without_a_tokenizer_is_told_before_the_weights_are_read(tmp_path: Path) -> None:

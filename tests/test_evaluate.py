@@ -153,8 +153,11 @@ def test_a_packed_cache_is_scored_where_it_is_read(packed, engines, tokenizer):
     assert result.tokens == sum(len(window) - 1 - first for window in windows(tokenizer, text, 800) if len(window) > first + 1)
     assert 0 < result.kld_mean < 5e-3 and result.same_top > 0.97
     assert result.packed_bits == 4.53125 and 4.53125 < result.kv_bits_per_value < 16
-    with pytest.raises(UsageError, match="none reads a packed page, which needs 320"):
-        list(kld(packed, engines[1], tokenizer, text, 300))
+    for ctx in (300, 321):
+        with pytest.raises(UsageError, match=f"windows of {ctx} tokens: none reads a packed page, which needs 322"):
+            list(kld(packed, engines[1], tokenizer, text, ctx))
+    short = tokenizer.decode(tokenizer.encode(text)[:330])
+    assert list(kld(packed, engines[1], tokenizer, short, 322))[-1].tokens == 1
 
 
 def test_an_answers_kernels_are_scored_token_by_token(packed, engines, tokenizer):

@@ -34,7 +34,9 @@ usual, gate = Model.forward, Path(sys.argv[1])
 def forward(self, *given, **more):
     if gate.exists():
         gate.with_suffix(".reached").touch()
-        time.sleep(60)
+    until = time.monotonic() + 60
+    while gate.exists() and time.monotonic() < until:
+        time.sleep(0.02)
     return usual(self, *given, **more)
 Model.forward = forward
 sys.exit(main(sys.argv[2:]))
@@ -140,10 +142,7 @@ class Chat:
     def ends_at_the_second_press(self) -> str:
         """What is shown from now on, while the model stands still."""
         self.gate.touch()
-        deadline = time.monotonic() + MINUTE
-        while not self.gate.with_suffix(".reached").exists():
-            assert time.monotonic() < deadline, "no pass was run"
-            time.sleep(0.01)
+        self.is_reached()
         self.terminal.send(CTRL_C)
         time.sleep(0.5)  # two presses at once would be one signal
         assert self.terminal.isalive(), "the first press alone ended it"
@@ -153,6 +152,13 @@ class Chat:
         assert self.terminal.exitstatus == 130
         assert "Traceback" not in self.terminal.before
         return self.terminal.before
+
+    def is_reached(self) -> None:
+        """Until a pass stands still at the gate."""
+        deadline = time.monotonic() + MINUTE
+        while not self.gate.with_suffix(".reached").exists():
+            assert time.monotonic() < deadline, "no pass was run"
+            time.sleep(0.01)
 
 
 def messages(home: Path) -> list[dict[str, str]]:
@@ -169,6 +175,22 @@ def test_two_presses_in_a_prompt_end_a_chat_and_keep_its_history(tmp_path: Path,
     chat.type(line)
     chat.ends_at_the_second_press()
     assert messages(tmp_path) == before
+
+
+def test_one_press_in_a_prompt_keeps_the_file_that_was_to_go_with_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("The fox is red.")
+    chat = Chat(tmp_path, "chat", "fable", "--temp", "0", "-n", "8")
+    chat.say(f"/file {tmp_path}/notes.txt")
+    chat.gate.touch()
+    chat.type(STORY)
+    chat.is_reached()
+    chat.terminal.send(CTRL_C)
+    time.sleep(0.2)
+    chat.gate.unlink()
+    chat.terminal.expect_exact("stopped by Ctrl-C after 0 tokens")
+    chat.terminal.expect_exact(WAITS)
+    chat.type("/file")
+    chat.terminal.expect(r"notes.txt: \d+ tokens go with the next message")
 
 
 def test_two_presses_in_an_answer_end_a_chat_with_what_was_written(tmp_path: Path) -> None:

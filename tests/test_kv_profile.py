@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,10 @@ from effllm.runtime.kv_profile_run import recorded
 from effllm.runtime.kv_recording import record
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from conversions import options as conversion
+from conversions import run
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 CTX = 640
@@ -205,6 +210,19 @@ def test_auto_takes_the_fewest_bits_that_keep_the_answers(folder: Path) -> None:
     assert any("no profile of this model" in notice for notice in without.notices)
 
 
+def test_what_8_bit_activations_round_is_not_blamed_on_the_cache(tmp_path: Path) -> None:
+    """Low-bit weights round another way whatever changes: checks that ran with them saw 2% of changed tokens at 8 bits, refused 2 bits with
+    a number that was not the cache's, and left `--kv auto` at 16."""
+    run(FABLE, tmp_path / "small", conversion("4bit"))
+    *_, made = recorded(tmp_path / "small", TEXT, 30.0)
+    assert made.checks and all(kld < 5e-5 for _, kld, _ in made.checks)
+    assert made.auto is not None and made.auto <= 5
+    for kv in ("auto", "2bit"):
+        prepared = prepare(tmp_path / "small", EngineOptions(device="cpu", kv=kv))
+        prepared.store.close()
+        assert prepared.options.kv != "16bit"
+
+
 def test_bits_that_break_the_model_are_refused_with_the_number(folder: Path, tmp_path: Path) -> None:
     made = load_profile(folder, read_config(folder))
     copy = spoilt(folder, tmp_path, checks=[[made.cost(made.bits(2)), 0.1, 0.31]], auto=None)
@@ -262,6 +280,16 @@ def test_a_profile_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, ch
     assert refused.value.hint
 
 
+@pytest.mark.parametrize("keep", [0, 700])
+def test_a_profile_that_was_cut_off_is_recorded_again(folder: Path, tmp_path: Path, keep: int) -> None:
+    """No download gives it back, unlike a config."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / FILE).write_bytes((copy / FILE).read_bytes()[:keep])
+    with pytest.raises(UsageError, match=r"kv_profile\.json is not valid JSON") as refused:
+        load_profile(copy, read_config(copy))
+    assert refused.value.hint == f"remove it, or effllm eval kv-profile {copy}"
+
+
 def test_damaged_arrays_are_refused(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = read_config(copy)
@@ -316,6 +344,9 @@ def test_the_command_says_what_it_found(folder: Path, tmp_path: Path) -> None:
     code, out, err = ran(copy, "--text", sample)
     assert code == 0, err
     assert "noise" in out
+    sample.write_text(TEXT[:3000])
+    code, out, err = ran(copy, "--text", sample)
+    assert code == 0 and "16bit: nothing was checked" in out and "a longer --text" in out, (out, err)
     assert ran(copy, "--seconds", "0")[0] == 2
     assert ran(copy, "--text", tmp_path / "absent")[0] == 2
     assert ran(tmp_path / "absent")[0] == 3

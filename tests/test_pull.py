@@ -216,6 +216,14 @@ def test_a_rate_limit_is_waited_for_and_one_that_lasts_is_said(hub: Hub, person:
     assert "3600 s" in said and "hf auth login" in said
 
 
+@pytest.mark.parametrize(("status", "reason"), [(429, "too many requests"), (503, "the server answered 503")])
+def test_a_hub_that_answers_but_not_now_is_not_called_unreachable(hub: Hub, person: Person, status: int, reason: str) -> None:
+    hub.add(REPO, files=tiny())
+    hub.disturb = always(status)
+    said = person.types("pull", REPO).refused(6)
+    assert f"the hub cannot answer now ({reason})" in said and "again in some minutes" in said and "network" not in said
+
+
 def test_server_errors_and_cuts_are_tried_again(hub: Hub, person: Person) -> None:
     repo = hub.add(REPO, files=tiny())
     hub.disturb, hub.cut_after, hub.cuts = always(503, word="tokenizer", times=1), 300_000, 2

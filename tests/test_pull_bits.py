@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import check_whole
-from hub_server import Hub, running
+from hub_server import Hub, always, running
 from pulls import FABLE, MINUTE, Person, on_disk, sharded
 from test_pull_resume import wait_until, weights_served
 
@@ -211,6 +211,26 @@ def test_a_shard_with_wrong_bytes_is_never_quantized(hub: Hub, person: Person) -
     assert "checksum is wrong" in person.types("pull", REPO, "--bits", "4").refused(6)
     assert not kept(person, hub).exists()
     hub.swap.clear()
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    check_whole(kept(person, hub), FABLE)
+
+
+def test_a_head_that_was_damaged_on_the_way_is_not_kept(hub: Hub, person: Person) -> None:
+    """Nothing is known of it but that it makes no sense: the same command goes on once the way is clean."""
+    name = "model-00002-of-00003.safetensors"
+    hub.swap[name] = bytes(len(hub.repos[REPO].files[name]))
+    said = person.types("pull", REPO, "--bits", "4").refused(6)
+    assert f"{name} has a damaged header" in said and "twice" in said and "another network" in said and str(person.home) not in said
+    hub.swap.clear()
+    assert person.types("pull", REPO, "--bits", "4").code == 0
+    check_whole(kept(person, hub), FABLE)
+
+
+def test_a_head_that_was_damaged_once_comes_again_in_the_same_pull(hub: Hub, person: Person) -> None:
+    name = "model-00002-of-00003.safetensors"
+    part = hub.repos[REPO].files[name][: 64 << 10]
+    headers = {"Content-Range": f"bytes 0-{len(part) - 1}/{len(hub.repos[REPO].files[name])}"}
+    hub.disturb = always(206, headers, bytes(8) + part[8:], f"{name}?signed", times=1)
     assert person.types("pull", REPO, "--bits", "4").code == 0
     check_whole(kept(person, hub), FABLE)
 

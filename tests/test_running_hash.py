@@ -1,5 +1,6 @@
 """The hash of Xet in a process beside: right, wrong, killed, and chosen where sha256 is what a pull would wait for."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -166,14 +167,56 @@ def test_a_process_that_is_killed_in_between(empty: PartFile, named: str, monkey
     assert len(killed) == 1
 
 
+def test_a_process_that_hangs_is_not_waited_for(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+    made = begun(monkeypatch)
+    monkeypatch.setattr(running_hash, "END_S", 0.3)
+    monkeypatch.setattr(running_hash, "XET", "import time; time.sleep(1000)")
+    assert [type(event) for event in all_of(empty, CONTENT, named)] == [Complete]
+    assert len(made) == 1 and made[0]._process.poll() == -signal.SIGKILL
+
+
+def test_a_file_system_that_cannot_feed_a_pipe(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+    def unable(*arguments: object, **more: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    made = begun(monkeypatch)
+    monkeypatch.setattr(os, "splice", unable)
+    assert [type(event) for event in all_of(empty, CONTENT, named)] == [Complete]
+    assert len(made) == 1
+
+
+def test_it_leaves_no_log_behind(whole: PartFile, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home" / "hf"))
+    with closing(Xet(named)) as hashed:
+        assert taken(hashed, whole)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "journal"], "the library keeps a log where it is not told otherwise"
+
+
+def test_a_python_that_cannot_feed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert running_hash.can_xet.__wrapped__()
+    monkeypatch.delattr(os, "splice")
+    assert not running_hash.can_xet.__wrapped__()
+
+
+def test_who_does_without_xet_is_asked_by_none(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+    made = begun(monkeypatch)
+    assert pulled(tmp_path, named, HF_HUB_DISABLE_XET="1").name == SHA256.value and not made
+
+
 def test_a_pull_asks_the_hub_for_it(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
     made = begun(monkeypatch)
-    hub = Hub(xet={"model.safetensors": named})
+    assert pulled(tmp_path, named).name == SHA256.value and len(made) == 1, "its name in the cache is the other hash"
+
+
+def pulled(home: Path, xet: str, **variables: str) -> Path:
+    """The blob of the weights that come from a hub which names this hash."""
+    hub = Hub(xet={"model.safetensors": xet})
     hub.add("org/model", files={"config.json": b"{}", "model.safetensors": CONTENT})
     with running(hub):
-        env = {"HOME": str(tmp_path), "HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(tmp_path / "hub")}
+        env = {"HOME": str(home), "HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(home / "hub"), **variables}
         client = Client(env)
         repository = describe(client, "org/model", "main")
         *_, folder = download(repository, list(repository.files.values()), client, env)
-        assert (folder / "model.safetensors").read_bytes() == CONTENT and len(made) == 1
-        assert (folder / "model.safetensors").resolve().name == SHA256.value, "its name in the cache is the other hash"
+        assert (folder / "model.safetensors").read_bytes() == CONTENT
+        return (folder / "model.safetensors").resolve()

@@ -93,6 +93,7 @@ class Client:
         self._places: dict[str, str] = {}  # where a file's bytes are, once a redirect has told
         self._tags: dict[str, str] = {}  # the tag that its bytes came with
         self._xet: dict[str, str] = {}  # its hash in Xet, where the hub keeps it so
+        self._without_xet = is_true(env.get("HF_HUB_DISABLE_XET"))  # who sets it wants that library nowhere
         try:
             self._home = Url.parse(self.endpoint)
         except ConnectionFailed as error:
@@ -176,20 +177,24 @@ class Client:
                 asked = error.after if isinstance(error, TryAgain) else None
                 again = not isinstance(error, ConnectionFailed) or error.again
                 if not again or failures >= min(3, self.backoff.attempts) or (asked or 0) > self.backoff.patience:
-                    raise self._unreachable(error.reason, asked, error.step if isinstance(error, ConnectionFailed) else "") from error
+                    raise (self._busy(error) if isinstance(error, TryAgain) else self._unreachable(error)) from error
                 time.sleep(self.backoff.delay(failures, asked))
 
-    def _unreachable(self, reason: str, asked: float | None, step: str = "") -> DownloadFailed:
-        if asked is not None:
-            return DownloadFailed(f"the hub is busy ({reason}) and asks to come back in {asked:.0f} s", "then run the same command again"
-                                  + ("" if self.has_token else "; requests with a token (hf auth login) have a higher limit"))
-        return DownloadFailed(f"{self.endpoint} cannot be reached: {reason}",
-                              step or "check the network, HTTPS_PROXY and HF_ENDPOINT; effllm list shows what is here")
+    def _busy(self, error: TryAgain) -> DownloadFailed:
+        more = "" if self.has_token else "; requests with a token (hf auth login) have a higher limit"
+        if error.after is None:
+            return DownloadFailed(f"the hub cannot answer now ({error.reason})", f"run the same command again in some minutes{more}")
+        return DownloadFailed(f"the hub is busy ({error.reason}) and asks to come back in {error.after:.0f} s",
+                              f"then run the same command again{more}")
+
+    def _unreachable(self, error: ConnectionFailed) -> DownloadFailed:
+        return DownloadFailed(f"{self.endpoint} cannot be reached: {error.reason}",
+                              error.step or "check the network, HTTPS_PROXY and HF_ENDPOINT; effllm list shows what is here")
 
     def xet_hash(self, file: RemoteFile) -> str | None:
-        """What the hub has named beside a file's digest, in the answers to requests for it."""
+        """What the hub has named beside a file's digest, in the answers to requests for it; None where a person does without."""
         with self._lock:
-            return self._xet.get(file.name)
+            return None if self._without_xet else self._xet.get(file.name)
 
     # -- ranges of large files -----------------------------------------------------------------------------------------------------
 

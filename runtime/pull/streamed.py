@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...kernels.threads import MOST_WORKERS, ThreadPool
 from ...offload import hardware
-from ...offload.header import MAX_HEADER
+from ...offload.header import MAX_HEADER, CheckpointError, read_header
 from ...offload.part_file import PartFile
 from ...offload.shards import INDEX as RESULT_INDEX
 from ...offload.shards import index_json
@@ -144,12 +144,28 @@ def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iter
             cached = source.is_here(file) and (source.path / file.name).is_symlink()
             shards.append(Shard(file, None if cached else source.shard(file)))
             if shards[-1].part is not None:
-                shards[-1].head = _head(shards[-1], plan, client)
+                shards[-1].head = _sound_head(shards[-1], plan, client)
         yield from _convert_shards(plan, source, shards, client, sum(file.size for file in small))
     finally:
         for shard in shards:
             if shard.part is not None:
                 shard.part.close()
+
+
+def _sound_head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
+    """Its head, fetched once more where that is none: no checksum holds for it until the shard is whole, and kept it would stay wrong."""
+    part, said = shard.part, ""
+    for _ in range(2):
+        head = _head(shard, plan, client)
+        try:
+            with open(part.path, "rb") as file:
+                read_header(part.path, file.fileno(), part.size)
+            return head
+        except CheckpointError as error:
+            said = error.message.replace(str(part.path), shard.file.name)
+            part.restart()
+    raise DownloadFailed(f"{said}, twice", "the hub or something on the way alters it, or it was published so; try another network, or "
+                         "another repository of this model")
 
 
 def _head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
