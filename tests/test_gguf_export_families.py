@@ -21,7 +21,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case, rope, written
-from gguf_samples import FABLE
+from gguf_samples import FABLE, write_model
 
 SIZES = {"vocab_size": 4096, "intermediate_size": 96, "eos_token_id": None}
 GEMMA = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}
@@ -183,3 +183,15 @@ def test_llamacpp_writes_the_same_tokens(tmp_path: Path, peer: object, name: str
     finally:
         engine.close()
         theirs.close()
+
+
+@pytest.mark.parametrize("stated, every", [(None, 6), (3, 3)])
+def test_which_layers_of_gemma3_see_all_is_read_where_a_file_states_it(tmp_path: Path, stated: int | None, every: int) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(24)
+        if stated:
+            writer.add_uint32("gemma3.attention.sliding_window_pattern", stated)
+
+    source = model("gemma3_text", tmp_path / "source")
+    write_model(source, tmp_path / "model.gguf", "F32", "gemma3", change=change)
+    assert read_config(tmp_path / "model.gguf").windows == tuple(None if layer % every == every - 1 else 24 for layer in range(7))

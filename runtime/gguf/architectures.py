@@ -69,7 +69,8 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3"),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
-    "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq"}, **_GEMMA),
+    "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq",
+                                                "attention.sliding_window_pattern": "sliding_window_pattern"}, **_GEMMA),
     "granite": Architecture("granite", interleaved=True, keys={
         "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling"}),
