@@ -109,7 +109,7 @@ def begin_hash(part: PartFile, xet: Callable[[], str | None] | None) -> RunningH
 
 @cache
 def can_xet() -> bool:
-    return "splice" in vars(os) and bool(sys.executable) and importlib.util.find_spec("hf_xet") is not None
+    return getattr(os, "splice", None) is not None and bool(sys.executable) and importlib.util.find_spec("hf_xet") is not None
 
 
 @cache
