@@ -115,7 +115,8 @@ def test_a_mixture_gives_up_experts_and_answers_the_same(tmp_path: Path) -> None
 
 
 def test_a_budget_beyond_the_machine_is_refused_and_not_left_to_the_system(model: Path) -> None:
-    has = "from effllm.offload import hardware\nhardware.memory_available = lambda *_: {} << 20\nhardware.memory_total = lambda *_: {} << 20\n"
+    has = ("from effllm.offload import hardware\n"
+           "hardware.memory_available = lambda *_: {} << 20\nhardware.memory_total = lambda *_: {} << 20\n")
     out, err = finish(start(*answer(model, "--ram", "900M"), before=has.format(40, 60)), 4)
     assert not out and re.search(r"MiB of memory are planned, this process can have 60\.00 MiB\nhint: leave --ram out", err)
     out, err = finish(start(*answer(model, "--ram", "900M"), before=has.format(40, 8000)))
