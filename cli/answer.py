@@ -55,7 +55,7 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     """`--stats`: four lines on stderr, one more where tokens were drafted."""
     from ..offload.size import format_size
 
-    say, cached = screen.fitted_note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
+    say, cached = screen.note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
     say(" · ".join((f"prompt {counted(stats.prompt_tokens)}{cached}{rate(stats.prefill_tps)}",
                     f"answer {counted(len(stats.token_ids))}{rate(stats.decode_tps)}",
                     f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
