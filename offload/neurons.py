@@ -194,6 +194,11 @@ class NeuronPager:
         return self._reader.traffic.nbytes + self._rest.disk_nbytes
 
     @property
+    def busy_s(self) -> float:
+        """Seconds in which the disk was read, where it was for both at once twice."""
+        return self._reader.traffic.busy_s + self._rest.busy_s
+
+    @property
     def wait_s(self) -> float:
         """Seconds that its users have waited for the disk."""
         return self._reader.traffic.wait_s + self._rest.wait_s

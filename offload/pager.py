@@ -72,6 +72,11 @@ class ResidentPager:
         return self._read_nbytes
 
     @property
+    def busy_s(self) -> float:
+        """Seconds in which passes had the disk read: none."""
+        return 0.0
+
+    @property
     def wait_s(self) -> float:
         """Seconds that a pass has waited for the disk: none."""
         return 0.0

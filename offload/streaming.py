@@ -235,6 +235,11 @@ class StreamingPager:
         return self._reader.traffic.nbytes + self._always.disk_nbytes
 
     @property
+    def busy_s(self) -> float:
+        """Seconds in which the disk was read."""
+        return self._reader.traffic.busy_s
+
+    @property
     def wait_s(self) -> float:
         """Seconds that its users have waited for the disk."""
         return self._reader.traffic.wait_s

@@ -19,7 +19,7 @@ import numpy as np
 from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..kernels.workspace import Dims
-from ..offload.direct import Interrupted
+from ..offload.direct import Interrupted, Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..quant.kv import codec
 from .bundles import is_bundled
@@ -150,6 +150,11 @@ class Engine:
     def disk_wait_s(self) -> float:
         """Seconds that passes have waited for the disk."""
         return self.model.pager.wait_s + self.cache.pool.traffic.wait_s
+
+    @property
+    def disk_traffic(self) -> Traffic:
+        """Bytes and seconds of the disk so far."""
+        return Traffic(nbytes=self.disk_nbytes, wait_s=self.disk_wait_s, busy_s=self.model.pager.busy_s + self.cache.pool.traffic.busy_s)
 
     def reset(self) -> None:
         """Forget the sequence."""

@@ -155,7 +155,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
                          f"--device cpu, or no +{cache.kv.policy}")
     _check_context(options, config)
     draft = _draft(folder, options, card)
-    bundled, budget = is_bundled(container), _budget(options, card, draft)
+    bundled, budget, beside = is_bundled(container), _budget(options, card), beside + Speculating(draft=draft).draft_nbytes
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     asked = Asked(
         config, options, tensors, cache, store, folder, card, bundled, worker_count(options),
@@ -232,7 +232,7 @@ def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig
 
 
 def _draft(folder: Path | None, options: EngineOptions, card: Device | None) -> Prepared | None:
-    """The plan for the model that drafts; its memory is taken from what the large one gets."""
+    """The plan for the model that drafts; for the large one, it is a part of the program."""
     if not options.draft or card is not None:
         return None
     from .draft_model import prepare_draft
@@ -240,10 +240,10 @@ def _draft(folder: Path | None, options: EngineOptions, card: Device | None) -> 
     return prepare_draft(folder, options)
 
 
-def _budget(options: EngineOptions, card: Device | None, draft: Prepared | None) -> Budget:
+def _budget(options: EngineOptions, card: Device | None) -> Budget:
     """Bytes for this process: as asked, else what the machine has free."""
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    return Budget(ram=ram - Speculating(draft=draft).draft_nbytes, vram=0 if card is None else devices.vram(options, card))
+    return Budget(ram=ram, vram=0 if card is None else devices.vram(options, card))
 
 
 def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placement]:
