@@ -295,6 +295,12 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
 
 
+def rounded(value: float, digits: int = 3) -> str:
+    """To so many digits, never in powers of ten: 0.52, 18.2, 1590."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):.0f}" if "e+" in text else text
+
+
 def margin(error: float) -> str:
     """How far a prediction may be off: a share of it, or a factor where the share would reach down to nothing."""
     return f"± {100 * error:.0f}%" if error < 0.95 else f"within a factor of {1 + error:.1f}"

@@ -14,7 +14,7 @@ from effllm import UsageError
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
 from effllm.cli.prompt import read_prompt
-from effllm.cli.screen import Screen, broken, cell_width, margin
+from effllm.cli.screen import Screen, broken, cell_width, margin, rounded
 from effllm.runtime.events import Progress
 
 
@@ -97,6 +97,11 @@ def test_a_line_is_broken_between_words_alone(text: str, width: int, hang: int) 
 def test_a_command_that_fits_a_line_stays_whole(text: str, lines: list[str]) -> None:
     """It is there to be pasted."""
     assert broken(text, 40, 2) == lines
+
+
+def test_figures_are_rounded_without_powers_of_ten() -> None:
+    assert [rounded(value) for value in (0.5234, 18.24, 159.4, 1333.0, 99_960.0)] == ["0.523", "18.2", "159", "1330", "100000"]
+    assert rounded(1333.0, 2) == "1300" and rounded(0.00001234) == "1.23e-05"
 
 
 def test_a_pipe_gets_a_line_whole() -> None:
