@@ -183,6 +183,10 @@ class NeuronPager:
             with suppress(CheckpointError):
                 self._reader.wait(ticket, self._cancelled)
 
+    def shed(self) -> int:
+        """Bytes given back of what can be read again: none, the window is a fixed number of slots."""
+        return 0
+
     @property
     def traffic(self) -> Traffic:
         """Reads of neurons."""

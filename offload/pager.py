@@ -62,6 +62,10 @@ class ResidentPager:
         """Forget one group (its bytes went to another device); the memory goes when its last view does."""
         del self._leases[key]
 
+    def shed(self) -> int:
+        """Bytes given back of what can be read again when it is needed: none."""
+        return 0
+
     def announcements(self) -> list[str]:
         """Fallbacks since the last call: none."""
         return []

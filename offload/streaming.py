@@ -222,6 +222,10 @@ class StreamingPager:
             return None
         return (begin, end), reads_of(self._extents[place], self._ring)
 
+    def shed(self) -> int:
+        """Bytes given back of what can be read again: none, since where a pinned part lies never changes."""
+        return 0
+
     # -- what it cost ----------------------------------------------------------------------------------------------------------
 
     @property

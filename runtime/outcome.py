@@ -87,7 +87,7 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
             "tensor_bytes": weight_tiers(engine.prepared, engine.model.tensors).to_json(), **found.to_json()}
     if isinstance(streams, PagedExperts):
         made["pinned_bytes"] = engine.model.pager.nbytes
-        made["experts"] = {**streams.to_json(), **engine.model.pager.tally.to_json()}
+        made["experts"] = {**streams.to_json(), "slots": engine.model.pager.slots, **engine.model.pager.tally.to_json()}
     return made
 
 
