@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .interrupt import interruptible
 from .loading import follow, last
-from .screen import Screen, margin
+from .screen import Screen, margin, rounded
 
 if TYPE_CHECKING:
     from ..runtime.events import Done, Stats
@@ -52,10 +52,10 @@ def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
 
 
 def say_cost(stats: Stats, screen: Screen) -> None:
-    """`--stats`: four lines on stderr, one more where tokens were drafted."""
+    """`--stats`: four lines on stderr, one more where tokens were drafted, experts paged or pages of the cache picked."""
     from ..offload.size import format_size
 
-    say, cached = screen.fitted_note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
+    say, cached = screen.note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
     say(" · ".join((f"prompt {counted(stats.prompt_tokens)}{cached}{rate(stats.prefill_tps)}",
                     f"answer {counted(len(stats.token_ids))}{rate(stats.decode_tps)}",
                     f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
@@ -67,6 +67,9 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
         say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
             f"needed were there ({experts['policy']}), {experts['guesses_used']} of {experts['guessed']} read on a guess were used")
+    if (pages := stats.placement.get("kv_read")) is not None and pages["among"]:
+        say(f"cache on the disk: {pages['asked']} of {pages['among']} pages picked ({100 * pages['asked'] / pages['among']:.0f}%), "
+            f"{pages['found']} of them were in memory")
     if stats.speculation is not None:
         say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass".format(**stats.speculation))
     say(foreseen(stats.placement))
@@ -94,12 +97,12 @@ def foreseen(placement: Mapping[str, object]) -> str:
     predicted, measured = placement["predicted_tps"], placement["measured_tps"]
     if predicted is None:
         return f"no prediction: {placement['reason']}"
-    told = f"predicted {predicted:.3g} tokens/s ({margin(placement['error'])})"
+    told = f"predicted {rounded(predicted)} tokens/s ({margin(placement['error'])})"
     if measured is None:
         return f"{told}, nothing to compare: one token comes with the prompt"
     ratio = measured / predicted
     off = f": {100 * abs(ratio - 1):.0f}% {'less' if ratio < 1 else 'more'}, {placement['miss']}" if placement["miss"] else ""
-    return f"{told}, measured {measured:.3g}{off}"
+    return f"{told}, measured {rounded(measured)}{off}"
 
 
 def rate(tokens_per_second: float) -> str:

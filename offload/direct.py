@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -58,14 +58,19 @@ class Job(Protocol):
 
 @dataclass
 class Traffic:
-    """What was read so far. `queue_s` and `read_s` are sums over reads, of several threads at once; `wait_s` is what the reader's
-    owner stood still."""
+    """What was read so far. `queue_s` and `read_s` are sums over reads, of several threads at once; `busy_s` is the time in which any of
+    them was under way, so `nbytes / busy_s` is the disk's rate; `wait_s` is what the reader's owner stood still."""
 
     reads: int = 0
     nbytes: int = 0
     queue_s: float = 0.0
     read_s: float = 0.0
     wait_s: float = 0.0
+    busy_s: float = 0.0
+
+    def since(self, before: Traffic) -> Traffic:
+        """What was added to `before`."""
+        return Traffic(*(getattr(self, own.name) - getattr(before, own.name) for own in fields(self)))
 
 
 @dataclass
@@ -111,7 +116,7 @@ class Reader:
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
         self._urgent: deque[_Queued] = deque()
         self._later: deque[_Queued] = deque()
-        self._under_way = 0
+        self._under_way, self._noted = 0, 0.0
         self._closed = False
         self._said: list[str] = []
         self._sources = {file: _Source(fd, _direct_descriptor(fd) if direct else None) for file, fd in files.items()}
@@ -197,6 +202,7 @@ class Reader:
                 if self._closed:
                     return
                 queued = (self._urgent or self._later).popleft()
+                self._note_busy()
                 self._under_way += 1
             started, count, error = time.perf_counter(), 0, None
             try:
@@ -207,6 +213,7 @@ class Reader:
             ended = time.perf_counter()
             with self._lock:
                 traffic = self.traffic
+                self._note_busy()
                 self._under_way -= 1
                 traffic.reads += len(queued.reads)
                 traffic.nbytes += count
@@ -215,6 +222,13 @@ class Reader:
                 queued.ticket.left -= len(queued.reads)
                 queued.ticket.error = queued.ticket.error or error
                 self._done.notify_all()
+
+    def _note_busy(self) -> None:
+        """Count the time since the last call, if reads were under way in it; under the lock."""
+        now = time.perf_counter()
+        if self._under_way:
+            self.traffic.busy_s += now - self._noted
+        self._noted = now
 
     def _fill(self, read: Read) -> int:
         """Make one read; returns the bytes read."""

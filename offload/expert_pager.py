@@ -18,7 +18,7 @@ from .arrival import Desks, plan_desks
 from .checkpoint import CheckpointError, TensorInfo, TensorStore
 from .direct import READ_NBYTES, Ticket
 from .experts import Policy, Slots
-from .memory import anonymous
+from .memory import anonymous, discard
 from .placement import Residency
 from .streaming import Part, StreamingPager, reads_of, views
 
@@ -79,9 +79,9 @@ class ExpertPager(StreamingPager):
         self._desks = Desks(plan_desks(parts))
         self.nbytes += self.memory.nbytes + self._desks.nbytes
         self._experts_of = tuple(parts)
-        self._width = min(2 * per_token, experts)  # slots of the passage
-        self._room = max(0, slots - self._width)  # that a chunk's experts may hold beside it
-        self._share, self._residents = self._room // self.layers, [0] * self.layers
+        self._least = min(len(parts), 2 * per_token * self.layers)
+        self._width, self._residents = min(2 * per_token, experts), [0] * self.layers  # slots of the passage; experts of each layer
+        self._count(slots)
         self._tickets: dict[int, Ticket] = {}  # of keys on their way
         self._guessed: set[int] = set()  # keys that nobody has asked for yet
         self._busy: frozenset[int] = frozenset()  # keys of the visit whose products may not have run
@@ -220,6 +220,27 @@ class ExpertPager(StreamingPager):
             self._stuck.append((slot, ticket))
         else:
             self.pool.free.append(slot)
+
+    def _count(self, slots: int) -> None:
+        self.slots = slots
+        self._room = max(0, slots - self._width)  # that a chunk's experts may hold beside the passage
+        self._share = self._room // self.layers
+
+    def shed(self) -> int:
+        """Between two passes, give up half of the slots, as far as two tokens' experts still have theirs; returns the bytes given back."""
+        self._settle(frozenset())
+        self.pool.free += self._passage
+        self._passage, gone = [], []
+        for _ in range(self.slots - max(self._least, self.slots // 2)):
+            if not self.pool.free and (victim := self.pool.policy.victim(())) is not None:
+                self._give_back(victim)
+            if not self.pool.free:  # a read that was given up still writes to the slot
+                break
+            gone.append(self.pool.free.pop())
+        for slot in gone:
+            discard(self.memory[slot * self.slot_nbytes : (slot + 1) * self.slot_nbytes])
+        self._count(self.slots - len(gone))
+        return len(gone) * self.slot_nbytes
 
     def _settle(self, busy: frozenset[int]) -> None:
         """Leave the last visit, which may have been broken off; take back guesses that have not begun and are not needed."""

@@ -2,7 +2,7 @@
 
 from .. import DoesNotFit
 from .plan import AUTO_CTX, Budget, Demand, Placement, kv_nbytes, largest, with_slack
-from .size import format_size
+from .size import asked_mib, format_size
 
 
 def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
@@ -25,7 +25,7 @@ def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, 
         raise DoesNotFit(
             f"{format_size(budget.ram)} of memory hold {held} of {experts.count} experts beside {format_size(needed)} of all else; it "
             f"takes {experts.least}, {-(-experts.least // experts.layers)} a layer, and {format_size(needed + least)}",
-            f"-c {shorter} fits" if shorter else f"it takes --ram {-(-(needed + least) // 2**20)}Mi, fewer bits, or a smaller model")
+            f"-c {shorter} fits" if shorter else f"it takes --ram {asked_mib(needed + least)}, fewer bits, or a smaller model")
     slots = min(experts.count, (budget.ram - needed) // experts.slot_nbytes)
     notes = [f"{slots} of {experts.count} experts stay in memory, the others are read from the disk when a token needs them"
              if slots < experts.count else "the embedding stays on the disk: a token reads its row"]

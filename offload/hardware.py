@@ -122,6 +122,11 @@ def rss(root: Path = ROOT) -> int:
     return _table(root / "proc/self/status").get("VmRSS") or _psutil_rss()
 
 
+def rss_files(root: Path = ROOT) -> int:
+    """Bytes of that which are files, the program's own among them: the system can drop them, and counts them as free."""
+    return _table(root / "proc/self/status").get("RssFile", 0)
+
+
 def peak_rss(root: Path = ROOT) -> int:
     """The most this process has held. Not getrusage's figure: that one starts from the parent's peak where the parent forked."""
     return _table(root / "proc/self/status").get("VmHWM") or rss(root)

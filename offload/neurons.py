@@ -183,6 +183,10 @@ class NeuronPager:
             with suppress(CheckpointError):
                 self._reader.wait(ticket, self._cancelled)
 
+    def shed(self) -> int:
+        """Bytes given back of what can be read again: none, the window is a fixed number of slots."""
+        return 0
+
     @property
     def traffic(self) -> Traffic:
         """Reads of neurons."""
@@ -192,6 +196,11 @@ class NeuronPager:
     def disk_nbytes(self) -> int:
         """Bytes read so far, everything counted."""
         return self._reader.traffic.nbytes + self._rest.disk_nbytes
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the disk was read, where it was for both at once twice."""
+        return self._reader.traffic.busy_s + self._rest.busy_s
 
     @property
     def wait_s(self) -> float:

@@ -62,6 +62,10 @@ class ResidentPager:
         """Forget one group (its bytes went to another device); the memory goes when its last view does."""
         del self._leases[key]
 
+    def shed(self) -> int:
+        """Bytes given back of what can be read again when it is needed: none."""
+        return 0
+
     def announcements(self) -> list[str]:
         """Fallbacks since the last call: none."""
         return []
@@ -70,6 +74,11 @@ class ResidentPager:
     def disk_nbytes(self) -> int:
         """Bytes read so far; of mapped files those that are touched."""
         return self._read_nbytes
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which passes had the disk read: none."""
+        return 0.0
 
     @property
     def wait_s(self) -> float:

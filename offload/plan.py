@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .. import DoesNotFit, UsageError
 from .notes import Fallback
 from .placement import Residency, Units, reside, slots_for
-from .size import format_size
+from .size import asked_mib, format_size
 
 # With the device left open, layers move back to the host only for a context up to this; longer ones fill what memory is left.
 AUTO_CTX = 4096
@@ -249,7 +249,7 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
         raise DoesNotFit(f"needs {format_size(fixed + least)} of memory even with weights read from the disk for every token (KV cache "
                          f"{format_size(cache)} for {ctx or quantum} tokens + program and buffers {format_size(fixed + least - cache)}), "
                          f"the budget is {format_size(budget.ram)}",
-                         f"-c {shorter} fits" if shorter else f"it takes --ram {-(-(fixed + least) // 2**20)}Mi, or a smaller model")
+                         f"-c {shorter} fits" if shorter else f"it takes --ram {asked_mib(fixed + least)}, or a smaller model")
     # Whatever is used by every token goes first: a neuron is used by few.
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
     window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
@@ -396,5 +396,5 @@ def _nearest(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantu
     count = next((n for n in counts if _fits(_split(demand, n, split.ctx, quantum), budget)), None)
     if count is not None:
         return f"-ngl {count} fits" if count else "--device cpu fits"
-    flag, needs = ("--ram", split.ram) if split.ram > budget.ram else ("--vram", split.vram)
-    return f"no context is short enough: it takes {flag} {-(-needs // 2**20)}Mi, or a smaller model"
+    wanted = f"--ram {asked_mib(split.ram)}" if split.ram > budget.ram else f"--vram {-(-split.vram // 2**20)}Mi"
+    return f"no context is short enough: it takes {wanted}, or a smaller model"

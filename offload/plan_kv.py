@@ -11,7 +11,7 @@ from .. import DoesNotFit
 from .notes import Fallback
 from .placement import Residency, reside
 from .plan import Budget, Demand, Placement, _is_resident, _least, kv_pages, largest, page_nbytes, plan, with_slack
-from .size import format_size
+from .size import asked_mib, format_size
 
 PAGE = 128  # tokens
 
@@ -114,7 +114,7 @@ def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     try:
         return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
     except DoesNotFit as error:
-        hint = error.hint if error.hint.startswith("-c ") else f"it takes --ram {-(-needed // 2**20)}Mi, or a smaller model"
+        hint = error.hint if error.hint.startswith("-c ") else f"it takes --ram {asked_mib(needed)}, or a smaller model"
         raise DoesNotFit(f"needs {format_size(needed)} of memory even with {what} read from the disk for every token, the budget is "
                          f"{format_size(budget.ram)}", hint) from None
 

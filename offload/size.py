@@ -37,6 +37,12 @@ def format_size(nbytes: int) -> str:
     return f"{value:.2f} {_UNITS[unit]}"
 
 
+def asked_mib(nbytes: int) -> str:
+    """What to give `--ram` for a plan of so many bytes: "123Mi". What the program itself holds differs between two runs, by some tenths of
+    a MiB here, so there is one to spare: a figure that was named has to do."""
+    return f"{-(-nbytes // 2**20) + 1}Mi"
+
+
 def several(count: int, noun: str) -> str:
     """A number with its noun: `1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

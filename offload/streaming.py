@@ -222,6 +222,10 @@ class StreamingPager:
             return None
         return (begin, end), reads_of(self._extents[place], self._ring)
 
+    def shed(self) -> int:
+        """Bytes given back of what can be read again: none, since where a pinned part lies never changes."""
+        return 0
+
     # -- what it cost ----------------------------------------------------------------------------------------------------------
 
     @property
@@ -233,6 +237,11 @@ class StreamingPager:
     def disk_nbytes(self) -> int:
         """Bytes read so far, everything counted."""
         return self._reader.traffic.nbytes + self._always.disk_nbytes
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the disk was read."""
+        return self._reader.traffic.busy_s
 
     @property
     def wait_s(self) -> float:

@@ -19,17 +19,18 @@ import numpy as np
 from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..kernels.workspace import Dims
-from ..offload.direct import Interrupted
+from ..offload.direct import Interrupted, Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..quant.kv import codec
 from .bundles import is_bundled
 from .cache import KVCache, open_cache
+from .compiled import compiled
 from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .kv_disk import disk_tier
 from .model import Model, attention_specs, dims
 from .passes import as_in_one_reading, joined
-from .prepare import EngineOptions, Prepared, folder_kinds, prepare, worker_count
+from .prepare import EngineOptions, Prepared, folder_kinds, prepare, refuse_beyond_machine, worker_count
 from .pressure import Watch
 from .sampler import Sampler, refuse_broken
 from .speculate import speculation
@@ -55,17 +56,13 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
     """`open_engine` for a plan made otherwise; it is made after kernels of these kinds are compiled, so that it sees the memory that
     is left."""
-    from ..kernels import trial, warm
+    from ..kernels import warm
     from . import lookup
 
     started = time.monotonic()
-    if warm.is_cold(kinds):
-        for done, total in warm.warm(kinds):
-            yield Progress("compiling kernels (first run only)", done, total, "kernels")
-    if (target := trial.forced()) and not trial.runs(kinds):
-        raise UsageError(f"{target}: this processor lacks instructions of that target",
-                         "unset it, and kernels are compiled for this processor")
+    yield from compiled(kinds)
     prepared = prepare_late()
+    refuse_beyond_machine(prepared)
     if warm.cache_folder() is None:
         said = Fallback("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
         if prepared.options.strict:
@@ -118,7 +115,7 @@ class Engine:
         self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                            mmap=options.load == "mmap", container=prepared.container, streams=streams,
                            copied_from=self.placement.copied_from, predictors=prepared.predictors)
-        self.cache, self.watch = self.new_cache(), Watch(mapped=options.load == "mmap")
+        self.cache, self.watch = self.new_cache(), Watch(mapped=options.load == "mmap", shed=self.model.pager.shed)
         self.tokens: list[int] = []
         self.anew = 0  # the first of them that are held as reading them in one prompt, from an empty cache, leaves them
         self.truncated = False
@@ -150,6 +147,11 @@ class Engine:
     def disk_wait_s(self) -> float:
         """Seconds that passes have waited for the disk."""
         return self.model.pager.wait_s + self.cache.pool.traffic.wait_s
+
+    @property
+    def disk_traffic(self) -> Traffic:
+        """Bytes and seconds of the disk so far."""
+        return Traffic(nbytes=self.disk_nbytes, wait_s=self.disk_wait_s, busy_s=self.model.pager.busy_s + self.cache.pool.traffic.busy_s)
 
     def reset(self) -> None:
         """Forget the sequence."""

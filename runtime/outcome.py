@@ -1,7 +1,8 @@
 """After an answer: what was predicted against what came, and why they differ where they do by a quarter.
 
-A reason is looked for, not guessed: the memory is read again (the weights themselves, so it takes none), the system is asked how many
-programs wait for the cores, the answer for its length, the engine for what sampling took. What none of them explains is said to be so.
+A reason is looked for, not guessed: reads from the disk were counted and timed, the memory is read again (the weights themselves, so it
+takes none), the system is asked how many programs wait for the cores, the answer for its length, the engine for what sampling took. What
+none of them explains is said to be so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..offload.predict import decode, prompt
+from ..offload.direct import Traffic
+from ..offload.predict import Prediction, Work, decode, prompt
+from ..offload.size import format_size
 from . import forecast, roofs
 from .paged_experts import PagedExperts
 from .weight_tiers import weight_tiers
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 
 MISS = 0.25  # a difference that is worth an explanation
 FEW_TOKENS = 16
-BUSY = 0.8  # of the memory's usual rate when it was measured
+BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
+NOTHING_READ = Traffic()
 LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may lie in a cache
 
 
@@ -48,9 +52,9 @@ class Outcome:
 
 
 def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, sampling_s: float,
-            drafted: Counts | None = None) -> Outcome:
+            drafted: Counts | None = None, reads: Traffic = NOTHING_READ) -> Outcome:
     """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of a
-    pass, times the tokens of a pass where some were drafted."""
+    pass, times the tokens of a pass where some were drafted. `reads`: of the disk, while it was written."""
     steps = made - 1  # the first token comes out of the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
     waited = prefill_s if prefill_s and not cached else None
@@ -58,15 +62,21 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     rates = known.rates
     asked = forecast.work(engine.prepared, engine.model.tensors)
     on_gpu = "cuda" in engine.placement.devices
-    predicted = decode(asked, rates, prompt_tokens + made // 2) if rates and not on_gpu else None
+    depth, picks = prompt_tokens + made // 2, engine.options.kv_read == "sparse"
+    predicted = decode(asked, rates, depth) if rates and not on_gpu and not picks else None
     if predicted is None:
-        reason = forecast.ON_GPU if on_gpu else forecast.NO_ROOFS if rates is None else forecast.SLOW_DISK
+        reason = (forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.NO_ROOFS if rates is None
+                  else forecast.SLOW_DISK)
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited else None
     expected = predicted.tokens_per_s * (drafted.tokens_per_pass if drafted and drafted.passes else 1)
     miss = ""
     if measured is not None and abs(measured / expected - 1) > MISS:
-        miss = explain(engine, known.machine, measured / expected, steps, decode_s, sampling_s)
+        passes = drafted.passes if drafted and drafted.passes else steps
+        ratio = measured / expected
+        miss = explain_disk(asked, depth, predicted, known.disk.date, ratio, passes, decode_s, reads) if known.disk else ""
+        if not miss or reads.busy_s < (1 - MISS) * decode_s:  # not all of the time
+            miss = explain(engine, known.machine, ratio, steps, decode_s, sampling_s, miss)
     return Outcome(expected, measured, predicted.error, first and first.seconds, waited, miss)
 
 
@@ -78,14 +88,43 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
             "tensor_bytes": weight_tiers(engine.prepared, engine.model.tensors).to_json(), **found.to_json()}
     if isinstance(streams, PagedExperts):
         made["pinned_bytes"] = engine.model.pager.nbytes
-        made["experts"] = {**streams.to_json(), **engine.model.pager.tally.to_json()}
+        made["experts"] = {**streams.to_json(), "slots": engine.model.pager.slots, **engine.model.pager.tally.to_json()}
+    if engine.cache.pool.picks:
+        slots = engine.cache.pool.stream.slots
+        made["kv_read"] = {name: sum(getattr(each, name) for each in slots) for name in ("among", "asked", "found")}
     return made
 
 
-def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, sampling_s: float) -> str:
-    """The likeliest cause of a miss, from what can be looked at now."""
+def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, ratio: float, passes: int, decode_s: float,
+                 reads: Traffic) -> str:
+    """What of a miss the disk explains: its rate, or how much was read of it, in `passes`; empty where it was not waited for, or where it
+    gave what was expected of it."""
+    if reads.nbytes < LEAST_NBYTES or not reads.busy_s:
+        return ""
+    if reads.wait_s < MISS * decode_s if ratio < 1 else predicted.limit != "disk":
+        return ""
+    expected, came = work.streamed + work.missed + work.kv_disk_bytes(depth), reads.nbytes / passes
+    rate = reads.nbytes / min(reads.busy_s, decode_s)  # weights and pages of the cache may have been read at once
+    then = expected / predicted.disk_s if predicted.disk_s else rate
+    said = []
+    if came > expected / BUSY if ratio < 1 else came < expected * BUSY:
+        guess = ": which neurons are active was a guess, effllm calibrate-sparsity measures it" if work.assumed else ""
+        said.append(f"a token read {format_size(round(came))} from the disk, {format_size(round(expected))} were expected{guess}")
+    if rate < then * BUSY if ratio < 1 else rate > then / BUSY:
+        said.append(f"the disk gave {rate / 1e9:.2g} GB/s, and {then / 1e9:.2g} for such reads when it was probed ({probed})")
+    return "; ".join(said)
+
+
+def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, sampling_s: float,
+            disk: str = "") -> str:
+    """The likeliest cause of a miss, from what can be looked at now, behind what the disk explains of it."""
     if steps < FEW_TOKENS:
-        return "one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell"
+        return disk or ("one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell")
+    said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, decode_s, sampling_s)) if each)
+    return said or f"no cause was found: effllm doctor --probe measures this machine again (last {machine.date})"
+
+
+def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, decode_s: float, sampling_s: float) -> str:
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
         who = "other programs use it" if ratio < 1 else "others used it then"
@@ -98,7 +137,7 @@ def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: in
         return "the weights are mapped: what the system had not in memory was read from the file while the answer was written"
     if ratio < 1 and sampling_s > MISS * decode_s:
         return f"choosing tokens took {100 * sampling_s / decode_s:.0f}% of the time, which a prediction leaves out"
-    return f"no cause was found: effllm doctor --probe measures this machine again (last {machine.date})"
+    return ""
 
 
 def memory_now(engine: Engine) -> float | None:

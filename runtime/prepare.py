@@ -18,7 +18,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.plan import Budget, Placement
-from ..offload.size import parse_size
+from ..offload.size import format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import devices, kv_disk
 from .bundles import is_bundled, is_lossy
@@ -155,7 +155,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
                          f"--device cpu, or no +{cache.kv.policy}")
     _check_context(options, config)
     draft = _draft(folder, options, card)
-    bundled, budget = is_bundled(container), _budget(options, card, draft)
+    bundled, budget, beside = is_bundled(container), _budget(options, card), beside + Speculating(draft=draft).draft_nbytes
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     asked = Asked(
         config, options, tensors, cache, store, folder, card, bundled, worker_count(options),
@@ -167,11 +167,12 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     placement = replace(placement, disk_layers=cuts.disk_layers(placement, own))
     streams = cuts.streams(placement, own, store)
     shape = cache.shape(placement.ctx, tokens)
-    notices += kv_disk.notices(options, placement, cache.shape(placement.ctx, chunk).pages)
+    options = kv_disk.reading(options, placement, config.windows, cache.shape(placement.ctx, chunk).pages, notices)
     notices += streams.notices if isinstance(streams, PagedExperts) else ()
     if predictors is not None and not placement.slots:
         notices.append(Fallback("--predict-neurons changes nothing: no neurons come from the disk"))
     notices += [Fallback(f"--kv {options.kv}: {said}")] if (said := cache.unpacked(shape, placement.ctx)) else []
+    notices += _not_free(placement, options)
     speculating, remarks = decide(options, config, placement, draft)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
@@ -232,7 +233,7 @@ def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig
 
 
 def _draft(folder: Path | None, options: EngineOptions, card: Device | None) -> Prepared | None:
-    """The plan for the model that drafts; its memory is taken from what the large one gets."""
+    """The plan for the model that drafts; for the large one, it is a part of the program."""
     if not options.draft or card is not None:
         return None
     from .draft_model import prepare_draft
@@ -240,10 +241,29 @@ def _draft(folder: Path | None, options: EngineOptions, card: Device | None) -> 
     return prepare_draft(folder, options)
 
 
-def _budget(options: EngineOptions, card: Device | None, draft: Prepared | None) -> Budget:
+def _budget(options: EngineOptions, card: Device | None) -> Budget:
     """Bytes for this process: as asked, else what the machine has free."""
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    return Budget(ram=ram - Speculating(draft=draft).draft_nbytes, vram=0 if card is None else devices.vram(options, card))
+    return Budget(ram=ram, vram=0 if card is None else devices.vram(options, card))
+
+
+def _not_free(placement: Placement, options: EngineOptions) -> list[str]:
+    """What to say of a budget that is more than can be had now."""
+    free = hardware.memory_available() + hardware.rss() - hardware.rss_files()
+    if placement.total_bytes - hardware.rss_files() <= free or options.load == "mmap":
+        return []
+    return [f"{format_size(placement.total_bytes)} of memory are planned, {format_size(free)} can be had now: the system may end this "
+            "process"]
+
+
+def refuse_beyond_machine(prepared: Prepared) -> None:
+    """Raises DoesNotFit for a plan of more memory than this process can ever have: the system would end it without a word. Mapped files,
+    its own and those of `load`, are not held against it."""
+    needed, most = prepared.placement.total_bytes - hardware.rss_files(), hardware.memory_total()
+    if needed > most and prepared.options.load == "ram":
+        prepared.store.close()
+        raise DoesNotFit(f"{format_size(prepared.placement.total_bytes)} of memory are planned, this process can have {format_size(most)}",
+                         "leave --ram out: what does not fit comes from the disk")
 
 
 def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placement]:

@@ -1,9 +1,10 @@
 """Whether the system takes this process's memory away while it runs, and what is done about it.
 
 A plan that fitted when it was made need not fit for ever: another program grows, or a budget was more than the machine has. Then parts of
-the process are swapped out, or its files are dropped and read again, and every token waits for that. What the system counts is looked at
-about once a second. Where pages of the KV cache may lie on the disk, half of those in memory go there, in order and past the file cache,
-which costs less than what the system picks; else it is said once, with what to do.
+the process are swapped out, or its files are dropped and read again, and every token waits for that; without swap, and that is how most
+containers run, there is next to no such time before a process is ended. So what is free is looked at too, about once a second. Where memory
+is short, half of what can be read again goes: pages of the KV cache that may lie on the disk, in order and past the file cache, and
+experts that come from there anyway. Where nothing can, it is said once, with what to do.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from .cache import KVCache
 EVERY_S = 1.0
 SWAPPED_NBYTES = 16 << 20  # more than this since the last look
 FAULTS = 200  # reads of a page that was in memory before, in a look
+FEW_NBYTES = 32 << 20  # less free than this is short,
+FALLING = 0.75  # and shorter still where it is less than this share of what was free then
 
 
 class Watch:
-    """One process. `mapped`: its weights are a mapped file, whose pages are read in by faults always."""
+    """One process. `mapped`: its weights are a mapped file, whose pages are read in by faults always. `shed` lets half of the weights go
+    that are read when they are needed, and returns the bytes given back."""
 
-    def __init__(self, mapped: bool = False, root: Path = hardware.ROOT, clock: Callable[[], float] = time.monotonic) -> None:
-        self._mapped, self._root, self._clock = mapped, root, clock
+    def __init__(self, mapped: bool = False, root: Path = hardware.ROOT, clock: Callable[[], float] = time.monotonic,
+                 shed: Callable[[], int] = lambda: 0) -> None:
+        self._mapped, self._root, self._clock, self._shed = mapped, root, clock, shed
         self._next, self._last = 0.0, (0, 0)
+        self._low: int | None = None  # bytes that were free when it was acted on, while memory is short
         self._said: list[str] = []
         self._told = self._seen = False
 
@@ -40,15 +46,24 @@ class Watch:
         if not self._seen:  # what happened before the first look is the start of the program
             self._seen = True
             return
+        free, low = hardware.memory_available(self._root), self._low
+        if free >= FEW_NBYTES:
+            self._low = None
+        elif low is None or free < FALLING * low:
+            self._low = free
+            self._act(cache, f"memory is short: {format_size(free)} are free")
+            return
         more = swapped - before[0]
         if more > SWAPPED_NBYTES or (faults - before[1] > FAULTS and not self._mapped):
             what = f"swaps {format_size(more)} of this process out" if more > SWAPPED_NBYTES else "reads this process from the disk again"
             self._act(cache, f"memory is short: the system {what}")
 
     def _act(self, cache: KVCache, why: str) -> None:
-        freed = cache.shed()
-        if freed:
-            self._said.append(f"{why}; {format_size(freed)} of the KV cache went to the disk instead")
+        pages, weights = cache.shed(), self._shed()
+        gave = [f"{format_size(pages)} of the KV cache went to the disk instead"] if pages else []
+        gave += [f"{format_size(weights)} of experts were given up and are read when they are needed"] if weights else []
+        if gave:
+            self._said.append("; ".join([why, *gave]))
         elif not self._told:
             self._told = True
             self._said.append(f"{why} (--ram SIZE plans with less)")

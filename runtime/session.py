@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .. import EffllmError, UsageError
 from ..offload import hardware
+from ..offload.direct import Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
 from .conversation_file import History, load_conversation, save_conversation
 from .engine import Engine
@@ -268,6 +269,7 @@ class Session:
         `history`. Returns its text, whether its tokens say just that, and `think` as it stood at the last of them."""
         engine = self.engine
         started, first_at = time.monotonic(), None
+        read_before = engine.disk_traffic
         before, drafted = (engine.prefill_s, engine.decode_s, engine.sampling_s), engine.speculation and engine.speculation.counts
         tokens: list[int] = []
         shown: list[str] = [said]
@@ -290,7 +292,7 @@ class Session:
             finish = "cancelled" if self._cancelled else finish
             if engine.truncated:
                 yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
-            dropped = engine.truncated
+            dropped, read_before = engine.truncated, engine.disk_traffic
             if finish != "cancelled" and self.max_tokens != 0:
                 for step in engine.generate(self._sampler, self.max_tokens, self.tokenizer.stop_ids, self.ignore_eos):
                     tokens.append(step.token)
@@ -325,7 +327,8 @@ class Session:
         self.from_process_start = False
         took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.sampling_s), before)]
         self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids),
-                                (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted))
+                                (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted),
+                                engine.disk_traffic.since(read_before))
         if finish == "context":
             yield Notice(f"the context of {engine.n_ctx} tokens is full: "
                          "the answer ends here (-c for a larger one, --overflow shift to go on)")
@@ -333,12 +336,12 @@ class Session:
         return "".join(shown), not stops.hit, stood
 
     def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, ttft: float,
-              prefill: float, decode: float, sampling: float, drafted: Counts | None) -> Stats:
+              prefill: float, decode: float, sampling: float, drafted: Counts | None, reads: Traffic) -> Stats:
         from .outcome import outcome, placed  # not on the way to the first token
 
         engine, cache = self.engine, self.engine.cache
         cached, read = engine.reused, engine.read
-        found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, sampling, drafted)
+        found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, sampling, drafted, reads)
         return Stats(
             text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens,
             cached_tokens=cached, read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode,

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,10 +57,14 @@ def everything(reader: Reader, file: Path) -> bytes:
 @pytest.mark.parametrize("mode", (True, False), ids=("direct", "buffered"))
 @pytest.mark.parametrize("threads", (1, 4))
 def test_every_byte_arrives_and_is_counted(file: Path, reader_of: Callable, mode: bool, threads: int) -> None:
-    reader = reader_of(threads, mode)
+    reader, started = reader_of(threads, mode), time.perf_counter()
     assert everything(reader, file) == file.read_bytes()
+    took = time.perf_counter() - started
     assert (reader.traffic.reads, reader.traffic.nbytes) == (3, SIZE)
-    assert reader.traffic.read_s > 0 and reader.traffic.queue_s >= 0
+    assert reader.traffic.read_s > 0 and reader.traffic.queue_s >= 0 and 0 < (busy := reader.traffic.busy_s) <= took
+    time.sleep(0.2)  # of an idle disk
+    assert everything(reader, file) == file.read_bytes()
+    assert busy < reader.traffic.busy_s <= time.perf_counter() - started - 0.2
     assert reader.announcements() == []
 
 

@@ -78,23 +78,28 @@ def sound(pager: ExpertPager) -> None:
     """Every slot is somewhere, once."""
     held = list(pager.pool._slots.values())
     everywhere = [*held, *pager.pool.free, *pager._passage, *(slot for slot, _ in pager._stuck)]
-    assert sorted(everywhere) == list(range(pager.memory.nbytes // pager.slot_nbytes))
+    assert len(set(everywhere)) == len(everywhere) == pager.slots and max(everywhere) < pager.memory.nbytes // pager.slot_nbytes
     assert pager._residents == [sum(key // EXPERTS == layer for key in pager.pool._slots) for layer in range(LAYERS)]
     assert pager._guessed <= set(pager.pool._slots)
 
 
 STEPS = st.lists(st.tuples(
-    st.integers(0, LAYERS - 1), st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS), st.booleans(), st.booleans()),
+    st.integers(0, LAYERS - 1), st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS), st.booleans(), st.booleans(),
+    st.sampled_from((False, False, False, True))),
     min_size=1, max_size=30)
 
 
 @settings(max_examples=50, deadline=None)
 @given(steps=STEPS, slots=st.integers(2 * TOP, LAYERS * EXPERTS), name=st.sampled_from(POLICIES))
 def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathFactory, steps, slots: int, name: str) -> None:
-    """Tokens and chunks in turn, guesses that come true and that do not, visits broken off; down to fewer slots than a plan allows."""
+    """Tokens and chunks in turn, guesses that come true and that do not, visits broken off, memory that grows short; down to fewer slots
+    than a plan allows."""
     with write(tmp_path_factory.mktemp("any")) as store:
         pager = opened(store, slots, name)
-        for layer, experts, one, broken in steps:
+        for layer, experts, one, broken, short in steps:
+            if short:
+                pager.shed()
+                sound(pager)
             needed = sorted(experts)[:TOP] if one else sorted(experts)
             counts = None if one else np.array([1 + (expert * 7 + layer) % 5 for expert in range(EXPERTS)])
             if broken:
@@ -105,6 +110,28 @@ def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathF
                 pager.look_ahead((layer + 1) % LAYERS, sorted(experts)[:TOP])
             sound(pager)
         pager.close()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_half_of_the_slots_are_given_back_and_never_the_last_ones(store: TensorStore, name: str) -> None:
+    every = LAYERS * EXPERTS
+    pager = opened(store, every, name)
+    pager._least = 2 * TOP  # of fewer layers, so that there is something to halve
+    for layer in range(LAYERS):
+        for first in range(0, EXPERTS, TOP):
+            use(pager, layer, range(first, first + TOP))
+    assert pager.slots == len(pager.pool) == every
+    freed, slots = [], [every]
+    while not freed or freed[-1]:
+        freed.append(pager.shed())
+        slots.append(pager.slots)
+        sound(pager)
+        given = (pager.memory.reshape(every, -1) == 0).all(axis=1).sum()
+        assert given >= every - pager.slots, "what is given back is no longer there"
+        use(pager, 1, range(TOP))
+        use(pager, 2, range(EXPERTS), np.ones(EXPERTS, np.int64))
+    assert slots == [18, 9, 4, 4] and freed == [9 * pager.slot_nbytes, 5 * pager.slot_nbytes, 0]
+    pager.close()
 
 
 def test_a_chunk_reads_each_expert_at_most_once_and_keeps_what_it_visits_most(store: TensorStore) -> None:

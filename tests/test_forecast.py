@@ -3,6 +3,9 @@
 import io
 import json
 import os
+import sys
+import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +14,12 @@ import pytest
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.plan import bar
+from effllm.cli.screen import rounded
 from effllm.kernels import warm
+from effllm.offload.direct import Traffic
 from effllm.offload.disk import Disk, DiskRead
 from effllm.offload.placement import Residency
-from effllm.offload.predict import KindRate
+from effllm.offload.predict import KindRate, Prediction
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import outcome, roofs
 from effllm.runtime.bench import prepare_synthetic
@@ -23,6 +28,10 @@ from effllm.runtime.forecast import forecast, kind_of_weight, prepare_at, sugges
 from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
+from effllm.runtime.sampler import Sampler, SamplerSettings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from streamed_models import larger_than_memory, streaming
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 CPU = EngineOptions(device="cpu", threads=2)
@@ -176,7 +185,7 @@ def test_run_holds_the_prediction_against_what_came(known: None) -> None:
     placement = json.loads(out)["placement"]
     assert code == 0 and placement["predicted_tps"] == pytest.approx(forecast(fable(), KNOWN).start.tokens_per_s, rel=0.02)
     off = abs(placement["measured_tps"] / placement["predicted_tps"] - 1) > outcome.MISS
-    assert (placement["miss"] is not None) == off and f"predicted {placement['predicted_tps']:.3g} tokens/s" in said
+    assert (placement["miss"] is not None) == off and f"predicted {rounded(placement['predicted_tps'])} tokens/s" in said
     rows = json.loads(ran("bench", "fable", "-p", "8", "-n", "2", "-r", "1", "--device", "cpu", "-o", "json")[1])
     assert all(row["predicted_ts"] > 0 for row in rows)
     assert list(rows[0])[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type",
@@ -201,7 +210,9 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 0.0) == "3 tokens are too few to tell"
     assert outcome.explain(engine, MACHINE, 0.5, 1, 1.0, 0.0) == "one token is too few to tell"
     assert "no cause was found" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
+    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0, "the disk") == outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 0, "the disk")
     assert "choosing tokens took 60%" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.6)
+    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.6, "the disk").startswith("the disk; choosing")
     monkeypatch.setattr(outcome, "memory_now", lambda engine: 5e9)
     assert "5.0 GB/s now and at 20.0" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
     assert "no cause" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 0.0)
@@ -209,6 +220,47 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert "others used it then" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 0.0)
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
     assert "9 programs want the 2 cores" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
+
+
+def test_what_the_disk_explains_of_a_miss() -> None:
+    """1 GB of weights and 100 MB of the cache for a token, foreseen at 2 GB/s; an answer of ten passes that waited for the disk."""
+    prepared = fable()
+    every = work(prepared, check_tensors(prepared.config, prepared.store, prepared.container))
+    asked = replace(every, streamed=10**9, windows=(None,), kv_bytes=10**5, kv_held=0)
+    foreseen = Prediction(0.55, 0.55, 0.1, 0.2, "disk", 0.3)
+
+    def said(ratio: float, reads: Traffic, seconds: float = 10.0, **changes: object) -> str:
+        return outcome.explain_disk(replace(asked, **changes), 1000, foreseen, "2026-01-01 12:00", ratio, 10, seconds, reads)
+
+    slow = said(0.5, Traffic(nbytes=11 * 10**9, wait_s=8.0, busy_s=10.0))
+    assert slow == "the disk gave 1.1 GB/s, and 2 for such reads when it was probed (2026-01-01 12:00)"
+    assert "gave 4.4 GB/s" in said(2.0, Traffic(nbytes=11 * 10**9, busy_s=2.5), 2.5)
+    assert said(0.5, Traffic(nbytes=11 * 10**9, wait_s=1.0, busy_s=10.0)) == "", "the processor kept it waiting"
+    assert said(0.5, Traffic(nbytes=11 * 10**9, wait_s=5.0, busy_s=5.5)) == "", "it gave what was expected"
+    assert said(0.5, Traffic()) == ""
+    more = said(0.5, Traffic(nbytes=22 * 10**9, wait_s=8.0, busy_s=11.0), 11.0)
+    assert more == "a token read 2.05 GiB from the disk, 1.02 GiB were expected"
+    guessed = said(0.2, Traffic(nbytes=22 * 10**9, wait_s=8.0, busy_s=22.0), 22.0, assumed=True)
+    assert "expected: which neurons are active was a guess, effllm calibrate-sparsity measures it; the disk gave 1 GB/s" in guessed
+    assert "a token read 524.52 MiB" in said(1.9, Traffic(nbytes=55 * 10**8, busy_s=2.75), 2.75), "experts that were in memory"
+
+
+def test_a_run_whose_disk_is_slower_than_it_was_says_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model streams; the disk is said to have given a hundred times what it gives."""
+    fast = replace(DISK, disk=replace(DISK.disk, reads=(DiskRead(2 << 20, 4, 1e12),)))
+    monkeypatch.setattr(roofs, "known", lambda asked: Roofs(replace(MACHINE, memory=1e13, memory_usual=1e13), fast))
+    with closing(streaming(larger_than_memory(tmp_path / "large"), ctx=256)) as engine:
+        before = engine.disk_traffic
+        for _ in engine.prefill([1, 2, 3]):
+            continue
+        at, started = engine.disk_traffic, time.perf_counter()
+        made = len(list(engine.generate(Sampler(SamplerSettings(temperature=0), 4096), 4, frozenset())))
+        reads = engine.disk_traffic.since(at)
+        assert reads.nbytes > 3 * 200 * 2**20 and 0 < reads.busy_s <= time.perf_counter() - started + 0.1
+        assert engine.disk_traffic.since(before).nbytes > reads.nbytes
+        engine.prepared = replace(engine.prepared, placement=replace(engine.placement, residency=engine.prepared.streams.residency))
+        found = outcome.outcome(engine, 3, 0, made, 1.0, time.perf_counter() - started, 0.0, None, reads)
+    assert "the disk gave" in found.miss and "when it was probed" in found.miss, found
 
 
 def test_the_memory_is_read_through_the_weights(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:

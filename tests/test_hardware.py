@@ -215,6 +215,7 @@ def test_arm_features(tmp_path: Path) -> None:
 def test_a_system_without_proc_asks_psutil(tmp_path: Path) -> None:
     assert hardware.memory_total(tmp_path) == psutil.virtual_memory().total
     assert 0 < hardware.memory_available(tmp_path) <= hardware.memory_total(tmp_path)
+    assert hardware.rss_files(tmp_path) == 0
     assert abs(hardware.rss(tmp_path) - psutil.Process().memory_info().rss) < 64 << 20
     found = hardware.describe(tmp_path)
     assert (found.simd, found.huge_pages, found.gpus, found.cpu_quota) == ((), "absent", (), None)

@@ -350,6 +350,25 @@ def test_pages_go_to_the_disk_when_memory_grows_short(pool, tmp_path):
     disk.cache.close()
 
 
+def test_memory_that_is_nearly_gone_is_short_before_anything_is_swapped(pool, tmp_path):
+    """A container without swap: its processes are ended rather than paged."""
+    def free(mib):
+        (tmp_path / "proc/meminfo").write_text(f"MemTotal: {4 << 20} kB\nMemAvailable: {mib << 10} kB\n")
+
+    proc_says(tmp_path, 0, 0)
+    disk, now, weights = Feed(cache_of(pool, DiskTier(tmp_path / "spill", 6))), [0.0], [0, 3 << 20, 0]
+    watch = Watch(root=tmp_path, clock=lambda: now[0], shed=lambda: weights.pop())
+    disk.run(1000)
+    for mib, first, said in ((500, 6, ""), (33, 6, ""), (31, 3, "memory is short: 31.00 MiB are free; "), (28, 3, ""),
+                             (20, 1, "went to the disk instead; 3.00 MiB of experts were given up"), (40, 1, ""), (5, 0, "5.00 MiB are")):
+        free(mib)
+        watch.look(disk.cache)
+        now[0] += 1.5
+        lines = watch.announcements()
+        assert disk.cache.pool.first == first and len(lines) == bool(said) and said in "".join(lines)
+    disk.cache.close()
+
+
 def test_a_cache_without_a_disk_can_only_say_so(pool, tmp_path):
     cache, now = cache_of(pool, None), [0.0]
     proc_says(tmp_path, 0, 0)

@@ -43,7 +43,7 @@ def test_fewer_slots_than_two_tokens_need_are_refused_with_the_number() -> None:
     needed = int(caught.value.hint.split("--ram ")[1].split("Mi")[0]) << 20
     assert plan(demand(), Budget(needed), 4096, 512).expert_slots >= 160
     with pytest.raises(DoesNotFit):
-        plan(demand(), Budget(needed - 2 * MB), 4096, 512)
+        plan(demand(), Budget(needed - 3 * MB), 4096, 512)
 
 
 def test_a_shorter_context_that_fits_is_named() -> None:

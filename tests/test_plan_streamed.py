@@ -1,5 +1,7 @@
 """Plans for models larger than memory: what streams, what it costs in bytes, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,10 +56,13 @@ def test_no_room_for_the_ring_says_what_it_takes() -> None:
         plan(demand(), Budget(120 * MB), 4096)
     assert "even with weights read from the disk" in caught.value.message
     needed = int(caught.value.hint.split("--ram ")[1].split("Mi")[0]) << 20
+    assert plan(replace(demand(), baseline=80 * MB + 2**19), Budget(needed), 4096), "a program that is half a MiB larger this time"
     assert plan(demand(), Budget(needed), 4096).residency is not None
+    with pytest.raises(DoesNotFit):
+        plan(demand(), Budget(needed - 2 * 2**20), 4096)
     with pytest.raises(DoesNotFit) as caught:
         plan(demand(), Budget(needed), 4096, 4096)
-    assert caught.value.hint == "-c 128 fits"
+    assert caught.value.hint == "-c 256 fits"
 
 
 def test_a_context_beyond_the_model_and_a_shortened_one_are_said() -> None:

@@ -1,13 +1,14 @@
 """A process that the system really takes memory from, as it counts faults itself: what it gives back, what it says, what it answers."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import long_context
+from streamed_models import long_context, long_context_mixture
 from test_streamed_runs import finish, start
 
 # Before some of its passes the process reads pages of a mapped file that the system was just told to drop: each is a fault that waits for
@@ -38,6 +39,22 @@ def look(self, cache):
     if cache.sealed > 4 and len(times) < 3:
         times.append(fault())
     return real(self, cache)
+pressure.Watch.look = look
+"""
+
+# While the cache holds between 5 and 7 pages, or three times where it holds none yet, next to nothing is free.
+SHORT = """
+from effllm.offload import hardware
+from effllm.runtime import pressure
+pressure.EVERY_S = 0.0
+real, available, times = pressure.Watch.look, hardware.memory_available, []
+def look(self, cache):
+    times.append(cache.sealed)
+    hardware.memory_available = (lambda root: 9 << 20) if {when} else available
+    try:
+        return real(self, cache)
+    finally:
+        hardware.memory_available = available
 pressure.Watch.look = look
 """
 
@@ -76,3 +93,34 @@ def test_a_run_that_loses_memory_gives_the_cache_to_the_disk_and_answers_the_sam
 def test_a_run_that_has_nothing_to_give_says_so_once(model: Path, tmp_path: Path) -> None:
     _, said = faulting(model, tmp_path, "--kv-ram", "1G")
     assert said.count("memory is short") == 1 and "(--ram SIZE plans with less)" in said
+
+
+def test_a_run_whose_memory_is_nearly_gone_gives_the_cache_to_the_disk_and_answers_the_same(model: Path, tmp_path: Path) -> None:
+    calm, quiet = finish(start(*answer(model, "--spill-dir", tmp_path / "a")))
+    short, said = finish(start(*answer(model, "--spill-dir", tmp_path / "b"), before=SHORT.format(when="5 <= cache.sealed <= 7")))
+    assert "memory is short" not in quiet
+    assert "memory is short: 9.00 MiB are free; " in said and "of the KV cache went to the disk instead" in said
+    assert json.loads(short)["token_ids"] == json.loads(calm)["token_ids"]
+
+
+def test_a_mixture_gives_up_experts_and_answers_the_same(tmp_path: Path) -> None:
+    mixture = long_context_mixture(tmp_path / "mixture")
+    command = ("run", mixture, "--raw", "word " * 20, "-n", 30, "--temp", 0, "--ignore-eos", "-c", 256, "--device", "cpu", "--json")
+    refused = finish(start(*command, "--ram", "64M"), 4)[1]
+    ram = ("--ram", f"{int(re.search(r'it takes --ram ([0-9]+)Mi', refused)[1]) + 24}Mi")
+    calm, short = finish(start(*command, *ram)), finish(start(*command, *ram, before=SHORT.format(when="len(times) in (8, 9)")))
+    calm, said, short = json.loads(calm[0]), short[1], json.loads(short[0])
+    assert calm["placement"]["experts"]["slots"] >= 2 * short["placement"]["experts"]["slots"] > 0 and "of experts were given up" in said
+    assert short["token_ids"] == calm["token_ids"] and short["io"]["disk_bytes_read"] > calm["io"]["disk_bytes_read"]
+
+
+def test_a_budget_beyond_the_machine_is_refused_and_not_left_to_the_system(model: Path) -> None:
+    has = ("from effllm.offload import hardware\n"
+           "hardware.memory_available = lambda *_: {} << 20\nhardware.memory_total = lambda *_: {} << 20\n")
+    out, err = finish(start(*answer(model, "--ram", "900M"), before=has.format(40, 60)), 4)
+    assert not out and re.search(r"MiB of memory are planned, this process can have 60\.00 MiB\nhint: leave --ram out", err)
+    out, err = finish(start(*answer(model, "--ram", "900M"), before=has.format(40, 8000)))
+    assert json.loads(out)["token_ids"] and err.count("can be had now: the system may end this process") == 1
+    _, err = finish(start("plan", model, "-c", 2048, "--ram", "900M", "--no-probe", before=has.format(40, 60)))
+    assert "can be had now" in err, "a plan may be for another machine"
+    assert "can be had now" not in finish(start("plan", model, "-c", 2048, "--no-probe"))[1]

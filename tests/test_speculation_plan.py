@@ -1,6 +1,7 @@
 """When a run speculates and with whom, decided with the plan: weights in memory and on the disk, mixtures, neurons, draft models."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from effllm import DoesNotFit, UsageError
 from effllm.offload.placement import Residency
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import Engine, Step, open_engine
-from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculating import MIXTURE, NEURONS, decide
@@ -71,12 +72,27 @@ def test_the_memory_of_a_draft_model_counts() -> None:
     alone = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G"))
     both = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G", draft=str(FABLE)))
     taken = both.speculating.draft_nbytes
-    assert taken > 11_540_992 and alone.placement.budget.ram - both.placement.budget.ram == taken
+    assert taken > 11_540_992 and alone.placement.budget.ram == both.placement.budget.ram == 8 * 10**9
+    more = both.placement.total_bytes - alone.placement.total_bytes
+    assert taken <= more < taken + (4 << 20), "what it takes is part of what is planned"
     assert both.speculating.lookup and both.speculating.draft.placement.ctx == 256
     with pytest.raises(DoesNotFit, match="the draft model"):
         prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="64M", draft=str(FABLE)))
     with pytest.raises(UsageError, match="--spec off forbids it"):
         EngineOptions(draft=str(FABLE), spec="off")
+
+
+def test_the_memory_that_a_refusal_names_does_with_a_draft_model_too() -> None:
+    def planned(ram: str) -> Prepared:
+        return prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram=ram, draft=str(FABLE)))
+
+    small = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G")).placement.total_bytes + (1 << 20)  # enough for one of them
+    with pytest.raises(DoesNotFit) as caught:
+        planned(str(small))
+    assert not caught.value.message.startswith("the draft model")
+    named = re.search(r"it takes --ram (\d+Mi)", caught.value.hint)
+    assert named is not None, caught.value.hint
+    assert planned(named[1]).speculating.draft is not None
 
 
 def test_a_draft_model_is_opened_with_its_target() -> None:
