@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .interrupt import interruptible
 from .loading import follow, last
-from .screen import Screen, margin
+from .screen import Screen, margin, rounded
 
 if TYPE_CHECKING:
     from ..runtime.events import Done, Stats
@@ -55,7 +55,7 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     """`--stats`: four lines on stderr, one more where tokens were drafted."""
     from ..offload.size import format_size
 
-    say, cached = screen.fitted_note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
+    say, cached = screen.note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
     say(" · ".join((f"prompt {counted(stats.prompt_tokens)}{cached}{rate(stats.prefill_tps)}",
                     f"answer {counted(len(stats.token_ids))}{rate(stats.decode_tps)}",
                     f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
@@ -94,12 +94,12 @@ def foreseen(placement: Mapping[str, object]) -> str:
     predicted, measured = placement["predicted_tps"], placement["measured_tps"]
     if predicted is None:
         return f"no prediction: {placement['reason']}"
-    told = f"predicted {predicted:.3g} tokens/s ({margin(placement['error'])})"
+    told = f"predicted {rounded(predicted)} tokens/s ({margin(placement['error'])})"
     if measured is None:
         return f"{told}, nothing to compare: one token comes with the prompt"
     ratio = measured / predicted
     off = f": {100 * abs(ratio - 1):.0f}% {'less' if ratio < 1 else 'more'}, {placement['miss']}" if placement["miss"] else ""
-    return f"{told}, measured {measured:.3g}{off}"
+    return f"{told}, measured {rounded(measured)}{off}"
 
 
 def rate(tokens_per_second: float) -> str:

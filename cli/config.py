@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
-from .flags import add_command, flag, flags_of, token_count, variable
+from .. import UsageError
+from .errors import unset
+from .flags import add_command, flag, flags_of, valued, variable
 from .help import PlainGroup
 from .options import OUTPUT, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags
 from .screen import Screen
-from .settings import PROJECT_FILE, known
+from .settings import PROJECT_FILE, demand_usable, known, origin, place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +34,7 @@ A flag wins over its variable (EFFLLM_TEMP), that over {PROJECT_FILE}, that over
 generation_config.json, that over what is built in.
 """
 BUILT_IN = "built in"
+SWITCH = {**dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True), **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False)}
 
 Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "say where each value comes from, and which files were looked for")]
 
@@ -73,25 +76,31 @@ def settings(screen: Screen, folder: Path | None) -> Iterator[Shown]:
     models_own = own_defaults(screen, folder)
     built_in = built_in_values()
     for key, (group, field, kind) in known().items():
-        given = environment.variables.get(variable(key))
-        if given:
-            yield Shown(key, as_typed(given, kind), variable(key))
-        elif setting := environment.settings.get(key):
-            yield Shown(key, setting.value, setting.origin)
+        text = environment.variables.get(variable(key))
+        setting = environment.settings.get(key)
+        if text or setting:
+            value = of_variable(key, text, kind) if text else setting.value
+            demand_usable(key, value, place(environment, key))
+            yield Shown(key, value, origin(environment, key))
         elif group is SamplingFlags and field in models_own:
             yield Shown(key, models_own[field], "generation_config.json")
         else:
             yield Shown(key, built_in.get(field), BUILT_IN)
 
 
-def as_typed(text: str, kind: type) -> object:
-    """A variable's text as its flag takes it; what does not fit is shown as it is, and refused by the command that uses it."""
-    if kind is bool:
-        return text.lower() in ("1", "true", "t", "yes", "y", "on")
+def of_variable(key: str, text: str, kind: Any) -> object:
+    """A variable's text as its flag takes it. Raises UsageError, as the command does that reads it."""
     try:
-        return kind(text) if kind in (int, float, token_count) else [text] if get_origin(kind) is list else text
-    except ValueError:
-        return text
+        return switch(text) if kind is bool else valued(kind, [text] if get_origin(kind) is list else text)
+    except ValueError as error:
+        raise UsageError(f"the variable {variable(key)}: {error}", unset(variable(key))) from error
+
+
+def switch(text: str) -> bool:
+    """Raises ValueError."""
+    if (word := text.strip().lower()) in SWITCH:
+        return SWITCH[word]
+    raise ValueError(f"{text!r} is neither true nor false")
 
 
 def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:

@@ -6,6 +6,7 @@ Each stream is asked on its own whether it is a terminal: `effllm run fable > st
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -93,7 +94,13 @@ class Environment:
 
     @property
     def width(self) -> int:
-        return max(40, shutil.get_terminal_size((80, 24)).columns)
+        """Of the terminal that shows the answer, else of the one that shows remarks; COLUMNS overrules both."""
+        columns = shutil.get_terminal_size((0, 0)).columns
+        for stream in (self.stdout, self.stderr):
+            if not columns and self.is_terminal(stream):
+                with contextlib.suppress(OSError, ValueError):  # such as a stream of a test, which has no descriptor
+                    columns = os.get_terminal_size(stream.fileno()).columns
+        return max(40, columns or 80)
 
     @cached_property
     def settings(self) -> Mapping[str, Setting]:

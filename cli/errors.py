@@ -83,11 +83,16 @@ def variable_of(error: typer.TyperException) -> str:
     return parameter.envvar if source is not None and source.name == "ENVIRONMENT" else ""
 
 
+def unset(variable: str) -> str:
+    """The next step where a variable has a wrong value."""
+    return f"correct it, or `unset {variable}`"
+
+
 def usage_hint(error: typer.TyperException) -> str:
     """The page that says how the command is written, or how a prompt is typed."""
     context = getattr(error, "ctx", None)  # set on usage errors alone
     if variable := variable_of(error):
-        return f"correct it, or `unset {variable}`"
+        return unset(variable)
     if context is None:
         return "effllm --help"
     surplus = "unexpected extra argument" in error.format_message()
@@ -95,13 +100,21 @@ def usage_hint(error: typer.TyperException) -> str:
 
 
 def write_error(environment: Environment, message: str, hint: str) -> None:
-    """`effllm: message` and, when there is one, `hint: next step`; control characters and line breaks never reach the screen."""
-    bold, red, off = ("\x1b[1m", "\x1b[31m", "\x1b[0m") if environment.is_styled(environment.stderr) else ("", "", "")
-    lines = [f"{red}{bold}effllm:{off} {one_line(message)}\n"]
-    if hint:
-        lines.append(f"{bold}hint:{off} {one_line(hint)}\n")
+    """`effllm: message` and, when there is one, `hint: next step`; control characters and line breaks never reach the screen. A terminal
+    that is narrower gets them broken between words."""
+    from .screen import broken
+
+    styled = environment.is_styled(environment.stderr)
+    width = environment.width if environment.is_terminal(environment.stderr) else None
+    written = []
+    for name, text, style in (("effllm:", message, "\x1b[31m\x1b[1m"), ("hint:", hint, "\x1b[1m")):
+        line = f"{name} {one_line(text)}"
+        lines = [line] if width is None else broken(line, width, 2)
+        if styled:
+            lines[0] = f"{style}{name}\x1b[0m{lines[0].removeprefix(name)}"
+        written += [f"{each}\n" for each in lines if text]
     try:
-        environment.stderr.writelines(lines)
+        environment.stderr.writelines(written)
         environment.stderr.flush()
     except OSError:
         return  # nobody is left to tell; the exit code still says it

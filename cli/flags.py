@@ -8,15 +8,18 @@ value. Values are converted here: the library's converter loads a schema library
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from .help import PlainCommand
+
+if TYPE_CHECKING:
+    from .environment import Environment
 
 Command = Callable[..., int | None]
 TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -125,17 +128,25 @@ def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, kep
         if kept:
             return from_file(parameter, context, parameter.default)
         return library(context, value) if parameter.required else parameter.default
-    if get_origin(kind) is list:
-        return [*value]
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(get_args(kind))}", context, parameter)
-        return value
     try:
-        return kind(value)
+        return valued(kind, value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), context, parameter) from error
+
+
+def valued(kind: Any, given: Any) -> Any:
+    """What a flag of a type that is no switch makes of the text it was given. Raises ValueError that says what is wrong with it."""
+    if get_origin(kind) is list:
+        return [*given]
+    if get_origin(kind) is Literal:
+        if given not in get_args(kind):
+            raise ValueError(f"{given!r} is not one of {', '.join(get_args(kind))}")
+        return given
+    try:
+        return kind(given)
     except ValueError as error:
         what = {int: "whole number", token_count: "number of tokens, as 4096 or 16k"}.get(kind, "number")
-        raise typer.BadParameter(f"{value!r} is not a {what}", context, parameter) from error
+        raise ValueError(f"{given!r} is not a {what}") from error
 
 
 def value_type(annotation: Any) -> Any:
@@ -170,12 +181,23 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
             settled = frozenset(flag for flag, value in values.items()
                                 if value is not None and value is not False and not is_typed(given["context"], flag))
             given[name] = kind(**values, settled=settled)
+            if settled:
+                judge_settled(given["context"].find_root().obj, kind, {flag: values[flag] for flag in settled})
         return function(**given)
 
     call.__name__, call.__doc__, call.__module__ = function.__name__, function.__doc__, function.__module__
     call.__signature__ = inspect.Signature(parameters)
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call, frozenset(field.name for kind in groups.values() for field in flags_of(kind))
+
+
+def judge_settled(environment: Environment, group: type, values: Mapping[str, object]) -> None:
+    """Raise UsageError for a value of a group that no command could use, naming the variable or the line that it comes from."""
+    from .settings import demand_usable, place
+
+    for key, (field, _) in names_and_types(group).items():
+        if field in values:
+            demand_usable(key, values[field], place(environment, key))
 
 
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:

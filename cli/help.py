@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 COLUMN = 28  # where descriptions begin
-WIDEST = 110
+WIDEST, NARROW = 110, 60
 # Flags that the library adds, in our words.
 LIBRARY_FLAGS = {"help": "show this page", "install_completion": "complete commands and models in this shell from now on",
                  "show_completion": "print what --install-completion would install"}
@@ -23,11 +23,11 @@ def write_help(command: TyperCommand | TyperGroup, context: typer.Context, forma
     environment = context.find_root().obj
     width = min(environment.width if environment else 80, WIDEST)
     bold, off = ("\x1b[1m", "\x1b[0m") if environment and environment.is_styled(environment.stdout) else ("", "")
-    formatter.write(f"{bold}usage:{off} {context.command_path} {usage(command, context)}\n")
+    formatter.write(f"{bold}usage:{off} {filled(f'{context.command_path} {usage(command, context)}', width, ' ' * 7)[7:]}\n")
     if command.help:
         formatter.write("\n" + paragraphs(command.help, width))
     for title, entries in sections(command, context).items():
-        formatter.write(f"\n{bold}{title}{off}\n")
+        formatter.write(f"\n{bold}{filled(title, width)}{off}\n")
         for left, right in entries:
             formatter.write(entry(left, right, width))
     if command.epilog:
@@ -61,12 +61,19 @@ def sections(command: TyperCommand | TyperGroup, context: typer.Context) -> dict
 
 
 def entry(left: str, right: str, width: int) -> str:
-    """`  left    right`, the right side wrapped under itself; a left side that is too long gets a line of its own."""
-    indent = " " * COLUMN
-    wrapped = textwrap.wrap(right, width - COLUMN) or [""]
-    head = f"  {left}"
-    first = f"{head:<{COLUMN}}{wrapped[0]}" if len(head) < COLUMN - 1 else f"{head}\n{indent}{wrapped[0]}"
-    return "\n".join([first.rstrip(), *(indent + line for line in wrapped[1:])]) + "\n"
+    """`  left    right`, the right side wrapped under itself; a left side that is too long gets a line of its own, and in a narrow terminal
+    every one does."""
+    narrow = width < NARROW
+    indent = " " * (6 if narrow else COLUMN)
+    wrapped, head = filled(right, width, indent), f"  {left}"
+    if narrow or len(head) >= COLUMN - 1:
+        return "\n".join(filter(None, (head, wrapped))) + "\n"
+    return f"{head:<{COLUMN}}{wrapped[COLUMN:]}".rstrip() + "\n"
+
+
+def filled(text: str, width: int, indent: str = "") -> str:
+    """Lines of at most `width` columns, words whole."""
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
 
 
 def paragraphs(text: str, width: int) -> str:
@@ -74,7 +81,7 @@ def paragraphs(text: str, width: int) -> str:
     blocks = []
     for block in text.strip().split("\n\n"):
         kept = any(line.startswith("  ") for line in block.splitlines())
-        blocks.append(block if kept else textwrap.fill(" ".join(block.split()), width))
+        blocks.append(block if kept else filled(" ".join(block.split()), width))
     return "\n\n".join(blocks) + "\n"
 
 

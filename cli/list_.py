@@ -62,7 +62,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
                      [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), entry.licence,
                        "gated" if entry.gated else "") for entry in absent], right=(2, 3))
     else:
-        screen.fitted_note("`effllm list --all` also shows the names of models that are not here; `effllm pull MODEL` fetches one")
+        screen.note("`effllm list --all` also shows the names of models that are not here; `effllm pull MODEL` fetches one")
 
 
 def shortened(revision: str | None) -> str:

@@ -12,7 +12,7 @@ from .. import DoesNotFit, ModelNotFound, UsageError
 from .flags import add_command, flag, is_typed
 from .loading import follow, last
 from .options import MEMORY, OUTPUT, Json, Model, Yes
-from .screen import Screen, margin
+from .screen import Screen, margin, rounded
 from .settings import origin
 
 if TYPE_CHECKING:
@@ -181,10 +181,10 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     if run.memory is None and run.unknown:
         lines.append(("run", f"memory and speed are not known: {run.unknown}"))
     elif run.tokens_per_s is not None:
-        lines.append(("speed", f"about {run.tokens_per_s:.3g} tokens/s ({margin(run.error)})"))
+        lines.append(("speed", f"about {rounded(run.tokens_per_s)} tokens/s ({margin(run.error)})"))
     elif run.rough is not None:
-        lines.append(("speed", f"about {run.rough.tokens_per_s:.2g} tokens/s ({margin(run.rough.error)}) by the memory's rate alone: "
-                      f"{run.unknown}"))
+        lines.append(("speed", f"about {rounded(run.rough.tokens_per_s, 2)} tokens/s ({margin(run.rough.error)}) by the memory's rate "
+                      f"alone: {run.unknown}"))
     elif run.unknown:
         lines.append(("speed", f"not known: {run.unknown}"))
     for name, text in lines:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..runtime.stream_filters import TerminalFilter, sanitize
@@ -133,20 +134,17 @@ class Screen:
 
     # stderr
 
-    def note(self, text: str) -> None:
-        """One line: a decision, a fallback, a figure."""
+    def note(self, text: str, hang: int = 2) -> None:
+        """One line: a decision, a fallback, a figure. In a narrower terminal it is broken between words and goes on `hang` columns in."""
         self.clear()
         self.end_thinking()
         if self._answer_open and self._safe:
             self.environment.write("\n")
             self._answer_open = False
-        self._stderr(self._dim(sanitize(text).replace("\n", " ")) + "\n")
-
-    def fitted_note(self, text: str, hang: int = 2) -> None:
-        """A note that nobody pastes: where a terminal is narrower, it is broken between words and goes on `hang` columns in."""
+        text = sanitize(text).replace("\n", " ")
         terminal = self.environment.is_terminal(self.environment.stderr)
         for line in broken(text, self.environment.width, hang) if terminal else [text]:
-            self.note(line)
+            self._stderr(self._dim(line) + "\n")
 
     def note_once(self, text: str) -> None:
         """A line that several steps of a command have reason to write."""
@@ -191,7 +189,7 @@ class Screen:
     def ask(self, question: str, bare: bool = True) -> bool:
         """A question; `bare` is the answer of a bare Enter. Only where `environment.can_ask`."""
         self.clear()
-        self._stderr(f"{sanitize(question)} {'[Y/n]' if bare else '[y/N]'} ")
+        self._stderr("\n".join(broken(f"{sanitize(question)} {'[Y/n]' if bare else '[y/N]'}", self.environment.width - 1, 2)) + " ")
         reply = self.environment.stdin.readline()
         if not reply:
             self._stderr("\n")
@@ -226,17 +224,32 @@ def is_cramped(headings: Sequence[str], rows: Sequence[Sequence[str]], width: in
 
 
 def broken(text: str, width: int, hang: int) -> list[str]:
-    """A line as lines of at most `width` columns, broken at its spaces; a word that is longer stands alone. Lines after the first begin
-    with `hang` spaces."""
-    words = text.lstrip(" ").split(" ")
-    lines, line = [], " " * (len(text) - len(text.lstrip(" "))) + words[0]
-    for word in words[1:]:
+    """A line as lines of at most `width` columns, broken at its spaces; a word that is longer stands alone, and a command that fits into a
+    line stays whole, to be pasted. Lines after the first begin with `hang` spaces."""
+    first, *words = unbroken(text.lstrip(" "), width - hang)
+    lines, line = [], " " * (len(text) - len(text.lstrip(" "))) + first
+    for word in words:
         longer = f"{line} {word}"
         if word and cell_width(longer) > width:
             lines.append(line.rstrip())
             longer = " " * hang + word
         line = longer
     return [*lines, line]
+
+
+COMMAND = re.compile(r"(?<!\S)(?:`[^`]+`\S*|effllm(?: [^ ]*[^ ,;:()])+[,;:)]?)(?!\S)")
+
+
+def unbroken(text: str, width: int) -> Iterator[str]:
+    """The words of a text, and its commands of at most `width` columns."""
+    end = 0
+    for command in COMMAND.finditer(text):
+        if cell_width(command[0]) <= width:
+            yield from text[end : command.start() - 1].split(" ") if command.start() > end else ()
+            yield command[0]
+            end = command.end() + 1
+    if end <= len(text):
+        yield from text[end:].split(" ")
 
 
 def cut(text: str, width: int) -> str:
@@ -280,6 +293,12 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """To so many digits, never in powers of ten: 0.52, 18.2, 1590."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):.0f}" if "e+" in text else text
 
 
 def margin(error: float) -> str:

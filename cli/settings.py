@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .. import UsageError
 from .flags import names_and_types, token_count, variable
-from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags
+from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
 
 if TYPE_CHECKING:
     from .environment import Environment
@@ -47,6 +47,39 @@ def origin(environment: Environment, key: str) -> str:
     """Where the value of a setting comes from that was not typed: its variable, or `FILE:LINE`."""
     setting = environment.settings.get(key)
     return variable(key) if environment.variables.get(variable(key)) or setting is None else setting.origin
+
+
+def place(environment: Environment, key: str) -> str:
+    """`origin`, as the beginning of an error names it."""
+    where = origin(environment, key)
+    return f"the variable {where}" if where == variable(key) else where
+
+
+def demand_usable(key: str, value: object, where: str) -> None:
+    """Raise UsageError, beginning with `where` a value comes from, if whatever command takes it would refuse it for itself alone: for
+    what it is, not for the model, the machine or the other flags."""
+    from ..offload.size import parse_size
+    from ..runtime.engine import EngineOptions
+    from ..runtime.on_load import demand_format
+    from ..runtime.sampler import SamplerSettings
+    from ..runtime.session_store import check_name
+    from ..runtime.stream_filters import StopStrings
+
+    group, field, _ = known()[key]
+    own: dict[str, Callable[[Any], object]] = {
+        "bits": lambda bits: demand_format(f"{bits}bit"), "predict": most_tokens, "stop": StopStrings, "session": check_name,
+        **dict.fromkeys(("ram", "vram", "kv_ram", "disk", "session_disk"), parse_size),
+        # one alone may not go with 16 bits
+        **dict.fromkeys(("cache_k", "cache_v"), lambda kind: EngineOptions(cache_k=kind, cache_v=kind))}
+    try:
+        if field in own:
+            own[field](value)
+        elif group is SamplingFlags:
+            SamplerSettings.from_generation_config({}, **SamplingFlags(**{field: value}).said())
+        elif group is RunFlags:
+            EngineOptions(**{field: value})
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", error.hint) from error
 
 
 def files(user_folder: Path) -> Iterator[Path]:

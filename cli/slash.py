@@ -39,9 +39,9 @@ def show_help(chat: Conversation, rest: str) -> None:
     width = max(len(command.usage) for command in COMMANDS)
     hang = 2 + width + 2 if chat.screen.environment.width >= 2 * (2 + width + 2) else 6
     for command in COMMANDS:
-        chat.screen.fitted_note(f"  {command.usage:<{width}}  {command.meaning}", hang)
-    chat.screen.fitted_note("Alt-Enter or a \\ at the end of a line starts a new line; "
-                            "\"\"\" begins and ends a block. Ctrl-C stops an answer.")
+        chat.screen.note(f"  {command.usage:<{width}}  {command.meaning}", hang)
+    chat.screen.note("Alt-Enter or a \\ at the end of a line starts a new line; "
+                     "\"\"\" begins and ends a block. Ctrl-C stops an answer.")
 
 
 def leave(chat: Conversation, rest: str) -> None:

@@ -30,6 +30,7 @@ PROBE_NBYTES = 1 << 20
 PIPE_NBYTES = 1 << 20  # what a process may ask for without privileges
 F_SETPIPE_SZ = 1031  # Linux; in `fcntl` since Python 3.10, and not on other systems
 XET = "import hf_xet; print(hf_xet.hash_files(['/dev/stdin'])[0].hash)"
+LEAVE_S = 0.5  # for a process that has read to the end of its pipe, and for one that was asked to end
 END_S = 60.0  # without a byte taken out of the pipe, and for what is still in it when the last byte went in
 
 
@@ -40,6 +41,9 @@ class RunningHash(Protocol):
         """Go on with up to `nbytes` from `at`, which are there; how many it took, none where the file is shorter. Raises OSError."""
 
     def is_right(self) -> bool: ...
+
+    def stop(self) -> None:
+        """From another thread: what `take` or `is_right` waits for comes to nothing, soon."""
 
     def close(self) -> None: ...
 
@@ -59,6 +63,9 @@ class Read:
 
     def is_right(self) -> bool:
         return self._hash is None or self._hash.hexdigest() == self._digest.value
+
+    def stop(self) -> None:
+        """Nothing is waited for."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -93,10 +100,32 @@ class Xet:
             return self._process.communicate(timeout=END_S)[0].decode("ascii", "replace").strip() == self._value
         return False
 
+    def stop(self) -> None:
+        """The pipe stays open: its number belongs to the thread that feeds it, which finds that nobody reads any more."""
+        self._end(0.0)
+
     def close(self) -> None:
-        self._process.kill()
         with contextlib.suppress(OSError):
-            self._process.communicate()
+            self._process.stdin.close()
+        self._end(LEAVE_S)
+        self._process.stdout.close()
+
+    def _end(self, patience_s: float) -> None:
+        """Wait for the process; then ask it to end; then end it, also where Ctrl-C is pressed in between."""
+        try:
+            if not self._has_ended(patience_s):
+                self._process.terminate()
+                self._has_ended(LEAVE_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+    def _has_ended(self, within_s: float) -> bool:
+        try:
+            self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 def begin_hash(part: PartFile, xet: Callable[[], str | None] | None) -> RunningHash:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from .. import DownloadFailed, EffllmError
 from .backoff import Backoff
 from .connection import ConnectionFailed, Network
 from .part_file import PartFile
-from .running_hash import Xet, begin_hash
+from .running_hash import RunningHash, Xet, begin_hash
 
 CONNECTIONS = 8
 RANGE_NBYTES = 32 << 20
@@ -140,6 +140,7 @@ class _Work:
     _events: deque[Complete | Trouble] = field(default_factory=deque)
     _failure: Exception | None = None
     _stopping: bool = False
+    _running: RunningHash | None = None
     _said: dict[str, float] = field(default_factory=dict)
     _quiet_until: float = 0.0  # a server that was too busy is left alone by all
 
@@ -179,7 +180,10 @@ class _Work:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+            running = self._running
         self.network.cut()
+        if running is not None:
+            running.stop()
 
     # -- receiving ---------------------------------------------------------------------------------------------------------------
 
@@ -328,7 +332,7 @@ class _Work:
         part, generation, at = state.wanted.part, state.generation, 0
         if self._reaches(state, generation, at) is None:  # until then the server has named no hash
             return False
-        with closing(begin_hash(part, None if state.is_doubted else state.wanted.xet)) as running:
+        with closing(begin_hash(part, None if state.is_doubted else state.wanted.xet)) as running, self._stoppable(running):
             while at < part.size:
                 if (end := self._reaches(state, generation, at)) is None:
                     return False
@@ -361,6 +365,17 @@ class _Work:
             self._events.append(Trouble(f"{state.wanted.name}: its checksum is wrong; fetching it again"))
             self._renew(state, whole=False)
         return False
+
+    @contextmanager
+    def _stoppable(self, running: RunningHash) -> Iterator[None]:
+        """A hash that may wait for a process is told when this one stops."""
+        with self._changed:
+            self._running = running
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running = None
 
     def _reaches(self, state: _State, generation: int, at: int) -> int | None:
         """How far the file is here without a gap, once that is past `at`; None where the process stops or the file starts over."""

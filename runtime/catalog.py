@@ -110,7 +110,8 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
                             f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(near)}?" if near else LOOK)
     if is_gguf(path):
         return _from_gguf(reference, path)
-    raise UsageError(f"{show(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}")
+    inside = (path.parent / "config.json").is_file()  # such as weights, named in place of their folder
+    raise UsageError(f"{show(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}" if inside else LOOK)
 
 
 def _from_gguf(reference: Reference, path: Path, **facts: object) -> ModelRef:

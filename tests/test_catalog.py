@@ -305,3 +305,14 @@ def test_a_path_that_is_nearly_right(env: dict[str, str], tmp_path: Path, monkey
         with pytest.raises(ModelNotFound) as caught:
             resolve(typed, env)
         assert meant in caught.value.hint, caught.value.hint
+
+
+def test_a_file_that_is_no_model_is_answered_with_the_model_that_it_belongs_to(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("Dear fox")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    for path, hint in ((tmp_path / "letter.txt", "effllm list"), (tmp_path / "model" / "model.safetensors", f"try {tmp_path / 'model'}")):
+        with pytest.raises(UsageError, match="is a file, a model is") as caught:
+            resolve(str(path), env)
+        assert caught.value.hint.startswith(hint)

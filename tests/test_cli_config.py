@@ -135,3 +135,49 @@ def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:
     assert not {"json", "yes", "debug", "output", "file", "raw"} & shown.keys(), "what one command is to do is no setting"
     for key, entry in shown.items():
         assert entry["origin"] == "built in" or os.environ.get(variable(key)), key
+
+
+WRONG = [("SEED", "abc", "'abc' is not a whole number"), ("TEMP", "hot", "'hot' is not a number"),
+         ("CTX_SIZE", "1g", "'1g' is not a number of"), ("DEVICE", "tpu", "'tpu' is not one of auto, cpu, cuda"),
+         ("STRICT", "maybe", "'maybe' is neither true nor false"), ("KV", "foo", "--kv foo is not known"),
+         ("CACHE_TYPE_K", "q9", "q9 is no type of a cache"), ("THREADS", "0", "--threads 0 is too"),
+         ("RAM", "lots", "'lots' is not a size"),
+         ("SESSION_DISK", "x", "'x' is not a size"), ("TEMP", "-1", "temperature must be 0"), ("TOP_P", "2", "top_p must be above 0"),
+         ("PREDICT", "-7", "-n -7 is no number of tokens"), ("BITS", "9", "no weight format '9bit'"),
+         ("SESSION", "a/b", "'a/b' is no name for a session")]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), WRONG)
+def test_a_wrong_value_of_a_variable_is_said_by_show_as_by_a_run(place: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str,
+                                                                 said: str) -> None:
+    monkeypatch.setenv(f"EFFLLM_{name}", value)
+    shown, ran = Ran("config", "show"), Ran("run", "fable", "hi")
+    assert shown.code == ran.code == 2 and shown.out == ran.out == ""
+    assert shown.err == ran.err and shown.err.startswith(f"effllm: the variable EFFLLM_{name}: {said}") and "\nhint: " in shown.err
+
+
+def test_a_wrong_value_of_a_file_is_said_with_its_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(place, '# mine\nkv = "foo"\n')
+    for command in (("config", "show"), ("plan", "fable"), ("run", "fable", "hi")):
+        assert Ran(*command).err.startswith("effllm: effllm.toml:2: --kv foo is not known\nhint: use 32bit"), command
+    assert Ran("plan", "fable", "--no-probe", "--kv", "8bit").code == 0, "what is typed holds"
+    monkeypatch.setenv("EFFLLM_KV", "8bit")
+    assert Ran("plan", "fable", "--no-probe").code == 0, "and so does a variable"
+    assert json.loads(Ran("config", "show", "--json").out)["kv"] == {"value": "8bit", "origin": "EFFLLM_KV"}
+
+
+@pytest.mark.parametrize(("on", "off"), [("1", "0"), ("true", "false"), ("T", "f"), ("Yes", "NO"), ("y", "n"), ("on", "off"),
+                                         (" on ", " Off")])
+def test_show_knows_the_words_of_a_switch_that_commands_know(place: Path, monkeypatch: pytest.MonkeyPatch, on: str, off: str) -> None:
+    monkeypatch.setenv("EFFLLM_EXACT", on)
+    monkeypatch.setenv("EFFLLM_STRICT", off)
+    shown = json.loads(Ran("config", "show", "--json").out)
+    assert shown["exact"]["value"] is True and shown["strict"]["value"] is False
+    assert Ran("plan", "fable", "--no-probe").code == 0
+
+
+@pytest.mark.parametrize("word", ["2", "enable", "-"])
+def test_show_refuses_the_words_of_a_switch_that_commands_refuse(place: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setenv("EFFLLM_STRICT", word)
+    shown, ran = Ran("config", "show"), Ran("plan", "fable", "--no-probe")
+    assert shown.code == ran.code == 2 and shown.err == ran.err and f"{word!r} is neither true nor false" in shown.err

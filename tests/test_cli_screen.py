@@ -14,7 +14,7 @@ from effllm import UsageError
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
 from effllm.cli.prompt import read_prompt
-from effllm.cli.screen import Screen, broken, cell_width, margin
+from effllm.cli.screen import Screen, broken, cell_width, margin, rounded
 from effllm.runtime.events import Progress
 
 
@@ -87,11 +87,28 @@ def test_a_line_is_broken_between_words_alone(text: str, width: int, hang: int) 
         assert not index or not line.strip() or line.startswith(" " * hang)
 
 
+@pytest.mark.parametrize(("text", "lines"), [
+    ("hint: give an alias or org/repo: effllm list --all", ["hint: give an alias or org/repo:", "  effllm list --all"]),
+    ('effllm run MODEL "your prompt" in quotes', ['effllm run MODEL "your prompt" in quotes']),
+    ("a; effllm pull org/model:4bit --keep; then say so", ["a; effllm pull org/model:4bit --keep;", "  then say so"]),
+    ("correct it, or in the end `unset EFFLLM_SEED`, and go on", ["correct it, or in the end", "  `unset EFFLLM_SEED`, and go on"]),
+    ("effllm list shows the models that are here; so", ["effllm list shows the models that are", "  here; so"]),
+    ("two  blanks  `a b`  c", ["two  blanks  `a b`  c"])])
+def test_a_command_that_fits_a_line_stays_whole(text: str, lines: list[str]) -> None:
+    """It is there to be pasted."""
+    assert broken(text, 40, 2) == lines
+
+
+def test_figures_are_rounded_without_powers_of_ten() -> None:
+    assert [rounded(value) for value in (0.5234, 18.24, 159.4, 1333.0, 99_960.0)] == ["0.523", "18.2", "159", "1330", "100000"]
+    assert rounded(1333.0, 2) == "1300" and rounded(0.00001234) == "1.23e-05"
+
+
 def test_a_pipe_gets_a_line_whole() -> None:
     figures = "prompt 17 tokens · answer 90 tokens · first token 1.74 s · load 0.65 s · seed 4 · and more than fits in a line"
     piped, shown = screen(), screen(err=Terminal(), NO_COLOR="1")
-    piped.fitted_note(figures)
-    shown.fitted_note(figures)
+    piped.note(figures)
+    shown.note(figures)
     assert texts(piped)[1] == figures + "\n"
     assert len(texts(shown)[1].splitlines()) > 1 and texts(shown)[1].replace("\n  ", " ") == figures + "\n"
 

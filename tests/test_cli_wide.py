@@ -107,3 +107,24 @@ def test_a_table_that_is_too_wide_in_columns_stays_as_it_was_written() -> None:
 def test_columns_of_a_report_count_what_is_shown() -> None:
     lines = columns([("name", "size"), ("狐狸", "1"), ("🦊", "22")], right={1})
     assert [get_cwidth(line) for line in lines] == [10, 10, 10]
+
+
+LONG = "./" + "a-folder-whose-name-is-longer-than-a-line" * 2
+SAID = [("run", "nosuch", "hi"), ("run", "fable", "hi", "-c", "4096"), ("run", "fable", "-n", "x", "hi"),
+        ("run", "fable", "hi", "--kv", "9bit"), ("quantize", "fable", "-o", "/tmp"), ("show", LONG), ("session", "list"), ("list",),
+        ("eval", "ppl", "fable", "--text", "/nope"), ("run", "fable", "Tell me a story.", "-n", "2", "--stats"),
+        ("run", "--help"), ("quantize", "--help"), ("--help",)]
+
+
+@pytest.mark.parametrize("argv", SAID, ids=" ".join)
+def test_no_word_of_the_programs_own_is_cut(argv: tuple[str, ...], tmp_path) -> None:
+    """Lines that are longer than the terminal hold a single word, or an example to be pasted."""
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm", "XDG_STATE_HOME": str(tmp_path)}
+    environment.pop("COLUMNS", None)
+    child = pexpect.spawn(sys.executable, ["-m", "effllm", *argv], dimensions=(40, WIDTH), env=environment, encoding="utf-8",
+                          timeout=MINUTE)
+    child.expect(pexpect.EOF)
+    shown = re.sub(r"[^\n]*\r(?!\n)", "", child.before.replace("\r\n", "\n"))
+    shown = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown).partition("\nexamples\n")[0]
+    longer = [line for line in shown.splitlines() if get_cwidth(line) > WIDTH and len(line.split()) > 1]
+    assert shown.strip() and not longer

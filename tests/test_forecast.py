@@ -14,6 +14,7 @@ import pytest
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.plan import bar, speeds
+from effllm.cli.screen import rounded
 from effllm.kernels import warm
 from effllm.offload.direct import Traffic
 from effllm.offload.disk import Disk, DiskRead
@@ -203,7 +204,7 @@ def test_run_holds_the_prediction_against_what_came(known: None) -> None:
     placement = json.loads(out)["placement"]
     assert code == 0 and placement["predicted_tps"] == pytest.approx(forecast(fable(), KNOWN).start.tokens_per_s, rel=0.02)
     off = abs(placement["measured_tps"] / placement["predicted_tps"] - 1) > outcome.MISS
-    assert (placement["miss"] is not None) == off and f"predicted {placement['predicted_tps']:.3g} tokens/s" in said
+    assert (placement["miss"] is not None) == off and f"predicted {rounded(placement['predicted_tps'])} tokens/s" in said
     rows = json.loads(ran("bench", "fable", "-p", "8", "-n", "2", "-r", "1", "--device", "cpu", "-o", "json")[1])
     assert all(row["predicted_ts"] > 0 for row in rows)
     assert list(rows[0])[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type",

@@ -12,6 +12,8 @@ import pytest
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.offload.checkpoint import CheckpointError
+from effllm.runtime.config import read_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_bytes import TOKENS, small_model
@@ -137,3 +139,29 @@ def test_a_gguf_file_under_the_name_of_weights_and_the_other_way_round(tmp_path:
             (folder / path.name).symlink_to(path)
     (folder / "model.safetensors").write_bytes(small_model())
     assert "model.safetensors" in refused(folder)
+
+
+@pytest.mark.parametrize(("family", "window", "said"), [
+    ("gemma2", 0, "states 0 for gemma2.attention.sliding_window: how far"), ("gemma3", 0, "states 0 for gemma3.attention.sliding_window"),
+    ("gemma3", None, "lacks key gemma3.attention.sliding_window: how far")])
+def test_a_gemma_whose_window_is_not_known_says_what_to_do(tmp_path: Path, family: str, window: int | None, said: str) -> None:
+    keys = {key.replace("llama.", f"{family}."): value for key, value in {
+        "general.architecture": family, "llama.block_count": 1, "llama.context_length": 64, "llama.embedding_length": 8,
+        "llama.feed_forward_length": 8, "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5}.items()}
+    if window is not None:
+        keys[f"{family}.attention.sliding_window"] = window
+    (tmp_path / "m.gguf").write_bytes(small_model(keys))
+    assert said in refused(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError) as error:
+        read_config(tmp_path / "m.gguf")
+    assert error.value.hint.startswith("the file was converted wrongly: take another conversion")
+
+
+def test_a_gemma2_of_an_early_converter_has_the_window_of_all_its_sizes(tmp_path: Path) -> None:
+    keys = {key.replace("llama.", "gemma2."): value for key, value in {
+        "general.architecture": "gemma2", "llama.block_count": 2, "llama.context_length": 8192, "llama.embedding_length": 8,
+        "llama.feed_forward_length": 8, "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5}.items()}
+    (tmp_path / "m.gguf").write_bytes(small_model(keys))
+    assert read_config(tmp_path / "m.gguf").windows == (4096, None)

@@ -4,12 +4,15 @@ import errno
 import hashlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hub_server import Hub, running, xet_hash
+from pulls import MINUTE, Person, tiny
+from test_pull_resume import wait_until
 from test_transfer import Quiet
 
 from effllm import DownloadFailed
@@ -81,10 +84,74 @@ def test_it_is_the_hash_that_hubs_name(whole: PartFile, named: str) -> None:
     assert hashed._process.poll() is not None
 
 
-def test_a_process_that_is_closed_before_it_has_all(whole: PartFile, named: str) -> None:
+def test_a_process_that_is_closed_before_it_has_all_ends_by_itself(whole: PartFile, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_hash, "LEAVE_S", 60.0)
     with closing(Xet(named)) as hashed:
         assert hashed.take(whole, 0, 100) == 100 and hashed._process.poll() is None
-    assert hashed._process.poll() == -signal.SIGKILL
+    assert hashed._process.poll() == 0
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(1000)"
+
+
+@pytest.mark.parametrize(("program", "ended"), [("print('ready', flush=True); import time; time.sleep(1000)", signal.SIGTERM),
+                                                (STUBBORN, signal.SIGKILL)])
+@pytest.mark.parametrize("how", ["close", "stop"])
+def test_a_process_that_does_not_end_is_asked_to_and_then_ended(whole: PartFile, monkeypatch: pytest.MonkeyPatch, program: str,
+                                                                ended: signal.Signals, how: str) -> None:
+    monkeypatch.setattr(running_hash, "XET", program)
+    with closing(Xet("0" * 64)) as hashed:
+        assert hashed._process.stdout.readline() == b"ready\n"
+        getattr(hashed, how)()
+        assert hashed._process.returncode == -ended
+        if how == "stop":
+            with pytest.raises(OSError):
+                hashed.take(whole, 0, 100)
+
+
+def test_a_transfer_that_is_left_ends_the_process_that_its_hash_waits_for(empty: PartFile, monkeypatch: pytest.MonkeyPatch,
+                                                                          slow_processor: None) -> None:
+    """The thread that checks would wait for it for a minute (END_S)."""
+    made = begun(monkeypatch)
+    monkeypatch.setattr(running_hash, "XET", STUBBORN)
+    events = transfer([Wanted("weights", empty, lambda: "0" * 64)], lambda name, begin, end: Body(CONTENT, begin), Quiet())
+    for event in events:
+        if made and event == Received(len(CONTENT)):
+            break
+    assert made[0]._process.stdout.readline() == b"ready\n"
+    events.close()
+    assert made[0]._process.returncode == -signal.SIGKILL
+    assert not any(thread.name == "effllm-check" for thread in threading.enumerate())
+
+
+CHILD = f"""
+import sys
+from pathlib import Path
+from effllm.cli.app import main
+from effllm.offload import running_hash
+usual = running_hash.Xet.__init__
+def noted(self, value):
+    usual(self, value)
+    Path(sys.argv.pop(1)).write_text(str(self._process.pid))
+running_hash.Xet.__init__ = noted
+running_hash.sha256_is_slow = lambda: True
+running_hash.LARGE_NBYTES = 1 << 20
+running_hash.XET = {STUBBORN!r}
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_ctrl_c_leaves_no_process_behind(hub: Hub, person: Person, tmp_path: Path, named: str) -> None:
+    hub.add("org/name", files=tiny() | {"model.safetensors": CONTENT})
+    hub.xet["model.safetensors"] = named
+    noted = tmp_path / "pid"
+    process = person.runs("-c", CHILD, noted, "pull", "org/name")
+    assert wait_until(lambda: noted.exists() and noted.read_text() and hub.served.get("model.safetensors", 0) >= len(CONTENT), process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=MINUTE)
+    assert process.returncode == 130 and "goes on from here" in said and "Traceback" not in said, said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
 
 
 @pytest.mark.parametrize("large, slow, value, usable, kind", [
@@ -172,7 +239,7 @@ def test_a_process_that_hangs_is_not_waited_for(empty: PartFile, named: str, mon
     monkeypatch.setattr(running_hash, "END_S", 0.3)
     monkeypatch.setattr(running_hash, "XET", "import time; time.sleep(1000)")
     assert [type(event) for event in all_of(empty, CONTENT, named)] == [Complete]
-    assert len(made) == 1 and made[0]._process.poll() == -signal.SIGKILL
+    assert len(made) == 1 and made[0]._process.poll() == -signal.SIGTERM
 
 
 def test_a_file_system_that_cannot_feed_a_pipe(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:

@@ -17,6 +17,7 @@ from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
+from . import yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, SHORT, Architecture, architecture
 
 # Below the architecture's name -> config.json.
@@ -30,12 +31,11 @@ REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention
             "context_length")
 READ = frozenset({"attention.value_length", "rope.dimension_count", "rope.scale_linear"})
 SCALING = "rope.scaling."
-SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast",
-                                                     "yarn_beta_slow", "yarn_log_multiplier"))
-
+SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
+USUAL_WINDOW = 4096  # of every size of Gemma 2
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
 
 
@@ -56,6 +56,8 @@ def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) 
             message = message.replace(ours, f"{name}.{theirs}")
         message = message.replace("rope_scaling: short_factor", FACTORS if FACTORS in header.tensors else SHORT)
         raise CheckpointError(message, error.hint or REPAIR) from error
+    if said := remark(header, name, raw):
+        config = replace(config, warnings=(*config.warnings, said))
     unknown = sorted(unknown_keys(header, name, architecture(header.path, name)))
     if not unknown:
         return config
@@ -63,6 +65,14 @@ def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) 
     if strict:
         raise UsageError(f"{header.path} has keys that effllm does not know: {named}", "without --strict they are ignored with a warning")
     return replace(config, warnings=(*config.warnings, f"{header.path.name} has keys that effllm does not know and ignores: {named}"))
+
+
+def remark(header: GgufHeader, name: str, raw: Mapping[str, object]) -> str:
+    """What has to be said of the way a file's positions are read; empty for most."""
+    rope = raw.get("rope_scaling")
+    if not isinstance(rope, Mapping) or rope.get("rope_type") != "yarn":
+        return ""
+    return yarn.section(header.path, f"{name}.{SCALING}", header.metadata, raw["max_position_embeddings"])[1]
 
 
 def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
@@ -126,7 +136,15 @@ def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Archite
 
 def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     """What tensors, not keys, say about the family."""
-    window = raw.pop("sliding_window", None) or None  # files of Phi 4 state 0 for none
+    stated = raw.pop("sliding_window", None)
+    window = stated or None  # files of Phi 4 state 0 for none
+    if raw["model_type"] == "gemma2" and stated is None:
+        window = USUAL_WINDOW  # early files leave it out
+    if raw["model_type"] in ("gemma2", "gemma3_text") and not window:
+        key = f"{header.metadata['general.architecture']}.attention.sliding_window"
+        how = "lacks key" if stated is None else "states 0 for"
+        raise CheckpointError(f"{header.path} {how} {key}: how far its layers with a window see is not known",
+                              "the file was converted wrongly: take another conversion, or the folder of the checkpoint")
     if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
@@ -197,14 +215,8 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
         return {"rope_scaling": {"rope_type": "linear", "factor": old}} if old not in (None, 0.0, 1.0) else {}
     if kind == "linear":
         return {"rope_scaling": {"rope_type": "linear", "factor": stated("factor")}}
-    if kind == "yarn" and stated("yarn_log_multiplier") in (None, 0.0):
-        section = {"rope_type": "yarn", "factor": stated("factor"), "original_max_position_embeddings": original}
-        section |= {ours: value for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow"))
-                    if (value := stated(theirs)) is not None}
-        scale, factor = stated("attn_factor", 1.0), stated("factor")
-        if scale != 1.0 and isinstance(scale, float) and isinstance(factor, float) and factor > 1:
-            section["attention_factor"] = scale * (0.1 * float(np.log(factor)) + 1.0)
-        return {"rope_scaling": section}
+    if kind == "yarn":
+        return {"rope_scaling": yarn.section(header.path, f"{name}.{SCALING}", data, positions)[0]}
     raise CheckpointError(f"{header.path} states {name}.rope.scaling.type {shown_value(kind)}, which is not supported",
                           "known: none, linear, yarn")
 

@@ -14,6 +14,7 @@ from ... import EffllmError
 from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..rope import rope_table
+from . import yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, Architecture
 from .config import OTHER_SCALE
 
@@ -121,11 +122,10 @@ def _rope(config: ModelConfig) -> dict[str, Value]:
     if rope.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(params["factor"])}
     if rope.kind == "yarn":
-        if params["attention_factor"] is not None or params["mscale"] or params["mscale_all_dim"] or not params["truncate"]:
+        if not params["truncate"]:
             raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
-        return {"rope.scaling.type": "yarn", "rope.scaling.factor": float(params["factor"]),
-                "rope.scaling.original_context_length": int(params["original_max_position_embeddings"]),
-                "rope.scaling.yarn_beta_fast": float(params["beta_fast"]), "rope.scaling.yarn_beta_slow": float(params["beta_slow"])}
+        table = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings)
+        return {f"rope.scaling.{key}": value for key, value in yarn.stated(params, table.attention_scaling).items()}
     if rope.kind == "longrope" and config.family == "phi3":
         table = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings)
         return {"rope.scaling.attn_factor": float(table.attention_scaling),

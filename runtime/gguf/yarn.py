@@ -1,0 +1,71 @@
+"""YaRN in the metadata of a GGUF file, and in a `config.json`.
+
+cos and sin of positions are times a number there, 0.1 ln(factor) + 1 unless another is stated, in two ways. `attn_factor` multiplies it;
+llama.cpp reads that of every architecture. `yarn_attn_factor` is where converters put the checkpoint's own number, `attention_factor` in
+transformers; llama.cpp reads it of architectures alone that are not among ours, and takes the usual number for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...offload.gguf import Value, shown_value
+from ...offload.header import CheckpointError, damaged
+
+KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_log_multiplier")
+ORIGINAL = "give the folder of the original checkpoint, if its family is supported"
+SAME = 1e-3  # of a number that was rounded on its way
+
+
+def magnitude(factor: float) -> float:
+    """What cos and sin are times where nothing else is stated (https://arxiv.org/abs/2309.00071)."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def section(path: Path, prefix: str, data: Mapping[str, Value], positions: object) -> tuple[dict[str, object], str]:
+    """(the `rope_scaling` of a file whose scaling is yarn, what has to be said of it). `prefix` of its keys ends in a dot; `positions` the
+    model was trained with where the file does not say. Raises CheckpointError naming the key."""
+    factor = _number(path, prefix, data, "factor")
+    if factor is None:
+        damaged(path, f"lacks key {prefix}factor")
+    if (share := _number(path, prefix, data, "yarn_ext_factor")) is not None and 0 <= share != 1:  # below 0 it is not set
+        raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {share:g}, which is not supported", ORIGINAL)
+    if share := _number(path, prefix, data, "yarn_log_multiplier"):
+        raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {share:g}, which is not supported", ORIGINAL)
+    found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
+                                                                                                 positions)}
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if (value := _number(path, prefix, data, theirs)) is not None:
+            found[ours] = value
+    usual = magnitude(factor)
+    times, own = (_number(path, prefix, data, key) for key in ("attn_factor", "yarn_attn_factor"))
+    if times not in (None, 1.0) and own not in (None, 1.0):
+        raise CheckpointError(f"{path} states both {prefix}attn_factor {times:g} and {prefix}yarn_attn_factor {own:g}",
+                              "one of the two can be")
+    if times not in (None, 1.0):
+        return found | {"attention_factor": times * usual}, ""
+    if own is None or math.isclose(own, usual, rel_tol=SAME):
+        return found, ""
+    if own == 1.0:  # converters that know nothing of it write it too
+        return found, (f"{path.name} states {prefix}yarn_attn_factor 1, which is read as none: positions are scaled by {usual:.4g}, as in "
+                       "llama.cpp; a checkpoint that means 1 by it answers otherwise")
+    return found | {"attention_factor": own}, (f"{path.name} states {prefix}yarn_attn_factor {own:g}: positions are scaled by it, as in "
+                                               f"the checkpoint; llama.cpp passes it over and scales them by {usual:.4g}")
+
+
+def _number(path: Path, prefix: str, data: Mapping[str, Value], key: str) -> float | None:
+    value = data.get(prefix + key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+        damaged(path, f"states {prefix}{key} {shown_value(value)}, expected a number")
+    return None if value is None else float(value)
+
+
+def stated(params: Mapping[str, object], scaling: float) -> dict[str, Value]:
+    """Keys below `rope.scaling.` of a model whose positions are yarn's (`RopeConfig.params`), cos and sin times `scaling`."""
+    keys: dict[str, Value] = {"type": "yarn", "factor": float(params["factor"]),
+                              "original_context_length": int(params["original_max_position_embeddings"]),
+                              "yarn_beta_fast": float(params["beta_fast"]), "yarn_beta_slow": float(params["beta_slow"])}
+    times = scaling / magnitude(params["factor"])
+    return keys if math.isclose(times, 1.0, rel_tol=1e-6) else {**keys, "attn_factor": float(times)}
