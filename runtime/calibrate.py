@@ -36,6 +36,7 @@ from .text import Tokenizer
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
+VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
 READS = {"block_in": ("q", "k", "v"), "attn_out": ("o",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
@@ -67,6 +68,13 @@ def calibration_ids(folder: Path, config: ModelConfig, text: str, tokens: int = 
         raise UsageError(f"the calibration text has {len(ids)} tokens, at least {LEAST} are needed and {TOKENS} do well",
                          "a longer --calib FILE, or none for the built-in sample")
     return ids
+
+
+def narrow(ids: Sequence[int]) -> Iterator[Notice]:
+    """What is wrong with a text that says little, for a person to hear: methods that trust it give up what it never shows."""
+    if 0 < (count := len(set(ids))) < VARIED:
+        yield Notice(f"the calibration text has only {count} different tokens among {len(ids)}: what it does not show may be lost, more "
+                     "than by --method rtn (leave --calib away for the built-in sample)")
 
 
 def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> Iterator[Progress | LayerStats | Notice]:

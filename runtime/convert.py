@@ -33,7 +33,7 @@ from ..quant.methods.hqq import SHORT
 from ..quant.methods.spqr import OUTLIERS
 from ..quant.recipe import Recipe, parse_rule, parse_target
 from ..quant.spec import DEFAULTS, FOREIGN, QuantSpec
-from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids
+from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids, narrow
 from .compiled import compiled
 from .container import FILE, Container, StoredTensor, read_container
 from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
@@ -133,6 +133,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
     with plan.store:
         check_target(out, options.replace)
         ids = calibration(plan, options)
+        yield from narrow(ids)
         for item in decided(plan, options):
             if isinstance(item, ConversionPlan):
                 plan = item

@@ -143,7 +143,8 @@ def test_what_the_first_call_compiles_is_no_part_of_the_estimate(tmp_path: Path,
 
 
 def test_what_text_shows_lowers_the_error_of_outputs_not_of_weights(tmp_path: Path, short: Path, four_bit: Path) -> None:
-    run(short, tmp_path / "out", with_text("4bit", "gptq"))
+    _, said = run(short, tmp_path / "out", with_text("4bit", "gptq"))
+    assert sum("different tokens among 512" in line for line in said) == 1, "one sentence over and over"
     made, plain = check_whole(tmp_path / "out", short), read_container(four_bit)
     assert made.method == {"name": "gptq"} and made.calibration["tokens"] == 512 and made.calibration["text"] == "given"
     matrices = [name for name in made.tensors if "proj" in name]
