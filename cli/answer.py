@@ -52,7 +52,7 @@ def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
 
 
 def say_cost(stats: Stats, screen: Screen) -> None:
-    """`--stats`: four lines on stderr, one more where tokens were drafted."""
+    """`--stats`: four lines on stderr, one more where tokens were drafted, experts paged or pages of the cache picked."""
     from ..offload.size import format_size
 
     say, cached = screen.note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
@@ -67,6 +67,9 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
         say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
             f"needed were there ({experts['policy']}), {experts['guesses_used']} of {experts['guessed']} read on a guess were used")
+    if (pages := stats.placement.get("kv_read")) is not None and pages["among"]:
+        say(f"cache on the disk: {pages['asked']} of {pages['among']} pages picked ({100 * pages['asked'] / pages['among']:.0f}%), "
+            f"{pages['found']} of them were in memory")
     if stats.speculation is not None:
         say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass".format(**stats.speculation))
     say(foreseen(stats.placement))

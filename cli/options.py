@@ -94,6 +94,8 @@ class EngineFlags(Group):
     kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens kept exact (64)")] = None
     kv_window: Annotated[int | None, flag(CACHE, "--kv-window", "N", "newest tokens kept exact (128)")] = None
     kv_ram: Annotated[str | None, flag(CACHE, "--kv-ram", "SIZE", "memory for the cache, the rest goes to the disk (what is left)")] = None
+    kv_read: Annotated[Literal["exact", "sparse"] | None, flag(CACHE, "--kv-read", "exact|sparse",
+                                                               "pages on the disk: all, or those that seem to matter (exact)")] = None
     disk: Annotated[str | None, flag(CACHE, "--disk", "SIZE", "the most that the cache takes of the disk (what is free)")] = None
     spill_dir: Annotated[str | None, flag(CACHE, "--spill-dir", "DIR", "where the cache goes on the disk (the user's cache folder)")] = None
 

@@ -63,7 +63,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
              no_kv_profile: NoKvProfile = False,
              threads: Threads = None, dry_run: DryRun = False, force: Force = False, json: Json = False) -> None:
     """Make a smaller copy of a model, ready to run."""
-    from ..runtime.convert import Converted, convert, decided
+    from ..runtime.convert import Converted, calibration, convert, decided
     from ..runtime.convert_plan import ConversionPlan, plan_conversion
 
     screen = Screen(context.obj)
@@ -89,6 +89,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     if dry_run:
         plan = plan_conversion(ref.folder, options.recipe, options.target is None)
         with plan.store:
+            calibration(plan, options)  # what a run would refuse, its plan refuses
             say_plan(last(follow(decided(plan, options), screen, ConversionPlan)), screen, json)
         return
     with resumable(screen):

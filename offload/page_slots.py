@@ -54,12 +54,13 @@ class PageSlots:
         self._free = list(range(slots))
         self._stale: list[_Page] = []  # given up before their portion was read
         self.most = slots
-        self.asked = self.found = 0
+        self.asked = self.found = self.among = 0  # pages asked for, those that were there, and those that they were picked from
 
-    def fetch(self, pages: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-        """(page, address) of at most `most` pages, some at a time as they come, those first that are there; they stay until more are asked
-        for. Raises CheckpointError, Interrupted."""
+    def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
+        """(page, address) of at most `most` pages, picked `among` so many, some at a time as they come, those first that are there; they
+        stay until more are asked for. Raises CheckpointError, Interrupted."""
         held = self._held
+        self.among += among
         for page in pages:
             if page in held and _failed(held[page]):
                 self.forget(page)  # who asks for it may try again

@@ -222,8 +222,8 @@ class LayerSpill:
     def most(self) -> int:
         return self._stream.slots[self._layer].most if self._stream.slots else 0
 
-    def fetch(self, pages: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-        return self._stream.slots[self._layer].fetch(pages)
+    def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
+        return self._stream.slots[self._layer].fetch(pages, among)
 
     def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
         self._stream.slots[self._layer].prefetch(pages, keep)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from .. import UsageError
-from .spec import QuantSpec
+from .spec import DEFAULTS, QuantSpec
 
 OUTER_ROLES = ("embed", "head")
 OUTER_LOW, OUTER_HIGH = "6bit", "8bit"  # for a base of at most four bits, and above
@@ -22,10 +22,11 @@ TARGET = re.compile(r"(\d+(?:\.\d+)?)(?:bpw)?")
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rules` are (regular expression on the tensor's name, spec); the last that matches wins."""
+    """`rules` are (regular expression on the tensor's name, spec); the last that matches wins. `short`: the format of a width alone."""
 
     base: QuantSpec
     rules: tuple[tuple[str, QuantSpec], ...] = ()
+    short: Mapping[str, str] = field(default_factory=lambda: DEFAULTS)
 
     def spec_for(self, name: str, shape: tuple[int, ...], role: str) -> QuantSpec:
         """The format of the matrix `name` of `shape` [N, K]."""
@@ -33,7 +34,7 @@ class Recipe:
         if ruled is not None:
             return ruled
         if role in OUTER_ROLES and not self.base.is_raw:
-            return QuantSpec.parse(OUTER_LOW if self.base.bits <= 4 else OUTER_HIGH)
+            return QuantSpec.parse(OUTER_LOW if self.base.bits <= 4 else OUTER_HIGH, self.short)
         return self.base
 
     def ruled(self, name: str) -> QuantSpec | None:
@@ -46,11 +47,11 @@ class Recipe:
         def kept(spec: QuantSpec) -> QuantSpec:
             return spec if spec.is_raw or spec.outliers else replace(spec, outliers=share)
 
-        return Recipe(kept(self.base), tuple((pattern, kept(spec)) for pattern, spec in self.rules))
+        return replace(self, base=kept(self.base), rules=tuple((pattern, kept(spec)) for pattern, spec in self.rules))
 
 
-def parse_rule(text: str) -> tuple[str, QuantSpec]:
-    """`REGEX=SPEC`, as in `down_proj=6bit`. Raises UsageError."""
+def parse_rule(text: str, short: Mapping[str, str] = DEFAULTS) -> tuple[str, QuantSpec]:
+    """`REGEX=SPEC`, as in `down_proj=6bit`; `short` as for `QuantSpec.parse`. Raises UsageError."""
     pattern, equals, spec = text.rpartition("=")
     if not equals or not pattern:
         raise UsageError(f"{text!r} is no rule", "REGEX=SPEC, as in down_proj=6bit")
@@ -58,7 +59,7 @@ def parse_rule(text: str) -> tuple[str, QuantSpec]:
         re.compile(pattern)
     except re.error as error:
         raise UsageError(f"{pattern!r} is no regular expression: {error}", "a rule is REGEX=SPEC, as in down_proj=6bit") from error
-    return pattern, QuantSpec.parse(spec)
+    return pattern, QuantSpec.parse(spec, short)
 
 
 def parse_target(text: str) -> float:

@@ -18,6 +18,7 @@ Raw schemes keep the type of the checkpoint. A low-bit weight is w[n, k] = row[n
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from math import prod
@@ -65,13 +66,14 @@ class QuantSpec:
         return cls(RAW_BITS.get(scheme, 0), 0, scheme)
 
     @classmethod
-    def parse(cls, text: str) -> QuantSpec:
-        """`4bit`, `codebook4:16`, `affine4:64`, `ternary:64`, `bf16`, any low-bit one with `+0.5%` outliers. Raises UsageError."""
+    def parse(cls, text: str, short: Mapping[str, str] = DEFAULTS) -> QuantSpec:
+        """`4bit`, `codebook4:16`, `affine4:64`, `ternary:64`, `bf16`, any low-bit one with `+0.5%` outliers; `short`: what a width alone
+        stands for. Raises UsageError."""
         outliers, base = 0.0, text
         if match := OUTLIERS.fullmatch(text):
             base, share = match.groups()
             outliers = float(share[:-1]) / 100 if share.endswith("%") else float(share)
-        base = DEFAULTS.get(base, base)
+        base = short.get(base, base)
         if base in RAW_BITS and not outliers:
             return cls.raw(base)
         match = TEXT.fullmatch(base)

@@ -235,9 +235,9 @@ def _row(engine: Engine, options: BenchOptions, name: str, measured: Measured, r
 
 
 def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
-    """What a plan would have said of a test, from what is known of this machine; several columns are not predicted."""
+    """What a plan would have said of a test, from what is known of this machine; several columns and picked pages are not predicted."""
     known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
-    if known is None or "cuda" in engine.placement.devices or columns > 1:
+    if known is None or "cuda" in engine.placement.devices or columns > 1 or (test.gen and engine.cache.pool.picks):
         return None
     asked = forecast.work(engine.prepared, engine.model.tensors)
     if test.gen:

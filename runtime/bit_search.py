@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -63,7 +63,7 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
     free = [job for job in plan.jobs if job.spec != job.source and own.ruled(job.name) is None]
     names = {job.name for job in free}  # of a mixture some ten thousand
     fixed = sum((own.ruled(job.name) or job.spec).nbytes(job.shape) for job in plan.jobs if job.name not in names)
-    specs = {width: QuantSpec.parse(width) for width in WIDTHS}
+    specs = {width: QuantSpec.parse(width, own.short) for width in WIDTHS}
     least = fixed + sum(specs[WIDTHS[0]].nbytes(job.shape) for job in free)
     if least > budget:
         raise UsageError(f"{target:g} bits per weight cannot be met: the smallest formats take {8 * least / plan.weights:.2f}",
@@ -71,7 +71,7 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
     found = units(free)
     per_unit: dict[str, float] = {}
     errors: Errors = {}
-    for event in measured(engine, ids, found):
+    for event in measured(engine, ids, found, specs):
         if isinstance(event, Progress):
             yield event
         else:
@@ -83,7 +83,7 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
     rules = tuple((f"^{re.escape(name)}$", spec) for name, spec in chosen.items())
     damage = {name: next(option.damage for option in choices[name] if option.spec == spec) for name, spec in chosen.items()}
     nbytes = fixed + sum(spec.nbytes(job.shape) for job in free for spec in [chosen[job.name]])
-    yield Found(Recipe(own.base, rules + own.rules), 8 * nbytes / plan.weights, damage)
+    yield Found(replace(own, rules=rules + own.rules), 8 * nbytes / plan.weights, damage)
 
 
 def units(jobs: Sequence[Job]) -> list[Unit]:
@@ -99,8 +99,10 @@ def units(jobs: Sequence[Job]) -> list[Unit]:
     return [Unit(members[0].name, tuple(members)) for members in groups.values()]
 
 
-def measured(engine: Engine, ids: Sequence[int], found: Sequence[Unit]) -> Iterator[Progress | tuple[str, float, Errors]]:
-    """Per unit its name, its divergence at MEASURED, and each tensor's squared error at every width as a share of its squares."""
+def measured(engine: Engine, ids: Sequence[int], found: Sequence[Unit],
+             specs: Mapping[str, QuantSpec]) -> Iterator[Progress | tuple[str, float, Errors]]:
+    """Per unit its name, its divergence at MEASURED, and each tensor's squared error at every width of `specs` as a share of its
+    squares."""
     tokens = max(2, min(SAMPLE_TOKENS, len(ids), SAMPLE_NBYTES // 4 // engine.config.vocab_size))
     width = min(WINDOW, tokens, engine.n_ctx)
     sample = [list(ids[start : start + width]) for start in range(0, tokens - width + 1, width)]
@@ -108,14 +110,14 @@ def measured(engine: Engine, ids: Sequence[int], found: Sequence[Unit]) -> Itera
     for done, unit in enumerate(found):
         yield Progress("measuring tensors", done, len(found), "runs")
         errors: Errors = {}
-        with swapped(engine, unit.jobs, errors):
+        with swapped(engine, unit.jobs, specs, errors):
             total = sum(_divergence(there, _log_probabilities(engine, window)) for there, window in zip(reference, sample))
         yield unit.name, total / sum(map(len, sample)), errors
     yield Progress("measuring tensors", len(found), len(found), "runs")
 
 
 @contextmanager
-def swapped(engine: Engine, jobs: Sequence[Job], errors: Errors) -> Iterator[None]:
+def swapped(engine: Engine, jobs: Sequence[Job], specs: Mapping[str, QuantSpec], errors: Errors) -> Iterator[None]:
     """The engine with `jobs` rounded at MEASURED, in the memory of its weights; afterwards they are as they were. Fills `errors`."""
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     try:
@@ -125,7 +127,7 @@ def swapped(engine: Engine, jobs: Sequence[Job], errors: Errors) -> Iterator[Non
                     raise DoesNotFit("bits by measured damage need the whole model in memory, and it does not fit", "more --ram, or --bits")
                 data = raw[job.name]
             kept.append((data, data.copy()))
-            errors[job.name] = _round_in_place(data, job, engine)
+            errors[job.name] = _round_in_place(data, job, specs, engine)
         yield
     finally:
         for data, before in kept:
@@ -133,18 +135,18 @@ def swapped(engine: Engine, jobs: Sequence[Job], errors: Errors) -> Iterator[Non
         engine.reset()
 
 
-def _round_in_place(data: np.ndarray, job: Job, engine: Engine) -> dict[str, float]:
+def _round_in_place(data: np.ndarray, job: Job, specs: Mapping[str, QuantSpec], engine: Engine) -> dict[str, float]:
     """Round a tensor's bytes at MEASURED. Returns its relative squared error at every width, judged on some of its rows."""
     typed = data.view(np.float32 if job.source.scheme == "f32" else np.uint16).reshape(job.shape)
     pool = engine.backends["cpu"].pool
 
     def rounded(values: np.ndarray, width: str) -> np.ndarray:
-        spec = QuantSpec.parse(width)
+        spec = specs[width]
         return dequantize(rtn.quantize(values, spec, None, pool), spec)
 
     judge = to_f32(np.ascontiguousarray(typed[:: max(1, job.shape[0] // JUDGED_ROWS)]), job.source.scheme)
     squares = float(np.square(judge, dtype=np.float64).sum()) or 1.0
-    errors = {width: max(float(np.square(judge - rounded(judge, width), dtype=np.float64).sum()) / squares, 1e-12) for width in WIDTHS}
+    errors = {width: max(float(np.square(judge - rounded(judge, width), dtype=np.float64).sum()) / squares, 1e-12) for width in specs}
     step = max(16, CHUNK_NBYTES // 4 // job.shape[1] // 16 * 16)
     for begin in range(0, job.shape[0], step):
         part = typed[begin : begin + step]

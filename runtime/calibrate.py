@@ -24,6 +24,7 @@ from ..quant.kv import codec
 from ..quant.stats import Stats
 from ..quant.weight import Norm
 from .cache import AttnSpec, CacheShape, KVCache, open_cache
+from .compiled import compiled
 from .config import ModelConfig, read_config
 from .demands import LOGIT_ROWS
 from .events import Notice, Progress
@@ -72,9 +73,7 @@ def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> I
     """Run `ids` through the unquantized model of `folder`; yields Progress, LayerStats per layer and for the head, and what was scarce."""
     from ..kernels import warm
 
-    if warm.is_cold((warm.RAW,)):
-        for done, total in warm.warm((warm.RAW,)):
-            yield Progress("compiling kernels (first run only)", done, total, "kernels")
+    yield from compiled((warm.RAW,))
     config = read_config(folder)
     with opened(folder, config, windows(ids, min(WINDOW, config.context_length)), threads) as calibration:
         yield from calibration.run()

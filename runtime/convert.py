@@ -29,10 +29,12 @@ from ..offload.size import format_size, several
 from ..offload.writer import FolderWriter, held_nbytes
 from ..quant import methods
 from ..quant.error import error_db
+from ..quant.methods.hqq import SHORT
 from ..quant.methods.spqr import OUTLIERS
 from ..quant.recipe import Recipe, parse_rule, parse_target
-from ..quant.spec import FOREIGN, QuantSpec
+from ..quant.spec import DEFAULTS, FOREIGN, QuantSpec
 from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids
+from .compiled import compiled
 from .container import FILE, Container, StoredTensor, read_container
 from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
 from .convert_tensors import EQUALISING, Converter
@@ -52,7 +54,8 @@ def target_of(text: str) -> float:
 
 def recipe_of(spec: str, rules: Sequence[str], method: str) -> Recipe:
     """The recipe that a person spelled: a format, `REGEX=SPEC` rules, and what the method adds. Raises UsageError."""
-    recipe = Recipe(QuantSpec.parse(spec), tuple(parse_rule(rule) for rule in rules))
+    short = SHORT if method == "hqq" else DEFAULTS
+    recipe = Recipe(QuantSpec.parse(spec, short), tuple(parse_rule(rule, short) for rule in rules), short)
     return recipe.with_outliers(OUTLIERS) if method == "spqr" else recipe
 
 
@@ -72,10 +75,15 @@ class ConvertOptions:
     source: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        methods.get(self.method)
-        if given := [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if spec.scheme in FOREIGN]:
+        method = methods.get(self.method)
+        specs = [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if not spec.is_raw]
+        if given := [spec for spec in specs if spec.scheme in FOREIGN]:
             raise UsageError(f"{given[0]} is how codes of other tools run, nothing is quantized to it", "effllm export writes GGUF files")
-        if self.target is not None and any(spec.outliers for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules))):
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads {self.threads} is too small", "at least 1")
+        for spec in specs:
+            method.check(spec)
+        if self.target is not None and any(spec.outliers for spec in specs):
             raise UsageError("--target chooses among formats without outliers", "leave one of the two away, or another --method")
         if self.calibration_tokens < LEAST:
             raise UsageError(f"--calib-tokens {self.calibration_tokens} is too few to show anything", f"at least {LEAST}, {TOKENS} do well")
@@ -157,9 +165,7 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
     """Compile what is cold; the plan last, as it is or with the formats found for a target."""
     from ..kernels import warm
 
-    if warm.is_cold((warm.RAW,)):
-        for done, total in warm.warm((warm.RAW,)):
-            yield Progress("compiling kernels (first run only)", done, total, "kernels")
+    yield from compiled((warm.RAW,))
     if options.target is None:
         yield plan
         return

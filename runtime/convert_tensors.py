@@ -87,5 +87,6 @@ class Converter:
             yield Progress("quantizing", self._done, self.plan.before, "bytes", moved.job.name)
 
     def _quantize(self, job: Job, rows: np.ndarray, stats: Stats | None) -> Codes:
-        method = self._plain if self.ids and stats is None else self._method
+        unseen = self.ids and stats is None and not job.spec.outliers  # a method that keeps outliers needs no text for them
+        method = self._plain if unseen else self._method
         return method.quantize(rows, job.spec, stats, self._pool)

@@ -24,6 +24,7 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from ..quant.kv import codec
 from .bundles import is_bundled
 from .cache import KVCache, open_cache
+from .compiled import compiled
 from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .kv_disk import disk_tier
@@ -55,16 +56,11 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
     """`open_engine` for a plan made otherwise; it is made after kernels of these kinds are compiled, so that it sees the memory that
     is left."""
-    from ..kernels import trial, warm
+    from ..kernels import warm
     from . import lookup
 
     started = time.monotonic()
-    if warm.is_cold(kinds):
-        for done, total in warm.warm(kinds):
-            yield Progress("compiling kernels (first run only)", done, total, "kernels")
-    if (target := trial.forced()) and not trial.runs(kinds):
-        raise UsageError(f"{target}: this processor lacks instructions of that target",
-                         "unset it, and kernels are compiled for this processor")
+    yield from compiled(kinds)
     prepared = prepare_late()
     refuse_beyond_machine(prepared)
     if warm.cache_folder() is None:

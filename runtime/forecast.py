@@ -39,6 +39,7 @@ ACTIVE = 0.1  # of the neurons of a sparse model of which nobody measured it
 NO_ROOFS = "this machine was not measured: effllm doctor"
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
 SLOW_DISK = "the disk was not measured: effllm doctor"
+PICKED = "how many pages of the cache a token picks (--kv-read sparse) is not predicted in this version"
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int = PROMPT) -> F
     made, rates = Forecast(asked, prompt_tokens), roofs.rates
     if "cuda" in placement.devices:
         return replace(made, reason=ON_GPU)
+    if prepared.options.kv_read == "sparse":
+        return replace(made, reason=PICKED)
     if rates is None:
         return replace(made, reason=NO_ROOFS)
     start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)

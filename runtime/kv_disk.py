@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,14 +67,32 @@ def picked(pages: int) -> int:
     return max(LEAST_PICKED, -(-pages // PICKED_SHARE))
 
 
-def notices(options: EngineOptions, placement: Placement, pages: int) -> list[str]:
-    """What `--kv-read sparse` means for a plan."""
+def reading(options: EngineOptions, placement: Placement, windows: Sequence[int | None], pages: int,
+            notices: list[str]) -> EngineOptions:
+    """The options as they hold for a plan of `pages` pages, with a notice of what `--kv-read sparse` means for it. Raises UsageError
+    where it can mean nothing, unless it is a setting for all models, which gives way."""
     if options.kv_read != SPARSE:
-        return []
+        return options
+    if refused := _unpicked(placement, windows):
+        if "kv_read" not in options.preset:
+            raise UsageError(*refused)
+        notices.append(Fallback(f"{refused[0]}: left out, as it was set for all models"))
+        return replace(options, kv_read="exact")
+    notices.append(f"--kv-read sparse: answers are not exact; of a layer's {pages - placement.kv_pages} pages on the disk a token reads at "
+                   f"most {picked(pages)} and estimates the others (effllm eval kld MODEL --kv-read sparse ... measures what that costs)")
+    return options
+
+
+def _unpicked(placement: Placement, windows: Sequence[int | None]) -> tuple[str, str] | None:
+    """Why no pages can be picked, and what to do about it; None where they can."""
+    if "cpu" in placement.devices and None not in windows[: placement.devices.count("cpu")]:
+        return "--kv-read sparse: every layer of this model sees a window of tokens alone, and reads all of it", "no --kv-read"
+    if placement.kv_pages is None and "cpu" not in placement.devices:
+        return "--kv-read sparse: no layer has its cache in memory or on the disk, all are on the GPU", "--device cpu with --kv-ram SIZE"
     if placement.kv_pages is None:
-        return [Fallback("--kv-read sparse changes nothing: the whole cache stays in memory")]
-    return [f"--kv-read sparse: answers are approximate; of a layer's {pages - placement.kv_pages} pages on the disk a token reads at most "
-            f"{picked(pages)} and estimates the others"]
+        return ("--kv-read sparse: the whole cache stays in memory, no page of it lies on the disk",
+                "--kv-ram SIZE leaves the rest of it on the disk; or no --kv-read")
+    return None
 
 
 def _ring(options: EngineOptions) -> int:

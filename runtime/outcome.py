@@ -62,10 +62,11 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     rates = known.rates
     asked = forecast.work(engine.prepared, engine.model.tensors)
     on_gpu = "cuda" in engine.placement.devices
-    depth = prompt_tokens + made // 2
-    predicted = decode(asked, rates, depth) if rates and not on_gpu else None
+    depth, picks = prompt_tokens + made // 2, engine.options.kv_read == "sparse"
+    predicted = decode(asked, rates, depth) if rates and not on_gpu and not picks else None
     if predicted is None:
-        reason = forecast.ON_GPU if on_gpu else forecast.NO_ROOFS if rates is None else forecast.SLOW_DISK
+        reason = (forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.NO_ROOFS if rates is None
+                  else forecast.SLOW_DISK)
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited else None
     expected = predicted.tokens_per_s * (drafted.tokens_per_pass if drafted and drafted.passes else 1)
@@ -88,6 +89,9 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
     if isinstance(streams, PagedExperts):
         made["pinned_bytes"] = engine.model.pager.nbytes
         made["experts"] = {**streams.to_json(), "slots": engine.model.pager.slots, **engine.model.pager.tally.to_json()}
+    if engine.cache.pool.picks:
+        slots = engine.cache.pool.stream.slots
+        made["kv_read"] = {name: sum(getattr(each, name) for each in slots) for name in ("among", "asked", "found")}
     return made
 
 

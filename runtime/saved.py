@@ -51,12 +51,15 @@ class SavedSessions:
         under the name before stays."""
         cache, engine = None, session.engine
         self.store.path(name)
-        large = engine.cache.read_nbytes
-        if large > self.budget:
+        large, picks = engine.cache.read_nbytes, engine.cache.pool.picks
+        if picks:  # later tokens were read where earlier pages were estimated: no other run is to take them for its own
+            yield Notice(f"session {name}: the text alone is kept, as --kv-read sparse leaves a cache that is not exact")
+        elif large > self.budget:
             yield Notice(f"session {name}: its cache of {format_size(large)} is more than --session-disk {format_size(self.budget)}, the"
                          " text alone is kept")
         with self.store.writing(name):
-            for event in save_cache(engine, self.store, self._identity(engine), session.spoken) if large <= self.budget else ():
+            kept = large <= self.budget and not picks
+            for event in save_cache(engine, self.store, self._identity(engine), session.spoken) if kept else ():
                 if isinstance(event, SavedCache):
                     cache = event
                 else:

@@ -150,6 +150,14 @@ def test_an_eval_text_is_read_before_the_work(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_width_alone_means_what_the_method_can_make() -> None:
+    planned = Ran("quantize", "fable", "-o", "out", "--bits", "4", "--method", "hqq", "--tensor-type", "down_proj=3bit", "--dry-run",
+                  "--json").json
+    specs = {row["class"]: row["specs"] for row in planned["classes"]}
+    assert (specs["q"], specs["down"], specs["embed"]) == (["affine4:64"], ["affine3:64"], ["affine6:64"])
+    assert planned["bits_per_weight"] == pytest.approx(4.6, abs=0.2)
+
+
 @pytest.mark.parametrize("flags, said", [
     ((), "--bits"),
     (("--bits", "4", "--spec", "4bit"), "--bits"),
@@ -167,9 +175,15 @@ def test_an_eval_text_is_read_before_the_work(tmp_path: Path) -> None:
     (("--bits", "4", "--tensor-type", "down_proj=tiny"), "tiny"),
     (("--bits", "4", "--tensor-type", "down_prj=8bit"), "no matrix of this model has a name that 'down_prj' matches"),
     (("--bits", "4", "--method", "magic"), "magic"),
+    (("--spec", "codebook4:16", "--method", "hqq"), "hqq moves the zeros"),
+    (("--bits", "4", "--method", "hqq", "--tensor-type", "embed=symmetric8:32"), "hqq moves the zeros"),
+    (("--spec", "4bit+1%"), "rtn does not make codebook4:16+0.01: it keeps no outliers"),
+    (("--spec", "4bit+1%", "--method", "smooth"), "smooth does not make"),
+    (("--bits", "4", "-t", "0"), "--threads 0 is too small"),
 ])
 def test_flags_that_make_no_sense(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
     assert said in Ran("quantize", "fable", "-o", tmp_path / "out", *flags).refused(2)
+    assert said in Ran("quantize", "fable", "-o", tmp_path / "out", *flags, "--dry-run").refused(2)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,23 +1,26 @@
 """Conversion: the bytes that it makes, in every format and by every method, whatever the blocks, threads and shards."""
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from effllm import UsageError
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import PAD
 from effllm.offload.writer import partial_folder
 from effllm.quant.codes import dequantize
+from effllm.quant.methods import METHODS
 from effllm.quant.pack import unpack
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import to_f32
 from effllm.runtime import convert_estimate, convert_plan, convert_stream
 from effllm.runtime.container import read_container
-from effllm.runtime.convert import ConvertOptions, convert
+from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Notice
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -183,6 +186,29 @@ def test_outliers_lie_beside_the_base(tmp_path: Path, short: Path) -> None:
     with TensorStore.open(tmp_path / "out") as store:
         codes = unpack(store.read(store.tensors[stored.name]), stored.spec, stored.shape)
     assert len(codes.sparse.row) == round(0.01 * 256 * 256)
+
+
+def test_outliers_of_what_no_text_shows_are_kept_too(tmp_path: Path, short: Path) -> None:
+    """An embedding beside a head of its own: no text shows its inputs."""
+    untied = json.loads((short / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (short / "config.json").write_text(json.dumps(untied))
+    tensors = load_file(short / "model.safetensors")
+    (short / "model.safetensors").unlink()
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, short / "model.safetensors")
+    recipe = recipe_of("3bit", ("embed_tokens=4bit", "lm_head=4bit"), "spqr")
+    run(short, tmp_path / "out", ConvertOptions(recipe, "3bit", method="spqr", calibration_text=TEXT, calibration_tokens=512))
+    made = check_whole(tmp_path / "out", short)
+    embed, head = (made.tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert embed.spec == head.spec == QuantSpec.parse("4bit+0.5%") and embed.error_db < head.error_db
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_makes_a_whole_model_of_a_width_alone(tmp_path: Path, short: Path, method: str) -> None:
+    text = {} if method in ("rtn", "hqq") else {"calibration_text": TEXT, "calibration_tokens": 512}
+    run(short, tmp_path / "out", ConvertOptions(recipe_of("4bit", (), method), "4bit", method=method, **text))
+    made = read_container(tmp_path / "out")
+    assert made.method == {"name": method} and 4.2 < made.bits_per_weight < 5.3
+    assert all(stored.spec.is_raw == ("norm" in name) for name, stored in made.tensors.items())
 
 
 @pytest.mark.parametrize("method, text, said", [("gptq", "too short", "the calibration text has"),

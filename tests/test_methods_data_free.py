@@ -134,7 +134,7 @@ def test_outliers_and_unknown_methods_are_refused():
 def test_every_method_is_a_module_with_the_interface():
     for name in methods.METHODS:
         module = methods.get(name)
-        assert isinstance(module.NEEDS, frozenset) and callable(module.quantize)
+        assert isinstance(module.NEEDS, frozenset) and callable(module.quantize) and callable(module.check)
 
 
 @pytest.mark.parametrize("bits", (4, 3, 2))

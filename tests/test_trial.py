@@ -50,7 +50,9 @@ def test_a_child_that_is_ended_by_a_signal_is_a_no(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif("avx512f" in cpu_features(), reason="this processor has AVX-512")
 def test_a_run_says_what_was_forced_and_what_to_do(tmp_path):
-    done = subprocess.run([sys.executable, "-P", "-m", "effllm", "run", "fable", "hello"], capture_output=True, text=True,
-                          env={**os.environ, **FORCED, "XDG_CACHE_HOME": str(tmp_path)})
-    assert done.returncode == 2 and "this processor lacks instructions" in done.stderr and "NUMBA_CPU_NAME=icelake-server" in done.stderr
-    assert "Traceback" not in done.stderr
+    for words in (("run", "fable", "hello"), ("quantize", "fable", "-o", str(tmp_path / "out"), "--bits", "4")):
+        done = subprocess.run([sys.executable, "-P", "-m", "effllm", *words], capture_output=True, text=True,
+                              env={**os.environ, **FORCED, "XDG_CACHE_HOME": str(tmp_path)})
+        assert done.returncode == 2 and "this processor lacks instructions" in done.stderr, (done.returncode, done.stderr[-2000:])
+        assert "NUMBA_CPU_NAME=icelake-server" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()

@@ -53,8 +53,9 @@ class Spilled(Protocol):
 
     most: int  # pages that `fetch` gives at once; 0 where all are read in runs
 
-    def fetch(self, pages: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-        """(page, address) of each, some at a time as they come, those first that need no wait. They stay until more are fetched."""
+    def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
+        """(page, address) of each, some at a time as they come, those first that need no wait. They stay until more are fetched. `among`:
+        how many they were picked from."""
 
     def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
         """Pages that may be fetched next."""

@@ -83,7 +83,7 @@ class Selective:
     def _read(self, step: _Step) -> None:
         share = shares(step.partials)[step.disk]
         wanted, likely = choose(share, self._pages.spilled.most, LEFT)
-        for come in self._pages.spilled.fetch([self._first + each for each in wanted]):
+        for come in self._pages.spilled.fetch([self._first + each for each in wanted], len(share)):
             step.some.note(come)
             self._pages.ops.flush()  # while others come
         self._pages.spilled.prefetch([self._first + each for each in likely], [self._first + each for each in wanted])

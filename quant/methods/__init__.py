@@ -3,10 +3,11 @@
 A method's module has
 
     NEEDS: frozenset[str]      what it takes from `Stats` ("hessian", "mean_square", "mean_abs_max"); empty: needs no calibration text
+    check(spec)                raises UsageError for a spec that the method does not serve, before any work
     quantize(rows, spec, stats=None, pool=None) -> Codes
 
 `rows` is float32 [n, K], some rows of one tensor. The result depends neither on how a tensor is cut into blocks of rows nor on the number
-of threads in `pool`. Raises UsageError for a spec that the method does not serve, EffllmError for weights that are not finite.
+of threads in `pool`. Raises what `check` does, EffllmError for weights that are not finite.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ... import EffllmError, UsageError
 
 if TYPE_CHECKING:
     from ..codes import Codes
+    from ..spec import QuantSpec
 
 METHODS = ("rtn", "hqq", "gptq", "smooth", "spqr")
 
@@ -29,6 +31,7 @@ class Method(Protocol):
     """What the module of a method offers."""
 
     NEEDS: frozenset[str]
+    check: Callable[[QuantSpec], None]
     quantize: Callable[..., Codes]
 
 

@@ -28,12 +28,17 @@ PRODUCTS = 0.5 + SWEEPS  # multiplications of a weight for each input of its row
 TINY = 1e-300
 
 
+def check(spec: QuantSpec) -> None:
+    """Raises UsageError for a spec with outliers."""
+    if spec.outliers:
+        raise UsageError(f"gptq does not make {spec}: it keeps no outliers", "--method spqr")
+
+
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: object = None) -> Codes:
     """float32 rows [n, K] of a tensor -> Codes. Raises UsageError without a Hessian and for a spec that keeps outliers."""
     if stats is None or stats.hessian is None:
         raise UsageError("gptq needs calibration text", "give --calib FILE, or --method rtn")
-    if spec.outliers:
-        raise UsageError(f"gptq does not make {spec}: it keeps no outliers", "--method spqr")
+    check(spec)
     rows = checked(rows)
     return searched(rows, spec, rtn.quantize(rows, spec, None, pool), stats)
 

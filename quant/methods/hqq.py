@@ -2,7 +2,7 @@
 
 Beside the codes stands an estimate of the errors, shrunk towards sparsity (the norm of exponent 0.7), and the grid is fitted to what
 remains: in turn, with growing weight on the fit. Starts from `rtn`; a group keeps what has the smaller norm in the end, after scale and
-zero were rounded to what is stored.
+zero were rounded to what is stored. A width alone means the affine format of the size that other methods give it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,21 @@ EXPONENT, TURNS = 0.7, 20
 WEIGHT, GROWTH = 1.0, 1.1  # of the fit, in units of a group's scale
 ROWS_AT_ONCE = 64
 SMALLEST = 1e-6
+SHORT = {f"{bits}bit": f"affine{bits}:64" for bits in (8, 6, 5, 4, 3, 2)}
 
 
-def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: ThreadPool | None = None) -> Codes:
-    """Rows float32 [n, K] -> Codes. Raises UsageError for a scheme without a zero, EffllmError where a weight is NaN or infinite."""
+def check(spec: QuantSpec) -> None:
+    """Raises UsageError for a scheme without a zero and for a spec with outliers."""
     if spec.scheme != "affine":
         raise UsageError(f"hqq moves the zeros of a grid, which {spec} has not",
                          f"an affine format, such as affine{spec.bits}:64, or --method rtn")
+    if spec.outliers:
+        raise UsageError(f"hqq does not make {spec}: it keeps no outliers", "--method spqr")
+
+
+def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: ThreadPool | None = None) -> Codes:
+    """Rows float32 [n, K] -> Codes. Raises what `check` does, EffllmError where a weight is NaN or infinite."""
+    check(spec)
     start = rtn.quantize(rows, spec, None, pool)
     parts = [_improved(np.ascontiguousarray(rows[begin : begin + ROWS_AT_ONCE], np.float32), spec, _rows(start, begin))
              for begin in range(0, len(rows), ROWS_AT_ONCE)]

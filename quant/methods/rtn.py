@@ -28,10 +28,15 @@ GRID_WINDOW = {8: (950, 1100), 6: (880, 1100), 5: (820, 1100), 4: (700, 1100), 3
 LINE = 64
 
 
-def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: ThreadPool | None = None) -> Codes:
-    """Rows float32 [n, K] -> Codes. Raises EffllmError where a weight is NaN or infinite, UsageError for a spec with outliers."""
+def check(spec: QuantSpec) -> None:
+    """Raises UsageError for a spec with outliers."""
     if spec.outliers:
         raise UsageError(f"rtn does not make {spec}: it keeps no outliers", "--method spqr")
+
+
+def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: ThreadPool | None = None) -> Codes:
+    """Rows float32 [n, K] -> Codes. Raises EffllmError where a weight is NaN or infinite, UsageError for a spec with outliers."""
+    check(spec)
     rows = np.ascontiguousarray(rows, np.float32)
     n, depth = rows.shape
     groups = -(-depth // spec.group)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ... import UsageError
 from ..codes import Codes, dequantize
 from ..spec import QuantSpec
 from ..stats import Stats
@@ -41,6 +42,12 @@ class Layout:
     norm_kind: str = "rms"
     stored: str = "bf16"
     act: str = "silu"
+
+
+def check(spec: QuantSpec) -> None:
+    """Raises UsageError for a spec with outliers."""
+    if spec.outliers:
+        raise UsageError(f"smooth does not make {spec}: it keeps no outliers", "--method spqr")
 
 
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: object = None) -> Codes:

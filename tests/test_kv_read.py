@@ -1,0 +1,162 @@
+"""`--kv-read sparse` on the real model: it reaches the engine, says what it is, tells its loss, and is refused where it means nothing."""
+
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm import UsageError
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.kernels.cpu import selective
+from effllm.offload.notes import Fallback
+from effllm.runtime.calibrate import built_in_text
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.prepare import EngineOptions, prepare
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpu_runs import card_here, simulated
+from gpu_runs import opened as opened_beside
+from pulls import FABLE
+
+TIER = {"ctx": 2048, "kv_ram": "8M", "device": "cpu"}
+FLAGS = ("-c", "2048", "--kv-ram", "8M", "--device", "cpu")
+SPARSE = ("--kv-read", "sparse")
+SAID = (r"--kv-read sparse: answers are not exact; of a layer's 16 pages on the disk a token reads at most 4 and estimates the others "
+        r"\(effllm eval kld MODEL --kv-read sparse ... measures")
+
+
+def ran(*argv: str, stdin: str = "", **variables: str) -> tuple[int, str, str]:
+    environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), {**os.environ, **variables})
+    code = main(argv, environment)
+    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+def opened(folder: Path, **asked: object) -> tuple[Engine, list[str]]:
+    said = []
+    for item in open_engine(FABLE, EngineOptions(**TIER, spill_dir=str(folder), **asked)):
+        said += [item.text] if isinstance(item, Notice) else []
+    return item, said
+
+
+def long_text(tokens: int) -> str:
+    """About so many tokens of stories."""
+    return built_in_text()[: 3 * tokens]
+
+
+def answered(engine: Engine, prompt: int) -> np.ndarray:
+    """Logits of single tokens up to the 800th, after a prompt; the engine is closed."""
+    ids = np.random.default_rng(3).integers(0, engine.config.vocab_size, 800).tolist()
+    try:
+        for _ in engine.prefill(ids[:prompt]):
+            continue
+        return np.concatenate([engine.forward_logits([token]).copy() for token in ids[prompt:]])
+    finally:
+        engine.close()
+
+
+def test_a_run_picks_pages_and_says_so(tmp_path: Path) -> None:
+    asked = ("run", "fable", "--raw", long_text(1500), "-n", "24", "--temp", "0", "--ignore-eos", *FLAGS, "--spill-dir", str(tmp_path))
+    code, out, err = ran(*asked, *SPARSE, "--json")
+    pages = json.loads(out)["placement"]["kv_read"]
+    assert code == 0 and re.search(SAID, err)
+    assert 0 < pages["found"] <= pages["asked"] < pages["among"]
+    code, _, err = ran(*asked, *SPARSE, "--stats")
+    assert code == 0 and f"cache on the disk: {pages['asked']} of {pages['among']} pages picked (" in err
+    assert re.search(r"no prediction: how many pages of the cache a token picks", err)
+    code, out, err = ran(*asked, "--kv-read", "exact", "--json")
+    assert code == 0 and "kv_read" not in json.loads(out)["placement"] and "--kv-read" not in err
+
+
+def test_where_all_pages_are_read_the_numbers_are_the_exact_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """800 tokens seal no more pages than a token may read."""
+    monkeypatch.setattr(selective, "LEFT", -1.0)
+    sparse, said = opened(tmp_path, kv_read="sparse")
+    exact, _ = opened(tmp_path)
+    slots, traffic = sparse.cache.pool.stream.slots, sparse.cache.pool.traffic
+    np.testing.assert_array_equal(answered(sparse, 700), answered(exact, 700))
+    assert any(re.search(SAID, line) for line in said)
+    assert traffic.nbytes > 0 and all(each.asked == each.among > 0 for each in slots)
+
+
+def test_the_eval_reads_as_an_answer_does_and_finds_a_loss(tmp_path: Path) -> None:
+    text = tmp_path / "tales.txt"
+    text.write_text(long_text(1600))
+    asked = ("eval", "kld", "fable", "--text", str(text), *FLAGS, "--spill-dir", str(tmp_path), "--json")
+    (code, out, err), (same, whole, _) = ran(*asked, *SPARSE), ran(*asked, "--by-token")
+    assert code == same == 0 and re.search(SAID, err)
+    loss, none = json.loads(out), json.loads(whole)
+    assert loss["tokens"] == none["tokens"] > 1000
+    assert none["kld_mean"] < 1e-5 and 10 * none["kld_mean"] < loss["kld_mean"] < 1
+    code, out, _ = ran("eval", "ppl", *asked[2:], *SPARSE)
+    assert code == 0 and json.loads(out)["ppl"] == pytest.approx(loss["ppl"], rel=1e-9), "the same passes of one token"
+
+
+@pytest.mark.parametrize("more,said,hint", (
+    (("-c", "2048"), "the whole cache stays in memory", "--kv-ram SIZE"),
+    (("-c", "2048", "--kv-ram", "1G"), "the whole cache stays in memory", "--kv-ram SIZE"),
+    (("-c", "2048", "--kv", "4bit+mikv"), "the whole cache stays in memory", "--kv-ram SIZE")))
+def test_it_is_refused_where_no_page_lies_on_the_disk(more: tuple[str, ...], said: str, hint: str) -> None:
+    for command in (("run", "fable", "hi"), ("plan", "fable", "--no-probe"), ("bench", "fable")):
+        code, out, err = ran(*command, *more, *SPARSE, "--device", "cpu")
+        *_, line, then = err.strip().splitlines()
+        assert code == 2 and not out and said in line and hint in then, err
+
+
+def test_a_model_that_sees_windows_alone_has_nothing_to_pick(tmp_path: Path) -> None:
+    content = json.loads((FABLE / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": 256,
+                                                               "architectures": ["MistralForCausalLM"]}
+    for file in FABLE.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    code, _, err = ran("run", str(tmp_path), "hi", *FLAGS, *SPARSE)
+    assert code == 2 and "every layer of this model sees a window" in err and "hint: no --kv-read" in err
+
+
+def test_all_layers_on_a_card_leave_nothing_to_pick() -> None:
+    with card_here(simulated()), pytest.raises(UsageError, match="all are on the GPU") as caught:
+        prepare(FABLE, EngineOptions(ctx=2048, kv_read="sparse", device="cuda", kv_ram="8M"))
+    assert "--device cpu" in caught.value.hint
+
+
+def test_beneath_a_card_the_layers_of_the_host_pick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selective, "LEFT", -1.0)
+    asked = {"gpu_layers": 2, "ctx": 2048, "kv_ram": "6200k", "spill_dir": str(tmp_path)}
+    exact, _ = opened_beside(FABLE, simulated(), **asked)
+    sparse, _ = opened_beside(FABLE, simulated(), **asked, kv_read="sparse")
+    slots = sparse.cache.pool.stream.slots
+    np.testing.assert_array_equal(answered(sparse, 780), answered(exact, 780))
+    assert len(slots) == 4 and all(each.asked == each.among > 0 for each in slots)
+
+
+def test_a_setting_for_all_models_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(FABLE, EngineOptions(device="cpu", ctx=2048, kv_read="sparse", preset=frozenset({"kv_read"})))
+    assert prepared.options.kv_read == "exact"
+    assert any(isinstance(said, Fallback) and "left out, as it was set for all models" in said for said in prepared.notices)
+    monkeypatch.chdir(tmp_path)
+    Path("effllm.toml").write_text('kv-read = "sparse"\n')
+    code, _, err = ran("run", "fable", "hi", "-n", "2", "--device", "cpu")
+    assert code == 0 and "--kv-read sparse: the whole cache stays in memory" in err and "left out" in err
+
+
+def test_nothing_is_drafted() -> None:
+    prepared = prepare(FABLE, EngineOptions(**TIER, kv_read="sparse", spec="lookup"))
+    assert not prepared.speculating and any("picks pages for one token at a time" in said for said in prepared.notices)
+
+
+def test_a_session_keeps_the_text_alone(tmp_path: Path) -> None:
+    """Keys of later tokens depend on what was estimated before them: no exact run may take them up."""
+    home = {name: str(tmp_path / name) for name in ("XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME")}
+    ask = ("run", "fable", "Tell me a story about a fox.", "-n", "8", "--temp", "0", "--session", "tale", *FLAGS)
+    code, _, err = ran(*ask, *SPARSE, **home)
+    assert code == 0 and "session tale: the text alone is kept, as --kv-read sparse leaves a cache that is not exact" in err
+    code, _, err = ran(*ask, **home)
+    assert code == 0 and "2 messages, its text is read again" in err
+    code, _, err = ran(*ask, *SPARSE, **home)
+    assert code == 0 and re.search(r"4 messages, \d+ tokens restored", err), "what is exact may be taken up"
