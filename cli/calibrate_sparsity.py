@@ -53,6 +53,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
         raise UsageError(f"--predictor {predictor} is no rank", f"{predictors.RANK} does well")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
+    sparsity.demand(ref.folder)
     engine = open_with_progress(ref.folder, EngineOptions(device="cpu", threads=threads, kv="32bit", ctx=None), screen)
     try:
         ids = Tokenizer.load(ref.folder, engine.config).encode(content)[: tokens or sparsity.TOKENS]

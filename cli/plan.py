@@ -276,8 +276,9 @@ def drafts(prepared: Prepared) -> str:
 def speeds(found: Forecast) -> list[tuple[str, str]]:
     if found.start is None or found.full is None:
         return [("speed", f"not known: {found.reason}")]
+    later = f" at the start, the {found.full.limit} then" if found.full.limit != found.start.limit else ""
     said = [("speed", f"about {rate(found.start.tokens_per_s)} tokens/s ({margin(found.start.error)}), "
-                      f"{rate(found.full.tokens_per_s)} with a full context; the {found.start.limit} limits it")]
+                      f"{rate(found.full.tokens_per_s)} with a full context; the {found.start.limit} limits it{later}")]
     if found.prompt is not None:
         load = f", after {seconds(found.load_s)} of loading from a cold disk" if found.load_s is not None else ""
         pace = rate(found.prompt_tokens / found.prompt.seconds)

@@ -16,7 +16,7 @@ from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.predict import Part, Prediction, Work, decode, load_seconds, prompt, window_gain
-from ..offload.size import format_size
+from ..offload.size import asked_mib, format_size, parse_size
 from ..quant.spec import QuantSpec
 from .bundles import ROLE as BUNDLES
 from .bundles import is_bundled
@@ -201,7 +201,7 @@ def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:
         known = all(part.kind in rates.kinds for part in then.work.parts) and then.work.kv in rates.attention
         if known and then.start is not None and then.full is not None:
             found.append(Suggestion(flag, then.start.tokens_per_s, now.start.seconds / then.start.seconds))
-            if flag.startswith("--kv"):  # costs nothing at the start
+            if flag.startswith("--kv") or now.work.kv_held is not None:  # costs nothing at the start
                 found[-1] = Suggestion(flag, then.full.tokens_per_s, now.full.seconds / then.full.seconds, True)
     best = max(found, key=lambda each: each.gain, default=None)
     return best if best is not None and best.gain >= WORTH else None
@@ -229,6 +229,13 @@ def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
             for flag, other in _tried(f"--kv {kv}", prepared, replace(options, kv=kv, ctx=placement.ctx), store, prepared.container):
                 if other.options.kv == kv:  # a precision that this version does not pack stays what it was
                     yield flag, other
+    if placement.kv_disk_bytes and options.kv_ram is not None:
+        text = asked_mib(placement.kv_bytes + placement.kv_disk_bytes)
+        yield from _tried(f"--kv-ram {text}", prepared, replace(options, kv_ram=text, ctx=placement.ctx), store, prepared.container)
+    elif placement.kv_disk_bytes and placement.residency is None:
+        text = asked_mib((placement.total_bytes + placement.kv_disk_bytes) * 105 // 100)
+        if parse_size(text) < hardware.memory_total() * 9 // 10:
+            yield from _tried(f"--ram {text}", prepared, replace(options, ram=text, ctx=placement.ctx), store, prepared.container)
     if placement.residency is None:
         return
     for ctx in sorted({placement.ctx // 4, placement.ctx // 2}):

@@ -57,7 +57,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     pass, times the tokens of a pass where some were drafted. `reads`: of the disk, while it was written."""
     steps = made - 1  # the first token comes out of the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
-    waited = prefill_s if prefill_s and not cached else None
+    waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing is read where it was stopped at once
     known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors))
     rates = known.rates
     asked = forecast.work(engine.prepared, engine.model.tensors)

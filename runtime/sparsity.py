@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from .. import EffllmError, UsageError
+from ..offload.header import is_gguf
 from ..offload.neurons import Window
 from .bundles import SPARSE, is_lossy
+from .config import ModelConfig, read_config
+from .container import Container, read_container
 from .engine import Engine
 from .events import Progress
 from .predictors import scaled
-from .sparsity_file import Sparsity
+from .sparsity_file import Sparsity, demand_writable
 
 TOKENS, LEAST = 2048, 256
 SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
@@ -58,13 +61,27 @@ class Trace:
             return cls(int(stored["neurons"]), tuple(stored["active"]))
 
 
+def demand(folder: Path) -> None:
+    """Before a model is loaded, which takes long: raises UsageError for one that leaves nothing out, EffllmError where what is found
+    cannot be kept."""
+    demand_sparse(read_config(folder), None if is_gguf(folder) else read_container(folder))
+    demand_writable(folder)
+
+
+def demand_sparse(config: ModelConfig, container: Container | None) -> None:
+    """Raises UsageError for a model that leaves nothing out."""
+    if config.mixture is not None:
+        raise UsageError("a mixture leaves out whole experts, not neurons", f"a dense model of {' or '.join(SPARSE)}, such as fable-relu")
+    if config.hidden_act not in SPARSE and not is_lossy(container):
+        raise UsageError(f"{config.hidden_act} is zero for no neuron: there is nothing to leave out",
+                         f"a model of {' or '.join(SPARSE)}, such as fable-relu")
+
+
 def record(engine: Engine, ids: Sequence[int], inputs: list[np.ndarray] | None = None) -> Iterator[Progress | Trace]:
     """Run a text and note what goes into `down`; the trace last. `inputs` gets every layer's residual streams, float16 [tokens, D], as they
     go into its attention. Raises UsageError for a model that leaves nothing out."""
     config = engine.config
-    if (config.hidden_act not in SPARSE and not is_lossy(engine.prepared.container)) or config.mixture is not None:
-        raise UsageError(f"{config.hidden_act} is zero for no neuron: there is nothing to leave out",
-                         f"a model of {' or '.join(SPARSE)}, such as fable-relu")
+    demand_sparse(config, engine.prepared.container)
     if len(ids) < LEAST:
         raise UsageError(f"the text has {len(ids)} tokens, at least {LEAST} are needed and {TOKENS} do well", "a longer --text FILE")
     bits: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]

@@ -71,14 +71,23 @@ class Sparsity:
 
 def save(found: Sparsity, folder: Path) -> Path:
     """Write `sparsity.json`. Raises EffllmError where that cannot be written."""
-    target = folder / FILE
-    aside = target.with_name(f".{FILE}.partial")
+    return _write(folder, json.dumps(found.to_json(), indent=1) + "\n", folder / FILE)
+
+
+def demand_writable(folder: Path) -> None:
+    """Raises EffllmError where `save` would."""
+    _write(folder, "", None)
+
+
+def _write(folder: Path, text: str, target: Path | None) -> Path:
+    """Write aside and rename to `target`; None: take it away again."""
+    aside = folder / f".{FILE}.partial"
     try:
-        aside.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
-        os.replace(aside, target)
+        aside.write_text(text, encoding="utf-8")
+        aside.unlink() if target is None else os.replace(aside, target)
     except OSError as error:
-        raise EffllmError(f"{target} cannot be written: {error.strerror}", "a copy of the model in a folder of your own") from error
-    return target
+        raise EffllmError(f"{folder / FILE} cannot be written: {error.strerror}", "a copy of the model in a folder of your own") from error
+    return folder / FILE
 
 
 def load(folder: Path | None, layers: int) -> Sparsity | None:

@@ -97,8 +97,43 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
 
 
+def check_largest_products() -> None:
+    """The largest and least codes, zeros, queries and weights there are: the sums of their products are exact on this instruction set."""
+    from numba import float32, njit
+
+    from effllm.kernels.cpu import kv_bytes
+
+    @njit("void(int64,int64,int64,int64,int64)", error_model="numpy")
+    def keys(codes, widths, queries, terms, out):
+        for unit in range(0, PAGE // kv_bytes.UNIT, kv_bytes.UNITS_AT_ONCE):
+            kv_bytes.dot_units_4(codes, widths, queries, terms, unit, out, 4, codes, 0)
+
+    @njit("void(int64,int64,int64,int64,int64,int64)", error_model="numpy")
+    def values(codes, bits, zeros, weights, out, factors):
+        kv_bytes.dot_values_4(codes, bits, zeros, weights, float32(1.0), out, 64, factors, factors + 16, codes, 0)
+
+    terms = np.repeat(np.array([1, 0], np.float32), 4)
+    for fill in (0, 255):
+        codes = np.full(4 * 16 * PAGE, fill, np.uint8)
+        for bits in range(1, kv_bytes.MOST_K + 1):
+            widths = np.full(16, bits, np.uint8)
+            for query in (-127, 127):
+                queries, out = np.full((16, 4, 4), query, np.int8), np.full((4, PAGE), np.nan, np.float32)
+                keys(codes.ctypes.data, widths.ctypes.data, queries.ctypes.data, terms.ctypes.data, out.ctypes.data)
+                assert (out == 64 * query * (fill & (1 << bits) - 1)).all(), (bits, fill, query)
+        for bits in range(1, kv_bytes.MOST_V + 1):
+            up, less = kv_bytes.value_zero(bits)
+            for zero in (-less, (15 << up) - less):
+                weights, zeros, out = np.full((4, PAGE), 255, np.uint8), np.full(PAGE, zero, np.int8), np.zeros((4, 16), np.float32)
+                factors = np.repeat(np.array([0, 1], np.float32), 4)
+                values(codes.ctypes.data, bits, zeros.ctypes.data, weights.ctypes.data, out.ctypes.data, factors.ctypes.data)
+                value = ((fill & (1 << bits) - 1) << kv_bytes.value_multiple(bits)) + zero
+                assert abs(value) <= less and (out == 255 * PAGE * value).all(), (bits, fill, zero)
+
+
 def check_all() -> None:
     """Every width and a few shapes on this instruction set."""
+    check_largest_products()
     pool = ThreadPool(2)
     for kv in ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2"):
         assert worst_error(pool, kv) < 5e-3, kv

@@ -13,13 +13,13 @@ import pytest
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.cli.plan import bar
+from effllm.cli.plan import bar, speeds
 from effllm.cli.screen import rounded
 from effllm.kernels import warm
 from effllm.offload.direct import Traffic
 from effllm.offload.disk import Disk, DiskRead
 from effllm.offload.placement import Residency
-from effllm.offload.predict import KindRate, Prediction
+from effllm.offload.predict import KindRate, Paged, Prediction
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import outcome, roofs
 from effllm.runtime.bench import prepare_synthetic
@@ -31,7 +31,7 @@ from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import larger_than_memory, streaming
+from streamed_models import larger_than_memory, long_context, streaming
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 CPU = EngineOptions(device="cpu", threads=2)
@@ -120,6 +120,25 @@ def test_a_smaller_cache_is_advised_where_depth_costs() -> None:
     deep = replace(MACHINE, kinds={"bf16": KINDS["bf16"]}, attention={"16bit": KindRate(1e9, 1e9), "4bit": KindRate(4e9, 4e9)})
     found = suggest(fable(), Roofs(deep, DISK))
     assert (found.flag, found.full) == ("--kv 4bit", True) and found.gain > 2
+
+
+def test_memory_is_advised_where_a_full_context_would_read_the_cache_from_the_disk(tmp_path: Path) -> None:
+    capped = fable(replace(CPU, ctx=2048, kv_ram="9M"))
+    assert capped.placement.kv_disk_bytes > 0
+    found = forecast(capped, KNOWN)
+    assert (found.start.limit, found.full.limit) == ("memory", "disk")
+    assert speeds(found)[0][1].endswith("; the memory limits it at the start, the disk then")
+    better = suggest(capped, KNOWN)
+    assert better.flag.startswith("--kv-ram ") and better.full and better.gain > 2
+    whole = fable(replace(CPU, ctx=2048, kv_ram=better.flag.split()[1]))
+    assert not whole.placement.kv_disk_bytes and better.tokens_per_s == pytest.approx(forecast(whole, KNOWN).full.tokens_per_s)
+    folder = long_context(tmp_path / "long")
+    most = prepare(folder, replace(CPU, ctx=16_384)).placement.total_bytes
+    tight = prepare(folder, replace(CPU, ctx=16_384, ram=str(most - (60 << 20))))
+    assert tight.placement.kv_disk_bytes and tight.placement.residency is None
+    advised = suggest(tight, KNOWN)
+    assert advised.flag.startswith("--ram ") and advised.full
+    assert not prepare(folder, replace(CPU, ctx=16_384, ram=advised.flag[6:])).placement.kv_disk_bytes
 
 
 def test_kinds_are_named_by_how_they_are_multiplied() -> None:
@@ -243,6 +262,15 @@ def test_what_the_disk_explains_of_a_miss() -> None:
     guessed = said(0.2, Traffic(nbytes=22 * 10**9, wait_s=8.0, busy_s=22.0), 22.0, assumed=True)
     assert "expected: which neurons are active was a guess, effllm calibrate-sparsity measures it; the disk gave 1 GB/s" in guessed
     assert "a token read 524.52 MiB" in said(1.9, Traffic(nbytes=55 * 10**8, busy_s=2.75), 2.75), "experts that were in memory"
+
+
+def test_an_answer_that_was_stopped_before_any_of_its_prompt_was_read(monkeypatch: pytest.MonkeyPatch, engine: object) -> None:
+    experts = Paged(6, 8, 2, 1 << 20, 0.5, 0.5)
+    monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
+    paged = replace(work(engine.prepared, engine.model.tensors), streamed=1 << 20, paged=experts)
+    monkeypatch.setattr(outcome.forecast, "work", lambda *_: paged)
+    stopped = outcome.outcome(engine, 0, 0, 0, 0.5, 0.0, 0.0)
+    assert stopped.predicted_tps and stopped.predicted_prompt_s is stopped.measured_prompt_s is stopped.measured_tps is None
 
 
 def test_a_run_whose_disk_is_slower_than_it_was_says_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,9 +186,10 @@ def test_a_head_size_that_no_record_takes_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not X86 or INSTRUCTION_SET == "portable", reason="there is no other set to force")
-def test_without_wide_vectors(tmp_path):
-    child("import kv_samples; kv_samples.check_all()", tmp_path, forced="portable")
+@pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
+@pytest.mark.parametrize("name", [name for name in ("avx2", "portable") if name != INSTRUCTION_SET and runs_here(name)])
+def test_with_fewer_instructions(name, tmp_path):
+    child("import kv_samples; kv_samples.check_all()", tmp_path, forced=name)
 
 
 @pytest.mark.slow
@@ -196,6 +197,10 @@ def test_without_wide_vectors(tmp_path):
 @pytest.mark.parametrize("name", [name for name in ("avx512", "avx2vnni") if not runs_here(name)])
 def test_with_emulated_instructions(name, tmp_path):
     child("import kv_samples; kv_samples.check_all()", tmp_path, emulated=name)
+
+
+def test_the_largest_products_there_are():
+    kv_samples.check_largest_products()
 
 
 def test_all_widths_on_this_machine():

@@ -1,5 +1,6 @@
 """Which neurons a model activates: thresholds that leave some out, traces and their replay, what is kept of them, who is refused."""
 
+import errno
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from effllm import UsageError
+from effllm.cli import calibrate_sparsity
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.disk import Disk, DiskRead
@@ -28,7 +30,7 @@ from effllm.runtime.text import Tokenizer
 sys.path.insert(0, str(Path(__file__).parent))
 from bundle_models import RELU, bundled, folders, found, resident, windowed
 from family_models import Case, written
-from streamed_models import FABLE, streams
+from streamed_models import FABLE, long_context_mixture, random_model, streams
 
 __all__ = ["folders"]  # a fixture
 
@@ -131,6 +133,22 @@ def test_a_model_that_leaves_nothing_out_has_no_trace() -> None:
     with pytest.raises(UsageError, match="zero for no neuron"):
         next(sparsity.record(engine, list(range(300))))
     engine.close()
+
+
+def test_what_cannot_be_recorded_or_kept_is_refused_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate_sparsity, "open_with_progress", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(UsageError, match="zero for no neuron"):
+        sparsity.demand(FABLE)
+    mixture = long_context_mixture(tmp_path / "mixture")
+    with pytest.raises(UsageError, match="whole experts"):
+        sparsity.demand(mixture)
+    assert Ran("calibrate-sparsity", mixture).code == 2
+    relu = random_model(tmp_path / "relu", hidden_act="relu")
+    sparsity.demand(relu)
+    assert not [path for path in relu.iterdir() if "sparsity" in path.name]
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
+    ran = Ran("calibrate-sparsity", relu)
+    assert ran.code == 1 and "sparsity.json cannot be written: Read-only file system" in ran.err
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from .int8_ir import (
     FLOATS,
     HALVES,
     I8,
+    INSTRUCTION_SET,
     LANES,
     OFFSET_WHEN_WIDE,
     PIECES,
@@ -29,6 +30,7 @@ from .int8_ir import (
     ask,
     constant,
     dot,
+    dots,
     fma,
     in_register,
     load,
@@ -47,6 +49,7 @@ TOP = 32512  # of a scaled query before it is rounded to a byte: 127 * 256
 KEY_STEP = 256 * 32768 / (TOP * 32767)  # what a query of 1 becomes, in bytes, counts in
 UNITS_AT_ONCE = 2 if WIDTH == 64 else 1  # of the products with K
 VECTORS = UNITS_AT_ONCE * PIECES
+PAIRED = 2 if INSTRUCTION_SET == "avx2" else 1  # quads whose products are summed in 16 bits; of four the registers do not hold the codes
 QUADS = PAGE // 4
 
 
@@ -235,16 +238,20 @@ def _dot_units(rows: int):
 
             def products(width: int) -> list[ir.Value]:
                 made = list(running)
-                for quad in range(4):
-                    _ask_part(builder, wanted, quad, 4)
-                    vectors = [_codes(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES) for v in range(VECTORS)]
+                for first in range(0, 4, PAIRED):
+                    quads, vectors = range(first, first + PAIRED), []
+                    for quad in quads:
+                        _ask_part(builder, wanted, quad, 4)
+                        vectors.append([_codes(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES)
+                                        for v in range(VECTORS)])
                     for v in range(VECTORS):
                         # a register for each vector: one number read for two would cost an instruction, read twice it costs none
                         place = in_register(builder, own) if WIDTH == 64 else own
                         for row in range(rows):
-                            x = load(builder, offset(builder, place, 4 * (quad * rows + row)), I32, 4)
-                            x = builder.bitcast(splat(builder, x, WORDS), BYTES)
-                            made[VECTORS * row + v] = dot(builder, made[VECTORS * row + v], vectors[v], x, False)
+                            x = [load(builder, offset(builder, place, 4 * (quad * rows + row)), I32, 4) for quad in quads]
+                            x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
+                            index, largest = VECTORS * row + v, 127 * ((1 << width) - 1)
+                            made[index] = dots(builder, made[index], [each[v] for each in vectors], x, largest)
                 return made
 
             running = _by_width(builder, bits, MOST_K, running, products)
@@ -275,7 +282,8 @@ def _codes(builder: ir.IRBuilder, source: ir.Value, width: int, quad: int, unit:
 
 
 def _dot_values(rows: int):
-    chains = 2 if rows < 8 else 1  # sums of a row side by side: a product takes several cycles
+    # sums of a row side by side: a product takes several cycles, the addition of a pair one
+    chains = 2 if rows < 8 and PAIRED == 1 else 1
 
     @intrinsic
     def dot_values(typingctx, codes, bits, zeros, weights, step, out, stride, keep, take, ahead, share):
@@ -293,17 +301,19 @@ def _dot_values(rows: int):
                 wanted = builder.add(ahead, builder.mul(at, share))
                 source, zero_at = builder.mul(at, I64(64)), builder.add(zeros, builder.shl(at, I64(5)))
                 weight_at, made = builder.add(weights, builder.shl(at, I64(5))), list(running)
-                for quad in range(8):
-                    _ask_part(builder, wanted, quad, 8)
-                    zero = load(builder, offset(builder, zero_at, 4 * quad), I32)
-                    zero = builder.bitcast(splat(builder, zero, WORDS), BYTES)
-                    values = [builder.add(_moved(builder, codes, source, width, quad, piece), zero) for piece in range(PIECES)]
+                for first_quad in range(0, 8, PAIRED):
+                    quads, values = range(first_quad, first_quad + PAIRED), []
+                    for quad in quads:
+                        _ask_part(builder, wanted, quad, 8)
+                        zero = load(builder, offset(builder, zero_at, 4 * quad), I32)
+                        zero = builder.bitcast(splat(builder, zero, WORDS), BYTES)
+                        values.append([builder.add(_moved(builder, codes, source, width, quad, piece), zero) for piece in range(PIECES)])
                     for row in range(rows):
-                        x = load(builder, offset(builder, weight_at, PAGE * row + 4 * quad), I32)
-                        x = builder.bitcast(splat(builder, x, WORDS), BYTES)
+                        x = [load(builder, offset(builder, weight_at, PAGE * row + 4 * quad), I32) for quad in quads]
+                        x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
                         for piece in range(PIECES):
-                            place = (quad % chains) * count + PIECES * row + piece
-                            made[place] = dot(builder, made[place], x, values[piece], False)
+                            place = (first_quad % chains) * count + PIECES * row + piece
+                            made[place] = dots(builder, made[place], x, [each[piece] for each in values], 255 * value_zero(width)[1])
                 made = finish(made)
                 return [builder.add(*(made[chain * count + i] for chain in range(chains))) if chains > 1 else made[i] for i in range(count)]
 
