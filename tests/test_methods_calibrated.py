@@ -1,5 +1,6 @@
 """GPTQ, SpQR and smoothing: outputs keep better than with rtn, whatever the format, and odd inputs do no harm."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,26 @@ def test_smoothing_pays_where_inputs_are_loud() -> None:
         plain = np.square(tensors[role] - dequantize(smooth.quantize(tensors[role], spec), spec)) @ power
         smoothed = np.square((changed[role] - dequantize(smooth.quantize(changed[role], spec), spec)) / applied) @ power
         assert smoothed.sum() < 0.8 * plain.sum()
+
+
+class Seen:
+    """A Hessian that notes what it is multiplied by."""
+
+    __array_ufunc__ = None
+
+    def __rmatmul__(self, errors: np.ndarray) -> np.ndarray:
+        self.dtype = errors.dtype
+        return errors @ np.eye(errors.shape[1], dtype=np.float32)
+
+
+def test_exponents_are_judged_in_float32_whatever_type_factors_have() -> None:
+    spec, rows, seen = QuantSpec.parse("4bit"), weights(), Seen()
+    factors = np.exp(np.linspace(-1, 1, rows.shape[1]))
+    judged = smooth.output_error(rows, spec, factors, replace(stats_of(inputs()), hessian=seen), None)
+    scaled = (rows * factors).astype(np.float32)
+    errors = (scaled - dequantize(smooth.quantize(scaled, spec), spec)) / factors
+    assert seen.dtype == np.float32, "in float64 the Hessian is widened for every exponent"
+    assert judged == pytest.approx(np.square(errors).sum(), rel=1e-2)
 
 
 def test_smoothing_divides_a_norm_into_what_its_type_holds() -> None:

@@ -12,11 +12,13 @@ Then `rtn` rounds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
 from ... import UsageError
+from ...kernels.blas import one_thread
 from ..codes import Codes, dequantize
 from ..spec import QuantSpec
 from ..stats import Stats
@@ -28,6 +30,7 @@ NEEDS = frozenset({"mean_square"})
 PAIRS = (("input_norm", ("q", "k", "v")), ("v", ("o",)), ("post_norm", ("gate", "up")), ("up", ("down",)))
 EXPONENTS = ((0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0), (0.4, 0.0), (0.5, 0.0), (0.3, 0.7), (0.5, 0.5), (0.7, 0.3), (0.9, 0.1))  # a, b
 MOST = 16.0  # f stays within 1/MOST and MOST of its geometric mean
+SMALL = 1 << 30  # multiplications of a product that one thread makes: those of BLAS take longer to share it
 ROWS = 1024  # rows of a matrix that judge an exponent
 
 
@@ -101,12 +104,18 @@ def tried(power: np.ndarray, largest: np.ndarray, of_power: float, of_weight: fl
 
 
 def output_error(rows: np.ndarray, spec: QuantSpec, factors: np.ndarray, stats: Stats, pool: object) -> float:
-    """Squared error of the outputs when `rows` times `factors` are rounded, summed over rows."""
-    scaled = (rows * factors).astype(np.float32)
+    """Squared error of the outputs when `rows` times `factors` are rounded, summed over rows.
+
+    All of it in float32, which is enough to tell exponents apart: in float64 the products took ten times as long beside other programs.
+    """
+    factors = factors.astype(np.float32)
+    scaled = rows * factors
     errors = (scaled - dequantize(rtn.quantize(scaled, spec, None, pool), spec)) / factors
     if stats.hessian is None:
-        return float((np.square(errors) @ stats.mean_square).sum())
-    return float(np.einsum("nk,nk->", errors @ stats.hessian, errors))
+        return float((np.square(errors) @ stats.mean_square).sum(dtype=np.float64))
+    with one_thread() if rows.size * rows.shape[1] < SMALL else nullcontext():
+        outputs = errors @ stats.hessian
+    return float(np.multiply(outputs, errors, out=outputs).sum(dtype=np.float64))
 
 
 def shared(maker: str, values: np.ndarray, layout: Layout, join: object) -> np.ndarray:
