@@ -177,9 +177,9 @@ def single_tokens(engine: Engine, window: Sequence[int], first: int) -> np.ndarr
     return np.concatenate([*rows, *(log_softmax(engine.forward_logits([token]).copy()) for token in window[first:])])
 
 
-def on_disk(prepared: Prepared) -> Prepared:
+def on_disk(prepared: Prepared, options: EngineOptions) -> Prepared:
     """The plan with all sealed pages on the disk: fable's cache is smaller than the buffers that reading takes, so no budget gives that."""
-    return replace(prepared, placement=replace(prepared.placement, kv_pages=0))
+    return replace(prepared, placement=replace(prepared.placement, kv_pages=0), options=options)
 
 
 def quality(text: Path, count: int, keep: bool) -> None:
@@ -187,8 +187,8 @@ def quality(text: Path, count: int, keep: bool) -> None:
     base = {**vars(plan), "kv": "4bit"}
     sides = {"exact": EngineOptions(**{**vars(plan), "kv": "32bit"}), "codec": EngineOptions(**base)}
     engines = {name: opened(open_engine(FABLE, options)) for name, options in sides.items()}
-    sparse = EngineOptions(**{**base, "kv_read": "sparse"})
-    engines["sparse"] = opened(open_prepared(lambda: on_disk(prepare(FABLE, sparse)), folder_kinds(FABLE, sparse)))
+    sparse = EngineOptions(**{**base, "kv_read": "sparse", "preset": frozenset({"kv_read"})})
+    engines["sparse"] = opened(open_prepared(lambda: on_disk(prepare(FABLE, sparse), sparse), folder_kinds(FABLE, sparse)))
     tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
     cut = [window for window in windows(tokenizer, text.read_text(encoding="utf-8"), 2048) if len(window) == 2048][:count]
     cost: dict[str, list[float]] = {"codec": [], "sparse": []}
@@ -200,8 +200,8 @@ def quality(text: Path, count: int, keep: bool) -> None:
         for name in cost:
             cost[name].append(float((np.exp(wanted) * (wanted - scored[name][first:])).sum(-1).mean()))
         print(cost["codec"][-1], cost["sparse"][-1], file=sys.stderr, flush=True)
-    stream = cache.pool.stream
-    share = sum(slots.asked for slots in stream.slots) / max(1, len(cut) * sum(range(1, cache.sealed - cache.pool.first + 1)) * PAGE * 6)
+    slots = cache.pool.stream.slots
+    share = sum(each.asked for each in slots) / max(1, sum(each.among for each in slots))
     codec, sparse = (sum(cost[name]) / len(cut) for name in ("codec", "sparse"))
     under = f"fable, {len(cut)} windows of 2048 tokens"
     figures = [Figure("codec_kld", "4-bit pages, all read", under, codec, "nats"),
@@ -221,9 +221,11 @@ def main() -> None:
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--picked", type=int, default=kv_disk.LEAST_PICKED, help="most pages of a layer for a token, with --quality")
     parser.add_argument("--publish", action="store_true", help="keep the result")
     asked = parser.parse_args()
     if asked.quality:
+        kv_disk.LEAST_PICKED = asked.picked
         quality(asked.text, asked.windows, asked.publish)
     else:
         speed(asked.ctx, asked.rounds, asked.spill_dir, asked.publish)

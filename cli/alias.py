@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 def alias(context: typer.Context, name: Name = None, model: Target = None, rm: Remove = False, json: Json = False) -> None:
     """Give a model a short name of yours, or list those that you gave."""
-    from ..runtime.aliases import check_alias, own_aliases, own_file, remove_alias, write_alias
+    from ..runtime.aliases import check_alias, own_aliases, own_file, packaged, remove_alias, write_alias
     from ..runtime.listing import entry_for
 
     screen = Screen(context.obj)
@@ -48,6 +48,8 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         entry = entry_for(name, model, variables)
         write_alias(variables, entry)
         said = f"{name} is {entry.repo or entry.path}" + (f"@{entry.revision}" if entry.revision != "main" else "")
+        if any(each.alias == name for each in packaged()):
+            said += f"; what effllm itself knows by that name comes back with `effllm alias --rm {name}`"
     else:
         said = f"kept in {own_file(variables)}"
     own = own_aliases(variables)

@@ -35,7 +35,7 @@ EXAMPLES = """examples
   effllm plan tinyllama --bits 4 -p 1000 --json
   effllm plan llama3 --ram 6G           # not here yet: from what the hub says of it
 """
-BAR, MOST_RUNS = 40, 4
+BAR, MARGIN, MOST_RUNS = 40, 13, 4
 WEIGHTS, CACHE, OTHER, FREE = "█", "▓", "▒", "·"
 
 PromptTokens = Annotated[int | None, flag(OUTPUT, "-p --n-prompt", "N", "tokens of a prompt whose wait is predicted (512)")]
@@ -68,7 +68,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, no_p
     if json:
         screen.json(report(model, prepared, known, found, better) | {"pull": coming and coming.to_json()})
     else:
-        screen.pairs(lines(model, prepared, known, found, better, coming))
+        screen.pairs(lines(model, prepared, known, found, better, coming, min(BAR, screen.environment.width - MARGIN)))
 
 
 def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen) -> Prepared:
@@ -175,8 +175,8 @@ def devices(placement: Placement) -> dict[str, int]:
 
 
 def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None,
-          coming: PullPlan | None = None) -> list[tuple[str, str]]:
-    """The same for a person."""
+          coming: PullPlan | None = None, width: int = BAR) -> list[tuple[str, str]]:
+    """The same for a person, in bars of `width`."""
     from ..offload.size import format_size
 
     placement, work = prepared.placement, found.work
@@ -187,7 +187,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         said.append(("not here", f"effllm pull {coming.wish.reference.text}{suffix(coming)} loads {format_size(coming.to_load)}, keeps "
                                  f"{format_size(coming.kept_bytes)}; licence {coming.licence or 'not stated'}"
                                  + (", gated" if coming.repository.gated else "")))
-    said += tiers(prepared, work, known)
+    said += tiers(prepared, work, known, width)
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
               + (f", {format_size(work.streamed)} of them from the disk" if work.streamed else "")
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache"), *speeds(found)]
@@ -202,8 +202,8 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     return said
 
 
-def tiers(prepared: Prepared, work: Work, known: Roofs, disk: str = "disk") -> list[tuple[str, str]]:
-    """What fits where; `disk` names the line of what is read from there."""
+def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: str = "disk") -> list[tuple[str, str]]:
+    """What fits where, in bars of `width`; `disk` names the line of what is read from there."""
     from ..offload.size import format_size
     from ..runtime.forecast import neurons_said
 
@@ -214,25 +214,25 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, disk: str = "disk") -> l
     held = paged.held_nbytes if paged else placement.pinned_bytes + (residency.ring_nbytes if residency else 0)
     said = [
         ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens, cache at {prepared.options.kv}"),
-        ("layers", where(placement)), *on_gpu(placement),
-        ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram)} "
+        ("layers", where(placement)), *on_gpu(placement, width),
+        ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram, width)} "
                    f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),
         ("", f"{WEIGHTS} weights {format_size(held)}  {CACHE} cache {format_size(placement.host_kv_bytes)}  {OTHER} workspace "
              f"{format_size(placement.workspace_bytes)}, program {format_size(placement.baseline_bytes)}  {FREE} free"),
     ]
     if residency is not None:
         whole = max(residency.streamed_nbytes, placement.host_weights_bytes)  # what streams is counted in whole blocks of the disk
-        said.append((disk, f"{bar(((WEIGHTS, residency.streamed_nbytes),), whole)} {format_size(residency.streamed_nbytes)} of "
+        said.append((disk, f"{bar(((WEIGHTS, residency.streamed_nbytes),), whole, width)} {format_size(residency.streamed_nbytes)} of "
                              f"{format_size(whole)} of weights, read for every token through {format_size(residency.ring_nbytes)}"))
     if paged:
         count = len(paged.parts.parts)
-        said.append(("experts", f"{bar(((WEIGHTS, paged.slots),), count)} {paged.slots} of {count} in memory, "
+        said.append(("experts", f"{bar(((WEIGHTS, paged.slots),), count, width)} {paged.slots} of {count} in memory, "
                                 f"{100 * paged.choice.hit_rate:.0f}% of what a token needs ({paged.choice.policy})"))
     if (neurons := neurons_said(work, known)) is not None:
         said.append(("neurons", neurons))
     if placement.kv_disk_bytes:
         whole = placement.kv_disk_bytes + placement.kv_bytes
-        said.append(("" if residency is not None else disk, f"{bar(((CACHE, placement.kv_disk_bytes),), whole)} "
+        said.append(("" if residency is not None else disk, f"{bar(((CACHE, placement.kv_disk_bytes),), whole, width)} "
                      f"{format_size(placement.kv_disk_bytes)} of {format_size(whole)} of cache, with a full context"))
     return said
 
@@ -250,7 +250,7 @@ def where(placement: Placement) -> str:
     return ", ".join(f"{first}{f'-{end - 1}' if end - first > 1 else ''} {TIERS[tiers[first]]}" for first, end in runs)
 
 
-def on_gpu(placement: Placement) -> list[tuple[str, str]]:
+def on_gpu(placement: Placement, width: int = BAR) -> list[tuple[str, str]]:
     """The GPU's tier as a bar, for a run that may use one."""
     from ..offload.size import format_size
 
@@ -258,7 +258,7 @@ def on_gpu(placement: Placement) -> list[tuple[str, str]]:
     if not whole:
         return []
     buffers = f", of that {format_size(card.buffers_bytes)} for copied layers" if card.buffers_bytes else ""
-    return [("GPU", f"{bar(((WEIGHTS, card.weights_bytes), (CACHE, card.kv_bytes), (OTHER, card.workspace_bytes)), whole)} "
+    return [("GPU", f"{bar(((WEIGHTS, card.weights_bytes), (CACHE, card.kv_bytes), (OTHER, card.workspace_bytes)), whole, width)} "
                     f"{format_size(placement.vram_bytes)} of {format_size(whole)}"),
             ("", f"{WEIGHTS} weights {format_size(card.weights_bytes)}  {CACHE} cache {format_size(card.kv_bytes)}  {OTHER} workspace "
                  f"{format_size(card.workspace_bytes)}{buffers}  {FREE} free")]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..runtime.pull.pull import Pulled
 
 NETWORK = "network"
+MARGIN = 10  # columns of the names of a plan's lines
 EXAMPLES = """examples
 
   effllm pull tinyllama
@@ -155,7 +156,7 @@ def suffix(plan: PullPlan) -> str:
 def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     """The plan on stderr: stdout is for the answer of `run`, and for --json."""
     from ..offload.size import format_size, several
-    from .plan import tiers
+    from .plan import BAR, tiers
 
     repository, wish, run = plan.repository, plan.wish, plan.run
     if repository.repo != repository.asked:
@@ -175,7 +176,7 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
         bits, nbytes = plan.smaller
         lines.append(("smaller", f"--bits {bits} keeps {format_size(nbytes)} of it"))
     if run.prepared is not None:
-        lines += tiers(run.prepared, run.forecast.work, run.known, "read")
+        lines += tiers(run.prepared, run.forecast.work, run.known, min(BAR, screen.environment.width - MARGIN), "read")
     elif run.memory is not None:
         lines.append(("memory", f"does not fit now: {run.memory.reason}"))
     if run.memory is None and run.unknown:
@@ -188,7 +189,7 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     elif run.unknown:
         lines.append(("speed", f"not known: {run.unknown}"))
     for name, text in lines:
-        screen.note(f"{name:<10}{text}")
+        screen.note(f"{name:<{MARGIN}}{text}", MARGIN)
 
 
 def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y loads it anyway") -> None:

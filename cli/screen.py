@@ -190,9 +190,12 @@ class Screen:
         """A question; `bare` is the answer of a bare Enter. Only where `environment.can_ask`."""
         self.clear()
         self._stderr("\n".join(broken(f"{sanitize(question)} {'[Y/n]' if bare else '[y/N]'}", self.environment.width - 1, 2)) + " ")
-        reply = self.environment.stdin.readline()
-        if not reply:
-            self._stderr("\n")
+        reply = ""
+        try:
+            reply = self.environment.stdin.readline()
+        finally:
+            if not reply:  # Ctrl-D, or Ctrl-C
+                self._stderr("\n")
         return reply.strip().lower() in ("y", "yes") or (bare and reply == "\n")
 
     def _dim(self, text: str) -> str:

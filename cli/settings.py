@@ -116,7 +116,7 @@ def read_file(path: Path) -> dict[str, Setting]:
     except (ValueError, RecursionError) as error:
         line = re.search(r"at line (\d+)", str(error))
         where, reason = (f"{path}:{line[1]}", re.sub(r" \(at line.*", "", str(error))) if line else (str(path), str(error))
-        raise UsageError(f"{where}: {reason[:200]}", "settings are lines of TOML, as in `temp = 0.5`") from error
+        raise UsageError(f"{where}: {reason[:200]}", "settings are lines of TOML, as `temp = 0.5` or `kv = \"8bit\"`") from error
     return {key: Setting(checked(key, value, f"{path}:{line_of(text, key)}"), f"{path}:{line_of(text, key)}")
             for key, value in content.items()}
 

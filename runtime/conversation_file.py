@@ -39,8 +39,10 @@ def load_conversation(path: Path) -> History:
     """Raises EffllmError for a file that is no conversation."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise EffllmError(f"cannot read {path}: {error}", HINT) from None
+    except OSError as error:
+        raise EffllmError(f"{path}: {error.strerror}", HINT) from None
+    except (ValueError, RecursionError):  # what a library says of JSON helps nobody who named the wrong file
+        raise EffllmError(f"{path} is not a conversation", HINT) from None
     return parse_conversation(content, str(path))
 
 

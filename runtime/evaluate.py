@@ -123,8 +123,9 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
     shape, packed = engine.cache.shape, engine.cache.is_packed
     first, pages = (shape.sinks + shape.window + PAGE, 1) if packed else (0, None)
     if len(cut[0]) <= first + 1:
+        larger = "a longer text" if len(cut) == 1 else "a larger -c"
         raise UsageError(f"windows of {len(cut[0])} tokens: none reads a packed page, which needs {first + 2}",
-                         "a larger -c, or a smaller --kv-sink and --kv-window")
+                         f"{larger}, or a smaller --kv-sink and --kv-window")
     cut = [window for window in cut if len(window) > first + 1]
     done, total = 0, sum(map(len, cut))
     divergence, loss, loss_ref, same = [], [], [], []

@@ -43,8 +43,9 @@ def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layo
     sizes = [codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs]
     memory = ring_nbytes(sizes, pages, _ring(options)) + sum(sizes)
     if options.kv_read == SPARSE:
-        from ..kernels.cpu.selective import abstract_nbytes
+        from ..kernels.cpu.selective import abstract_nbytes, basis_nbytes
 
+        memory += basis_nbytes(layout.head_dim)
         memory += sum(picked(pages) * slot_nbytes(size) + pages * abstract_nbytes(layout.kv_heads, layout.head_dim) for size in sizes)
     folder = spill_folder(options)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())

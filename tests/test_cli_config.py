@@ -123,6 +123,12 @@ def test_a_file_that_is_wrong_is_one_line_with_its_place(place: Path, text: str,
     assert Ran("plan", "--help").code == 0 and Ran("--version").code == 0, "help is there, whatever the file says"
 
 
+def test_text_without_quotes_is_answered_with_how_it_is_written(place: Path) -> None:
+    project(place, "kv = 8bit\n")
+    ran = Ran("plan", "fable")
+    assert ran.code == 2 and ran.err.splitlines()[1] == 'hint: settings are lines of TOML, as `temp = 0.5` or `kv = "8bit"`'
+
+
 def test_a_file_that_cannot_be_read_is_one_line(place: Path) -> None:
     (place / "effllm.toml").mkdir()
     ran = Ran("plan", "fable")

@@ -113,6 +113,7 @@ LONG = "./" + "a-folder-whose-name-is-longer-than-a-line" * 2
 SAID = [("run", "nosuch", "hi"), ("run", "fable", "hi", "-c", "4096"), ("run", "fable", "-n", "x", "hi"),
         ("run", "fable", "hi", "--kv", "9bit"), ("quantize", "fable", "-o", "/tmp"), ("show", LONG), ("session", "list"), ("list",),
         ("eval", "ppl", "fable", "--text", "/nope"), ("run", "fable", "Tell me a story.", "-n", "2", "--stats"),
+        ("plan", "fable", "--no-probe"),
         ("run", "--help"), ("quantize", "--help"), ("--help",)]
 
 
@@ -128,3 +129,24 @@ def test_no_word_of_the_programs_own_is_cut(argv: tuple[str, ...], tmp_path) -> 
     shown = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown).partition("\nexamples\n")[0]
     longer = [line for line in shown.splitlines() if get_cwidth(line) > WIDTH and len(line.split()) > 1]
     assert shown.strip() and not longer
+
+
+def test_the_bars_of_a_plan_fit_in_a_line() -> None:
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    argv = ["-m", "effllm", "plan", "fable", "--no-probe"]
+    shown = pexpect.spawn(sys.executable, argv, dimensions=(40, WIDTH), env=environment, encoding="utf-8", timeout=MINUTE)
+    shown.expect(pexpect.EOF)
+    (line,) = [line for line in shown.before.splitlines() if line.startswith("memory ")]
+    assert line.endswith("·" * 10) and get_cwidth(line) <= WIDTH and line.count("·") > 20
+
+
+def test_ctrl_c_at_a_question_ends_its_line() -> None:
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm"}
+    child = pexpect.spawn(sys.executable, ["-m", "effllm", "run"], dimensions=(40, WIDTH), env=environment, encoding="utf-8",
+                          timeout=MINUTE)
+    child.expect(r"\[Y/n\] ")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.before.endswith("\r\n") and child.exitstatus == 130

@@ -154,8 +154,12 @@ def test_a_packed_cache_is_scored_where_it_is_read(packed, engines, tokenizer):
     assert 0 < result.kld_mean < 5e-3 and result.same_top > 0.97
     assert result.packed_bits == 4.53125 and 4.53125 < result.kv_bits_per_value < 16
     for ctx in (300, 321):
-        with pytest.raises(UsageError, match=f"windows of {ctx} tokens: none reads a packed page, which needs 322"):
+        with pytest.raises(UsageError, match=f"windows of {ctx} tokens: none reads a packed page, which needs 322") as refused:
             list(kld(packed, engines[1], tokenizer, text, ctx))
+        assert refused.value.hint.startswith("a larger -c")
+    with pytest.raises(UsageError, match="windows of 4 tokens: none reads") as refused:
+        list(kld(packed, engines[1], tokenizer, tokenizer.decode(tokenizer.encode(text)[:4]), 800))
+    assert refused.value.hint.startswith("a longer text")
     short = tokenizer.decode(tokenizer.encode(text)[:330])
     assert list(kld(packed, engines[1], tokenizer, short, 322))[-1].tokens == 1
 

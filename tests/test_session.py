@@ -178,6 +178,13 @@ def test_save_and_load(start, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
     with pytest.raises(EffllmError, match="cannot write"):
         session.save(tmp_path / "talk.json" / "nowhere.json")
+    for path, said in (("absent.json", "absent.json: No such file or directory"), (".", ": Is a directory")):
+        with pytest.raises(EffllmError) as refused:
+            other.load(tmp_path / path)
+        assert refused.value.message.endswith(said) and refused.value.hint
+    (tmp_path / "letter.txt").write_text("Dear fox")
+    with pytest.raises(EffllmError, match="letter.txt is not a conversation$"):
+        other.load(tmp_path / "letter.txt")
     for content in ("{", "[]", '{"format": "effllm-session", "version": 2}',
                     '{"format": "effllm-session", "version": 1, "messages": [{"role": 1}]}',
                     '{"format": "effllm-session", "version": 1, "messages": [], "settings": {"heat": 1}}'):
