@@ -276,7 +276,7 @@ def test_a_process_is_as_old_as_it_is() -> None:
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True)
     began, asked = map(float, done.stdout.split())
-    assert before - 0.02 <= began < asked <= time.monotonic()
+    assert before - 0.1 <= began < asked <= time.monotonic()  # clock ticks, and a machine that is busy between two clocks
 
 
 def test_the_name_of_a_program_may_look_like_a_field(tmp_path: Path) -> None:
