@@ -70,8 +70,8 @@ def picked(pages: int) -> int:
 
 def reading(options: EngineOptions, placement: Placement, windows: Sequence[int | None], pages: int,
             notices: list[str]) -> EngineOptions:
-    """The options as they hold for a plan of `pages` pages, with a notice of what `--kv-read sparse` means for it. Raises UsageError
-    where it can mean nothing, unless it is a setting for all models, which gives way."""
+    """The options as they hold for a plan of `pages` pages, with a notice of what `--kv-read sparse` means for it: where memory holds the
+    whole cache all of it is read. Raises UsageError for a model it can mean nothing for, unless it is a setting for all models."""
     if options.kv_read != SPARSE:
         return options
     if refused := _unpicked(placement, windows):
@@ -79,20 +79,21 @@ def reading(options: EngineOptions, placement: Placement, windows: Sequence[int 
             raise UsageError(*refused)
         notices.append(Fallback(f"{refused[0]}: left out, as it was set for all models"))
         return replace(options, kv_read="exact")
+    if placement.kv_pages is None:
+        notices.append(Fallback("--kv-read sparse: the whole cache stays in memory and is read exactly; --kv-ram SIZE leaves a part of it on "
+                                "the disk"))
+        return replace(options, kv_read="exact")
     notices.append(f"--kv-read sparse: answers are not exact; of a layer's {pages - placement.kv_pages} pages on the disk a token reads at "
                    f"most {picked(pages)} and estimates the others (effllm eval kld MODEL --kv-read sparse ... measures what that costs)")
     return options
 
 
 def _unpicked(placement: Placement, windows: Sequence[int | None]) -> tuple[str, str] | None:
-    """Why no pages can be picked, and what to do about it; None where they can."""
+    """Why no pages could ever be picked, and what to do about it; None where they could."""
     if "cpu" in placement.devices and None not in windows[: placement.devices.count("cpu")]:
         return "--kv-read sparse: every layer of this model sees a window of tokens alone, and reads all of it", "no --kv-read"
     if placement.kv_pages is None and "cpu" not in placement.devices:
         return "--kv-read sparse: no layer has its cache in memory or on the disk, all are on the GPU", "--device cpu with --kv-ram SIZE"
-    if placement.kv_pages is None:
-        return ("--kv-read sparse: the whole cache stays in memory, no page of it lies on the disk",
-                "--kv-ram SIZE leaves the rest of it on the disk; or no --kv-read")
     return None
 
 
