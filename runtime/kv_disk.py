@@ -80,8 +80,8 @@ def reading(options: EngineOptions, placement: Placement, windows: Sequence[int 
         notices.append(Fallback(f"{refused[0]}: left out, as it was set for all models"))
         return replace(options, kv_read="exact")
     if placement.kv_pages is None:
-        notices.append(Fallback("--kv-read sparse: the whole cache stays in memory and is read exactly; --kv-ram SIZE leaves a part of it on "
-                                "the disk"))
+        notices.append(Fallback("--kv-read sparse: the whole cache stays in memory and is read exactly; --kv-ram SIZE leaves a part of it "
+                                "on the disk"))
         return replace(options, kv_read="exact")
     notices.append(f"--kv-read sparse: answers are not exact; of a layer's {pages - placement.kv_pages} pages on the disk a token reads at "
                    f"most {picked(pages)} and estimates the others (effllm eval kld MODEL --kv-read sparse ... measures what that costs)")
