@@ -276,7 +276,7 @@ def test_a_dumb_terminal_gets_plain_text(tmp_path: Path) -> None:
 
 def test_without_a_model_fable_is_offered(tmp_path: Path) -> None:
     asked = Chat(tmp_path, "run")
-    asked.terminal.expect_exact("fable is packaged with effllm and works offline. Use it? [Y/n] ")
+    asked.terminal.expect(r"fable is packaged with\s+effllm and works offline\. Use it\? \[Y/n\] ")
     assert asked.leave("n\r") == 2
     asked = Chat(tmp_path, "run")
     asked.terminal.expect_exact("[Y/n] ")
