@@ -84,6 +84,7 @@ class ExpertPager(StreamingPager):
         self._count(slots)
         self._tickets: dict[int, Ticket] = {}  # of keys on their way
         self._guessed: set[int] = set()  # keys that nobody has asked for yet
+        self._on_guess: list[int] = []  # those of them that may still be on their way
         self._busy: frozenset[int] = frozenset()  # keys of the visit whose products may not have run
         self._passage: list[int] = []  # slots through which a chunk's experts go
         self._through: list[int] = []  # experts of the visit that go through those
@@ -252,14 +253,23 @@ class ExpertPager(StreamingPager):
         for slot in {slot for slot, _ in self._stuck}.intersection(self._passage):
             self._passage.remove(slot)
         self._passing, self._through, self._busy = {}, [], busy
-        for key in [key for key in self._guessed if key in self._tickets and key not in busy]:
-            ticket = self._tickets[key]
-            asked = ticket.left
-            self._reader.drop(ticket)
-            if ticket.left < asked:  # some of it will not come; it has cost little
-                self._guessed.remove(key)
-                self.tally.guessed -= 1
-                self._give_back(key)
+        guesses, self._on_guess = self._on_guess, []
+        for key in guesses:
+            ticket = self._tickets.get(key) if key in self._guessed else None
+            if ticket is None:
+                continue  # asked for since, or given up
+            if ticket.left and key not in busy:
+                asked = ticket.left
+                self._reader.drop(ticket)
+                if ticket.left < asked:  # some of it will not come; it has cost little
+                    self._guessed.remove(key)
+                    self.tally.guessed -= 1
+                    self._give_back(key)
+                    continue
+            if ticket.left:
+                self._on_guess.append(key)
+            elif ticket.error is None:
+                del self._tickets[key]  # as if it had always been there; a failure is for whoever asks
         self._reclaim()
 
     def _reclaim(self) -> None:
@@ -291,6 +301,7 @@ class ExpertPager(StreamingPager):
                 return
             self._bring(key, urgent=False, spared=spared)
             self._guessed.add(key)
+            self._on_guess.append(key)
             self.tally.guessed += 1
 
     # -- the trace -------------------------------------------------------------------------------------------------------------

@@ -214,6 +214,24 @@ def test_what_is_waited_for_comes_before_what_is_guessed(store: TensorStore, mon
     pager.close()
 
 
+def test_guesses_that_have_come_cost_nothing_more(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are that nobody has asked for: a visit looks at those on their way alone."""
+    pager, dropped = opened(store, LAYERS * EXPERTS), []
+    drop = pager._reader.drop
+    monkeypatch.setattr(pager._reader, "drop", lambda ticket: dropped.append(ticket) or drop(ticket))
+    for likely in ((0, 1), (2, 3), (4, 5)):
+        pager.look_ahead(1, likely)
+        for ticket in list(pager._tickets.values()):
+            pager._reader.wait(ticket)
+        use(pager, 0, (0, 1))
+        assert not pager._tickets and not pager._on_guess and not dropped
+    assert len(pager._guessed) == 6
+    brought = use(pager, 1, (2, 5))
+    assert sorted(brought.ready) == [2, 5] and pager.tally.useful == 2
+    sound(pager)
+    pager.close()
+
+
 def test_guesses_that_have_not_begun_give_way(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_pager, "AHEAD", 6)
     gate, pager = Gate(monkeypatch), opened(store, LAYERS * EXPERTS - 1)
