@@ -75,7 +75,7 @@ def test_the_memory_of_a_draft_model_counts() -> None:
     taken = both.speculating.draft_nbytes
     assert taken > 11_540_992 and alone.placement.budget.ram == both.placement.budget.ram == 8 * 10**9
     more = both.placement.total_bytes - alone.placement.total_bytes
-    assert taken <= more < taken + (4 << 20), "what it takes is part of what is planned"
+    assert taken <= more < 1.05 * taken + (4 << 20), "what it takes is part of what is planned, with the margin of everything planned"
     assert both.speculating.lookup and both.speculating.draft.placement.ctx == 256
     with pytest.raises(DoesNotFit, match="the draft model"):
         prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="64M", draft=str(FABLE)))
