@@ -15,6 +15,8 @@ import numpy as np
 if TYPE_CHECKING:
     from ..quant.weight import Expert, Linear, Norm
 
+MOST_AHEAD = 2  # layers
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -54,8 +56,9 @@ class ExpertPages(Protocol):
         What earlier visits brought may be given up now: their products must have run.
         """
 
-    def next_router(self) -> tuple[Norm, Linear] | None:
-        """The norm and router of the next layer with experts, where guessing its choice from this layer's state is worth it."""
+    def next_routers(self) -> Sequence[tuple[Norm, Linear]]:
+        """The norms and routers of the next layers with experts, at most MOST_AHEAD, as far as guessing their choice from this layer's
+        state is worth it."""
 
-    def look_ahead(self, logits: np.ndarray) -> None:
-        """What the next layer's router makes of this layer's state, [E]: what it favours may be read while the disk idles."""
+    def look_ahead(self, logits: Sequence[np.ndarray]) -> None:
+        """What those routers make of this layer's state, [E] each: what they favour may be read while the disk idles."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .header import CheckpointError, damaged
+from .short_turns import take_short_turns
 
 BLOCK = 4096  # alignment of direct reads: file offset, memory and length
 READ_NBYTES = 2 << 20  # of one read: a disk's full rate from 1 MiB on, and a stretch short enough to be overtaken
@@ -205,6 +206,7 @@ class Reader:
             self._later.extend(kept)
 
     def _serve(self) -> None:
+        take_short_turns()
         while True:
             with self._lock:
                 while not (self._urgent or self._later or self._closed):

@@ -18,15 +18,14 @@ from .arrival import Desks, plan_desks
 from .checkpoint import CheckpointError, TensorInfo, TensorStore
 from .direct import READ_NBYTES, Ticket
 from .experts import Policy, Slots
+from .foresight import Foresight
 from .memory import anonymous, discard
 from .placement import Residency
 from .streaming import Part, StreamingPager, reads_of, views
 
 ONE_READ_NBYTES = 4 << 20  # an expert of up to so many bytes is one read, a larger one several side by side
 TRACE_TOKENS = 512  # the newest that a trace holds
-AHEAD = 2  # experts that may be read on a guess, per layer
-GUESSES = 64  # after which guessing is judged
-WORTH = 2  # guesses that came true for each that did not: fewer cost more of the disk than they hide
+AHEAD = 6  # guesses that may be on their way at a time
 
 
 @dataclass
@@ -49,11 +48,6 @@ class Tally:
         return {"needed": self.uses, "found": self.hits, "hit_rate": self.hit_rate if self.uses else None, "read_for_prompts":
                 self.chunk_reads, "guessed": self.guessed, "guesses_used": self.useful, "guesses_wasted": self.wasted}
 
-    @property
-    def guessing_pays(self) -> bool:
-        return self.useful + self.wasted < GUESSES or self.useful >= WORTH * self.wasted
-
-
 @dataclass(frozen=True)
 class Brought:
     """Slots of the experts of a visit; `ready` are in memory, `coming` are to be waited for in this order."""
@@ -65,12 +59,13 @@ class Brought:
 
 class ExpertPager(StreamingPager):
     """`parts` are experts, `experts` of each layer, layer after layer; `slots` of them fit in memory, at least twice the `per_token` of all
-    layers. The rest is as in `StreamingPager`, with no other parts."""
+    layers. Guesses are made up to `farthest` layers ahead. The rest is as in `StreamingPager`, with no other parts."""
 
     stays = True
 
     def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], experts: int,
-                 per_token: int, slots: int, policy: Policy, cancelled: Callable[[], bool] = lambda: False, direct: bool = True) -> None:
+                 per_token: int, slots: int, policy: Policy, cancelled: Callable[[], bool] = lambda: False, direct: bool = True,
+                 farthest: int = 1) -> None:
         super().__init__(store, always, (), Residency((), (), 0, 0, 0), cancelled, direct)
         self.experts, self.per_token, self.layers = experts, per_token, len(parts) // experts
         self.slot_nbytes = max(part.nbytes for part in parts)
@@ -83,6 +78,7 @@ class ExpertPager(StreamingPager):
         self._width, self._residents = min(2 * per_token, experts), [0] * self.layers  # slots of the passage; experts of each layer
         self._count(slots)
         self._tickets: dict[int, Ticket] = {}  # of keys on their way
+        self.foresight = Foresight(per_token, farthest)
         self._guessed: set[int] = set()  # keys that nobody has asked for yet
         self._on_guess: list[int] = []  # those of them that may still be on their way
         self._busy: frozenset[int] = frozenset()  # keys of the visit whose products may not have run
@@ -109,11 +105,13 @@ class ExpertPager(StreamingPager):
         """Have a layer's experts `needed` read where they are not in memory. `tokens` [experts]: how many tokens of a chunk go to each;
         None: these are one token's. Everything of earlier visits may be given up."""
         base, one = layer * self.experts, tokens is None
-        self._settle(frozenset(base + expert for expert in needed))
+        # Guesses for layers that are still to come go on, unless a new pass has begun.
+        self._settle(frozenset(base + expert for expert in needed), base + self.experts if layer > self._layer else 0)
         self._layer = layer
         self.pool.policy.enter(layer)
         if one:
             self._record(layer, needed)
+            self.foresight.judge(layer, needed)
             self.pool.free += self._passage
             self._passage = []
         slots, ready, coming, missing, guessed = {}, [], [], [], self.tally.useful
@@ -243,8 +241,9 @@ class ExpertPager(StreamingPager):
         self._count(self.slots - len(gone))
         return len(gone) * self.slot_nbytes
 
-    def _settle(self, busy: frozenset[int]) -> None:
-        """Leave the last visit, which may have been broken off; take back guesses that have not begun and are not needed."""
+    def _settle(self, busy: frozenset[int], later: int = 0) -> None:
+        """Leave the last visit, which may have been broken off; take back guesses that have not begun and are not needed, but for keys from
+        `later` on where that is not 0."""
         for expert, ticket in self._passing.items():
             slot = self._passage[self._through.index(expert) % len(self._passage)] if ticket.left else -1
             self._reader.drop(ticket)
@@ -258,7 +257,7 @@ class ExpertPager(StreamingPager):
             ticket = self._tickets.get(key) if key in self._guessed else None
             if ticket is None:
                 continue  # asked for since, or given up
-            if ticket.left and key not in busy:
+            if ticket.left and key not in busy and not 0 < later <= key:
                 asked = ticket.left
                 self._reader.drop(ticket)
                 if ticket.left < asked:  # some of it will not come; it has cost little
@@ -285,24 +284,30 @@ class ExpertPager(StreamingPager):
 
     # -- guesses ---------------------------------------------------------------------------------------------------------------
 
-    @property
-    def guesses(self) -> bool:
-        """Is it worth knowing what the next layer may need?"""
-        return self.tally.guessing_pays and len(self.pool) < self.layers * self.experts
+    def guesses(self, layer: int) -> int:
+        """How many layers behind this one it is worth asking what they may need."""
+        if len(self.pool) >= self.layers * self.experts:
+            return 0
+        return sum(1 for distance in range(1, min(self.foresight.farthest, self.layers - 1 - layer) + 1) if self.foresight.worth(distance))
 
-    def look_ahead(self, layer: int, likely: Sequence[int]) -> None:
-        """Read experts that a layer will probably need, likeliest first, if the disk idles."""
-        if not self._reader.idle:
-            return
+    def look_ahead(self, layer: int, distance: int, likely: Sequence[int]) -> None:
+        """Read experts that a layer, `distance` behind the one in hand, will probably need, likeliest first, behind all that is waited for
+        and as long as few guesses are on their way."""
         keys = [layer * self.experts + expert for expert in likely]
+        missing = [key not in self.pool for key in keys]
+        self.foresight.guess(layer, distance, [expert if gone else None for expert, gone in zip(likely, missing, strict=True)])
         spared = self._busy.union(keys)
-        for key in [key for key in keys if key not in self.pool][:AHEAD]:
-            if not self.pool.free and self.pool.policy.victim(spared) is None:
+        room = AHEAD - sum(1 for key in self._on_guess if key in self._tickets and self._tickets[key].left)
+        for key, gone in zip(keys[: self.foresight.worth(distance)], missing):
+            if not gone:
+                continue
+            if room <= 0 or (not self.pool.free and self.pool.policy.victim(spared) is None):
                 return
             self._bring(key, urgent=False, spared=spared)
             self._guessed.add(key)
             self._on_guess.append(key)
             self.tally.guessed += 1
+            room -= 1
 
     # -- the trace -------------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..kernels.expert_pages import ExpertPages, Visit
+from ..kernels.expert_pages import MOST_AHEAD, ExpertPages, Visit
 from ..kernels.workspace import address
 from ..offload.arrival import DeskPlan, MadePart, plan_desks
 from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
@@ -130,7 +130,7 @@ class PagedExperts:
         parts = self.parts
         chosen = policy(self.choice.policy, self.slots, len(parts.layers), parts.experts, self.choice.hot)
         return ExpertPager(store, parts.always, parts.parts, parts.experts, parts.per_token, self.slots, chosen, self.cancelled,
-                           self.direct)
+                           self.direct, MOST_AHEAD)
 
 
 def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts: int, per_token: int,
@@ -203,11 +203,11 @@ def _lies_straight(tensor: ModelTensor, store: TensorStore) -> bool:
 
 
 class LayerExperts(ExpertPages):
-    """The experts of layer `layer`, the `index`-th that has some. `linear` gives a small tensor's bias by role, `following` the next such
-    layer's norm and router once they are known."""
+    """The experts of layer `layer`, the `index`-th that has some. `linear` gives a small tensor's bias by role, `following` the
+    norms and routers of so many such layers after it, once they are known."""
 
     def __init__(self, pager: ExpertPager, index: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None],
-                 following: Callable[[], tuple[Norm, Linear] | None]) -> None:
+                 following: Callable[[int], Sequence[tuple[Norm, Linear]]]) -> None:
         self._pager, self._index, self._following = pager, index, following
         self._matrices = [tuple(roles[expert_role(expert, role)] for role in ROLES) for expert in range(pager.experts)]
         self._biases = [tuple(bias(expert_role(expert, role)) for role in ROLES) for expert in range(pager.experts)]
@@ -232,15 +232,14 @@ class LayerExperts(ExpertPages):
         brought = self._pager.visit(self._index, needed, tokens)
         return Visit(brought.slots, brought.ready, brought.coming, self._pager.wait)
 
-    def next_router(self) -> tuple[Norm, Linear] | None:
-        return self._following() if self._pager.guesses else None
+    def next_routers(self) -> Sequence[tuple[Norm, Linear]]:
+        return self._following(self._pager.guesses(self._index))
 
-    def look_ahead(self, logits: np.ndarray) -> None:
-        if not self._pager.guesses:
-            return
+    def look_ahead(self, logits: Sequence[np.ndarray]) -> None:
         top = self._pager.per_token
-        likely = np.argpartition(-logits, top - 1)[:top] if top < len(logits) else np.arange(len(logits))
-        self._pager.look_ahead(self._index + 1, likely[np.argsort(-logits[likely], kind="stable")].tolist())
+        for distance, own in enumerate(logits, 1):
+            likely = np.argpartition(-own, top - 1)[:top] if top < len(own) else np.arange(len(own))
+            self._pager.look_ahead(self._index + distance, distance, likely[np.argsort(-own[likely], kind="stable")].tolist())
 
 
 def _weight(tensor: ModelTensor, view: np.ndarray) -> Weight:
@@ -253,15 +252,17 @@ class Paging:
 
     def __init__(self, paged: PagedExperts, pager: ExpertPager) -> None:
         self._paged, self._pager = paged, pager
-        self._routers: dict[int, tuple[Norm, Linear]] = {}
+        self._routers: dict[tuple[int, int], tuple[Norm, Linear]] = {}  # by the layer they look from, and how far
 
     def layer(self, key: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None], norm: Norm,
               router: Linear) -> LayerExperts:
         """A layer's experts. `bias` gives that of a matrix by its role, None where it has none."""
         index = self._paged.parts.layers.index(key)
-        # Ops know a product by its records: over the state of the layer before it is another one.
-        self._routers[index] = norm, Linear(router.weight, router.bias)
-        return LayerExperts(self._pager, index, roles, bias, lambda: self._routers.get(index + 1))
+        for distance in range(1, MOST_AHEAD + 1):
+            # Ops know a product by its records: over the state of another layer it is another one.
+            self._routers[index - distance, distance] = norm, Linear(router.weight, router.bias)
+        return LayerExperts(self._pager, index, roles, bias,
+                            lambda far: [self._routers[index, i] for i in range(1, far + 1) if (index, i) in self._routers])
 
     def close(self) -> None:
         """Keep what this run has shown of the model's routing."""

@@ -1,7 +1,12 @@
 """Direct reads: every byte, in the right order, whatever the disk does meanwhile."""
 
+import ctypes
 import errno
 import os
+import platform
+import re
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +19,7 @@ from effllm.offload import direct
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.direct import BLOCK, Interrupted, Read, Reader
 from effllm.offload.memory import anonymous
+from effllm.offload.short_turns import ATTRIBUTES, SET_ATTRIBUTES, TURN_NS
 
 PREADV = os.preadv
 SIZE = 5 * BLOCK + 123
@@ -216,3 +222,22 @@ def test_a_wait_for_a_disk_that_hangs_can_be_ended(file: Path, reader_of: Callab
 
 def test_reads_are_of_a_size_that_a_disk_likes() -> None:
     assert 1 << 20 <= direct.READ_NBYTES <= 4 << 20 and direct.READ_NBYTES % BLOCK == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in SET_ATTRIBUTES, reason="elsewhere threads stay as they are")
+def test_threads_that_read_are_not_kept_waiting_by_those_that_compute(file: Path, reader_of: Callable) -> None:
+    """They ask for short turns, and keep their niceness."""
+    found, reader = [], reader_of()
+
+    class Asked:
+        def run(self, fill: Callable[[Read], int]) -> int:
+            memory = ctypes.create_string_buffer(struct.calcsize(ATTRIBUTES))
+            got = ctypes.CDLL(None).syscall(SET_ATTRIBUTES[platform.machine()] + 1, 0, memory, len(memory), 0)  # sched_getattr
+            found.append((got, struct.unpack(ATTRIBUTES, memory.raw), os.getpriority(os.PRIO_PROCESS, 0)))
+            return 0
+
+    reader.wait(reader.submit([Asked()]))
+    ((got, (_, policy, _, nice, _, runtime, _, _), own),) = found
+    assert got == 0 and policy == os.SCHED_OTHER and nice == own == os.getpriority(os.PRIO_PROCESS, 0)
+    version = tuple(map(int, re.match(r"(\d+)\.(\d+)", platform.release()).groups()))
+    assert runtime == (TURN_NS if version >= (6, 12) else 0)

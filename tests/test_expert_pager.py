@@ -3,84 +3,26 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from expert_samples import EXPERTS, LAYERS, LEAST, PREADV, TOP, Gate, check, opened, parts_of, sound, use, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 from effllm.offload import expert_pager
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.direct import Interrupted
-from effllm.offload.expert_pager import AHEAD, GUESSES, TRACE_TOKENS, Brought, ExpertPager, Tally
-from effllm.offload.experts import POLICIES, policy
-from effllm.offload.streaming import Part, Range
-
-PREADV = os.preadv
-LAYERS, EXPERTS, TOP = 3, 6, 2
-LEAST = 2 * TOP * LAYERS
-
-
-def write(folder: Path) -> TensorStore:
-    """Three matrices an expert, of sizes that no block of a file divides."""
-    rng = np.random.default_rng(1)
-    save_file({f"{key}.{matrix}": rng.integers(0, 256, 3000 + 700 * (key % 3) + 100 * matrix, dtype=np.uint8)
-               for key in range(LAYERS * EXPERTS) for matrix in range(3)}, folder / "model.safetensors")
-    return TensorStore.open(folder)
+from effllm.offload.expert_pager import TRACE_TOKENS
+from effllm.offload.experts import POLICIES
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TensorStore]:
     with write(tmp_path) as opened:
         yield opened
-
-
-def parts_of(store: TensorStore) -> list[Part]:
-    return [Part(tuple(Range(info.file, info.offset, info.nbytes) for info in (store.tensors[f"{key}.{i}"] for i in range(3))))
-            for key in range(LAYERS * EXPERTS)]
-
-
-def opened(store: TensorStore, slots: int = LEAST, name: str = "lru", **more: object) -> ExpertPager:
-    pager = ExpertPager(store, {}, parts_of(store), EXPERTS, TOP, slots, policy(name, slots, LAYERS, EXPERTS), **more)
-    list(pager.load())
-    return pager
-
-
-def bytes_of(store: TensorStore, key: int) -> list[bytes]:
-    return [store.read(store.tensors[f"{key}.{i}"]).tobytes() for i in range(3)]
-
-
-def check(pager: ExpertPager, key: int, slot: int) -> None:
-    """What lies in a slot is the expert."""
-    assert [view.tobytes() for view in pager.views(key, slot)] == bytes_of(pager._store, key), key
-
-
-def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarray | None = None) -> Brought:
-    """Visit as the ops do: what is ready, then one after the other."""
-    brought = pager.visit(layer, needed, counts)
-    assert sorted([*brought.ready, *brought.coming]) == sorted(needed) and set(brought.slots) == set(needed)
-    for expert in brought.ready:
-        check(pager, layer * EXPERTS + expert, brought.slots[expert])
-    for expert in brought.coming:
-        pager.wait(expert)
-        check(pager, layer * EXPERTS + expert, brought.slots[expert])
-    if counts is None:
-        for expert in needed:
-            check(pager, layer * EXPERTS + expert, brought.slots[expert])
-        assert len(set(brought.slots.values())) == len(needed)
-    return brought
-
-
-def sound(pager: ExpertPager) -> None:
-    """Every slot is somewhere, once."""
-    held = list(pager.pool._slots.values())
-    everywhere = [*held, *pager.pool.free, *pager._passage, *(slot for slot, _ in pager._stuck)]
-    assert len(set(everywhere)) == len(everywhere) == pager.slots and max(everywhere) < pager.memory.nbytes // pager.slot_nbytes
-    assert pager._residents == [sum(key // EXPERTS == layer for key in pager.pool._slots) for layer in range(LAYERS)]
-    assert pager._guessed <= set(pager.pool._slots)
 
 
 STEPS = st.lists(st.tuples(
@@ -95,7 +37,7 @@ def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathF
     """Tokens and chunks in turn, guesses that come true and that do not, visits broken off, memory that grows short; down to fewer slots
     than a plan allows."""
     with write(tmp_path_factory.mktemp("any")) as store:
-        pager = opened(store, slots, name)
+        pager = opened(store, slots, name, farthest=2)
         for layer, experts, one, broken, short in steps:
             if short:
                 pager.shed()
@@ -107,7 +49,8 @@ def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathF
             else:
                 use(pager, layer, needed, counts)
                 sound(pager)
-                pager.look_ahead((layer + 1) % LAYERS, sorted(experts)[:TOP])
+                for distance in range(1, pager.guesses(layer) + 1):
+                    pager.look_ahead(layer + distance, distance, sorted(experts)[:TOP])
             sound(pager)
         pager.close()
 
@@ -174,103 +117,6 @@ def test_a_large_expert_is_read_by_several_at_once(store: TensorStore, monkeypat
     use(pager, 0, (1, 4))
     assert pager.traffic.reads > 2
     pager.close()
-
-
-class Gate:
-    """Reads that are let through one by one, and in what order they were asked for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.offsets: list[int] = []
-        self.free = threading.Semaphore(0)
-        self.shut = False
-        monkeypatch.setattr(os, "preadv", self.read)
-
-    def read(self, fd: int, buffers: list, offset: int) -> int:
-        if self.shut:
-            self.offsets.append(offset)
-            self.free.acquire()
-        return PREADV(fd, buffers, offset)
-
-
-def test_what_is_waited_for_comes_before_what_is_guessed(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses wait for an idle disk; those that have not begun are taken back when somebody needs something else."""
-    gate, pager = Gate(monkeypatch), opened(store, LAYERS * EXPERTS - 1)
-    use(pager, 0, (0, 1))
-    gate.shut = True
-    pager.look_ahead(1, [0, 1])
-    assert pager.tally.guessed == AHEAD == 2 and not pager._reader.idle
-    brought = pager.visit(0, (2, 3))
-    pager.look_ahead(1, [4, 5])
-    assert pager.tally.guessed <= 2, "the disk did not idle"
-    gate.shut = False
-    gate.free.release(100)
-    for expert in brought.coming:
-        pager.wait(expert)
-        check(pager, expert, brought.slots[expert])
-    for key in list(pager._tickets):
-        pager._reader.wait(pager._tickets[key])
-    sound(pager)
-    use(pager, 1, (0, 1))
-    pager.close()
-
-
-def test_guesses_that_have_come_cost_nothing_more(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are that nobody has asked for: a visit looks at those on their way alone."""
-    pager, dropped = opened(store, LAYERS * EXPERTS), []
-    drop = pager._reader.drop
-    monkeypatch.setattr(pager._reader, "drop", lambda ticket: dropped.append(ticket) or drop(ticket))
-    for likely in ((0, 1), (2, 3), (4, 5)):
-        pager.look_ahead(1, likely)
-        for ticket in list(pager._tickets.values()):
-            pager._reader.wait(ticket)
-        use(pager, 0, (0, 1))
-        assert not pager._tickets and not pager._on_guess and not dropped
-    assert len(pager._guessed) == 6
-    brought = use(pager, 1, (2, 5))
-    assert sorted(brought.ready) == [2, 5] and pager.tally.useful == 2
-    sound(pager)
-    pager.close()
-
-
-def test_guesses_that_have_not_begun_give_way(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_pager, "AHEAD", 6)
-    gate, pager = Gate(monkeypatch), opened(store, LAYERS * EXPERTS - 1)
-    gate.shut = True
-    pager.look_ahead(1, range(6))  # four threads: two of the six cannot begin
-    while len(gate.offsets) < 4:
-        threading.Event().wait(0.001)
-    pager.visit(0, (2, 3))
-    assert pager.tally.guessed == 4 and len(pager._guessed) == 4
-    gate.shut = False
-    gate.free.release(100)
-    use(pager, 0, (2, 3))
-    sound(pager)
-    pager.close()
-
-
-def test_guesses_are_counted_and_judged(store: TensorStore) -> None:
-    pager = opened(store)
-    assert pager.guesses
-    pager.look_ahead(0, [0, 1])
-    for key in list(pager._tickets):
-        pager._reader.wait(pager._tickets[key])
-    brought = use(pager, 0, (0, 2))
-    assert 0 in brought.ready and pager.tally.useful == 1 and pager.tally.hits == 0, "a guess is no hit"
-    for layer in (1, 2, 0):  # everything else goes through, until the other guess is driven out
-        for pair in ((2, 3), (4, 5), (0, 2), (3, 4)):
-            use(pager, layer, pair)
-    assert pager.tally.wasted == 1 and pager.tally.to_json()["guesses_wasted"] == 1
-    assert not Tally(useful=30, wasted=GUESSES - 30).guessing_pays and Tally(useful=50, wasted=20).guessing_pays
-    assert Tally(wasted=GUESSES - 1).guessing_pays, "too few to judge by"
-    everything = opened(store, LAYERS * EXPERTS)
-    for layer in range(LAYERS):
-        use(everything, layer, range(EXPERTS), np.ones(EXPERTS, int))
-    for layer in range(LAYERS):
-        for pair in ((0, 1), (2, 3), (4, 5)):
-            use(everything, layer, pair)
-    assert not everything.guesses, "nothing is left to be read"
-    pager.close()
-    everything.close()
 
 
 def test_the_trace_holds_the_newest_tokens(store: TensorStore) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import reference_moe
 from ..compile import Kernel
+from ..expert_pages import MOST_AHEAD
 from ..layout import ACTIVATIONS, NORMS
 from ..reference_moe import Routed
 from ..registry import Call
@@ -37,7 +38,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.experts:
         return {}
     visits, jobs = chunk * dims.top_k, _most_jobs(dims.experts, packed.MOST_COLUMNS * dims.top_k)
-    return {"routes": chunk * dims.experts, "routes_ahead": dims.experts, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
+    ahead = {f"routes_ahead_{distance}": dims.experts for distance in range(1, MOST_AHEAD + 1)}
+    return {"routes": chunk * dims.experts, **ahead, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
             "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs}
 
 

@@ -65,7 +65,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
     grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]
     for job in before:
         ops.run(*job)
-    ahead = _note_next(ops, x, pages) if len(x) == 1 else None
+    ahead = _note_next(ops, x, pages) if len(x) == 1 else []
     if len(x) <= stage.table.columns:
         ops.between(partial(_few, ops, stage, pages, grouping, ahead))
     else:
@@ -73,27 +73,25 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
             ops.run(*job)
         ops.flush()  # who goes where is known; everything that earlier layers noted has run
         _many(ops, norm, pages, stage, asked[2])
-        if ahead is not None:
-            pages.look_ahead(ahead)
+        pages.look_ahead(ahead)
     ops.run(kernels.combine_visits, address(stage.kept[0]), len(x) > 1)
     if see is not None:
         see(stage.routed)
     return x
 
 
-def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages) -> np.ndarray | None:
-    """The next layer's router over this layer's state."""
-    found = pages.next_router()
-    if found is None:
-        return None
-    norm, router = found
-    out = ops.workspace.take("routes_ahead", 1, len(pages))
-    if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
-        ops._matrix(x, norm, [router], [out], linear.PLAIN, "none")
-    return out[0]
+def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages) -> list[np.ndarray]:
+    """The routers of the next layers over this layer's state."""
+    ahead = []
+    for distance, (norm, router) in enumerate(pages.next_routers(), 1):
+        out = ops.workspace.take(f"routes_ahead_{distance}", 1, len(pages))
+        if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
+            ops._matrix(x, norm, [router], [out], linear.PLAIN, "none")
+        ahead.append(out[0])
+    return ahead
 
 
-def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple], ahead: np.ndarray | None) -> None:
+def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple], ahead: Sequence[np.ndarray]) -> None:
     """Products of a few tokens, as argument blocks that `group_visits` writes; who goes where is known. `ahead`: scores of the next."""
     table = stage.table
     if len(stage.x) == 1:
@@ -112,8 +110,7 @@ def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple
         ops.flush()
         visit.wait(expert)
         _note_products(ops, stage, (expert,), number)
-    if ahead is not None:
-        pages.look_ahead(ahead)
+    pages.look_ahead(ahead)
 
 
 def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Mapping[int, int]) -> None:

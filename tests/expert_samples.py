@@ -1,0 +1,88 @@
+"""Pagers of experts over small files: what they are asked, and what must be true of them afterwards."""
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from effllm.offload.checkpoint import TensorStore
+from effllm.offload.expert_pager import Brought, ExpertPager
+from effllm.offload.experts import policy
+from effllm.offload.streaming import Part, Range
+
+PREADV = os.preadv
+LAYERS, EXPERTS, TOP = 3, 6, 2
+LEAST = 2 * TOP * LAYERS
+
+
+def write(folder: Path) -> TensorStore:
+    """Three matrices an expert, of sizes that no block of a file divides."""
+    rng = np.random.default_rng(1)
+    save_file({f"{key}.{matrix}": rng.integers(0, 256, 3000 + 700 * (key % 3) + 100 * matrix, dtype=np.uint8)
+               for key in range(LAYERS * EXPERTS) for matrix in range(3)}, folder / "model.safetensors")
+    return TensorStore.open(folder)
+
+
+def parts_of(store: TensorStore) -> list[Part]:
+    return [Part(tuple(Range(info.file, info.offset, info.nbytes) for info in (store.tensors[f"{key}.{i}"] for i in range(3))))
+            for key in range(LAYERS * EXPERTS)]
+
+
+def opened(store: TensorStore, slots: int = LEAST, name: str = "lru", **more: object) -> ExpertPager:
+    pager = ExpertPager(store, {}, parts_of(store), EXPERTS, TOP, slots, policy(name, slots, LAYERS, EXPERTS), **more)
+    list(pager.load())
+    return pager
+
+
+def bytes_of(store: TensorStore, key: int) -> list[bytes]:
+    return [store.read(store.tensors[f"{key}.{i}"]).tobytes() for i in range(3)]
+
+
+def check(pager: ExpertPager, key: int, slot: int) -> None:
+    """What lies in a slot is the expert."""
+    assert [view.tobytes() for view in pager.views(key, slot)] == bytes_of(pager._store, key), key
+
+
+def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarray | None = None) -> Brought:
+    """Visit as the ops do: what is ready, then one after the other."""
+    brought = pager.visit(layer, needed, counts)
+    assert sorted([*brought.ready, *brought.coming]) == sorted(needed) and set(brought.slots) == set(needed)
+    for expert in brought.ready:
+        check(pager, layer * EXPERTS + expert, brought.slots[expert])
+    for expert in brought.coming:
+        pager.wait(expert)
+        check(pager, layer * EXPERTS + expert, brought.slots[expert])
+    if counts is None:
+        for expert in needed:
+            check(pager, layer * EXPERTS + expert, brought.slots[expert])
+        assert len(set(brought.slots.values())) == len(needed)
+    return brought
+
+
+def sound(pager: ExpertPager) -> None:
+    """Every slot is somewhere, once."""
+    held = list(pager.pool._slots.values())
+    everywhere = [*held, *pager.pool.free, *pager._passage, *(slot for slot, _ in pager._stuck)]
+    assert len(set(everywhere)) == len(everywhere) == pager.slots and max(everywhere) < pager.memory.nbytes // pager.slot_nbytes
+    assert pager._residents == [sum(key // EXPERTS == layer for key in pager.pool._slots) for layer in range(LAYERS)]
+    assert pager._guessed <= set(pager.pool._slots)
+
+
+class Gate:
+    """Reads that are let through one by one, and in what order they were asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.offsets: list[int] = []
+        self.free = threading.Semaphore(0)
+        self.shut = False
+        monkeypatch.setattr(os, "preadv", self.read)
+
+    def read(self, fd: int, buffers: list, offset: int) -> int:
+        if self.shut:
+            self.offsets.append(offset)
+            self.free.acquire()
+        return PREADV(fd, buffers, offset)
