@@ -69,6 +69,11 @@ class Traffic:
     wait_s: float = 0.0
     busy_s: float = 0.0
 
+    def add(self, more: Traffic) -> None:
+        """Count what was read otherwise."""
+        for own in fields(self):
+            setattr(self, own.name, getattr(self, own.name) + getattr(more, own.name))
+
     def since(self, before: Traffic) -> Traffic:
         """What was added to `before`."""
         return Traffic(*(getattr(self, own.name) - getattr(before, own.name) for own in fields(self)))
@@ -120,7 +125,7 @@ class Reader:
         self._under_way, self._noted = 0, 0.0
         self._closed = False
         self._said: list[str] = []
-        self._sources = {file: _Source(fd, _direct_descriptor(fd) if direct else None) for file, fd in files.items()}
+        self._sources = {file: _Source(fd, direct_descriptor(fd) if direct else None) for file, fd in files.items()}
         if direct:
             for file in (file for file, source in self._sources.items() if source.direct is None):
                 self._say(file)
@@ -162,6 +167,11 @@ class Reader:
                 ticket.left -= sum(len(each.reads) for each in queue if each.ticket is ticket)
                 queue.clear()
                 queue.extend(kept)
+
+    def add(self, more: Traffic) -> None:
+        """Count what was read otherwise."""
+        with self._lock:
+            self.traffic.add(more)
 
     @property
     def idle(self) -> bool:
@@ -272,7 +282,7 @@ def _behind(read: Read, done: int) -> list[memoryview]:
     return [rest[0][done:], *rest[1:]]
 
 
-def _direct_descriptor(fd: int) -> int | None:
+def direct_descriptor(fd: int) -> int | None:
     """A descriptor of the same open file for direct reads; None where the system or the file system has none."""
     if sys.platform == "darwin":
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # of the descriptor itself; any alignment will do

@@ -3,52 +3,118 @@
 Every layer has slots of its own, in which the pages that its last tokens asked for stay: the next token asks for most of them again. What
 is missing is read at once, before anything that was read ahead; the page that was not asked for longest makes room.
 
-Handing a read to a thread and waiting for it cost as much as a small read itself. So pages that are asked for together are handed over in
-a few portions, one for each thread, and given out as portions come.
+Where the system has a queue for reads, those that are waited for are handed to it all at once; else, and for those ahead, threads read.
+Handing a read to a thread and waiting for it cost as much as a small read itself, and so does attending to a page by itself. So pages that
+are asked for together are handed over in portions of a few, and given out in halves: those that are there, half of the others, and so on.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from .checkpoint import CheckpointError
-from .direct import BLOCK, Read, Reader, Ticket
+from .direct import BLOCK, POLL_S, Interrupted, Read, Reader, Ticket, Traffic
 from .memory import anonymous
+from .read_queue import Asked, ReadQueue
+
+PORTION = 3  # pages that a thread reads before it says so, at most
+CHANCE = 8  # times that a thread may have been put aside for just so long
+FEW = 6  # pages that are waited for together; of more, half
 
 
 @dataclass(slots=True)
 class _Page:
-    """A page in a slot: where it begins, what reads it, the portion that this is a part of. `there`: it is read. `dropped`: nobody wants
-    it any more, so it need not be read."""
+    """A page in a slot: where it begins, what a thread reads for it, what a queue is asked for and how many bytes of that must come, what
+    tells that it is read. `there`: it is read. `queued`: a queue reads it. `dropped`: nobody wants it any more, so it need not be read."""
 
     slot: int
     address: int
-    reads: list[Read]
+    reads: Callable[[], list[Read]]
+    asked: Asked
+    needed: int
     ticket: Ticket | None = None
     there: bool = False
+    queued: bool = False
     dropped: bool = False
 
     def run(self, fill: Callable[[Read], int]) -> int:
         if self.dropped:
             return 0
-        count = sum(fill(read) for read in self.reads)
+        count = sum(fill(read) for read in self.reads())
         self.there = True
         return count
 
 
+class PageQueue:
+    """Pages of all layers that a `queue` reads. One that it fails with is left to the reader, which says why; from then on all are, and
+    where the queue only looks like one: reads that are all made when they have been handed over, time after time, were made by that
+    call."""
+
+    def __init__(self, queue: ReadQueue, reader: Reader) -> None:
+        self._queue, self._reader, self._serves, self._at_once = queue, reader, True, 0
+
+    def submit(self, pages: Sequence[_Page]) -> int:
+        """Begin to read pages; returns how many, the first of them, are taken."""
+        if not self._serves:
+            return 0
+        idle, started = not self._queue.under_way, time.perf_counter()
+        taken = self._queue.submit([(page, page.asked) for page in pages])
+        for page in pages[:taken]:
+            page.ticket, page.queued = Ticket(1), True
+        if idle:
+            self._since = started
+            at_once = self.collect() and not self._queue.under_way and taken >= FEW
+            self._at_once = self._at_once + 1 if at_once else 0
+            self._serves = self._serves and self._at_once < CHANCE
+        return taken
+
+    def collect(self, least: int = 0, patience_s: float = 0.0) -> bool:
+        """Note which pages were read; waits for `least` of them, no longer than `patience_s`. Were there any?"""
+        if not self._queue.under_way:
+            return False
+        done, reads, nbytes = self._queue.collect(least, patience_s), 0, 0
+        for page, result in done:
+            page.queued = False
+            if result >= page.needed:
+                page.there, reads, nbytes = True, reads + 1, nbytes + result
+            elif not page.dropped:
+                self._serves, page.ticket = False, self._reader.submit([page], urgent=True)
+                continue
+            page.ticket.left = 0
+        now = time.perf_counter()
+        self._reader.add(Traffic(reads, nbytes, busy_s=now - self._since))
+        self._since = now
+        return bool(done)
+
+    def wait(self, pages: Sequence[_Page], cancelled: Callable[[], bool]) -> None:
+        """Until the queue is done with pages. Raises Interrupted."""
+        started = time.perf_counter()
+        while left := sum(page.queued for page in pages):
+            if cancelled():
+                raise Interrupted
+            self.collect(left, POLL_S)
+        self._reader.add(Traffic(wait_s=time.perf_counter() - started))
+
+    def close(self) -> None:
+        self._queue.close()
+
+
 class PageSlots:
-    """`slots` pages of `nbytes` bytes. `reads(page, memory)` says what to read for a page; it then begins `skip(page)` bytes into the
-    memory."""
+    """`slots` pages of `nbytes` bytes. `place(page)` is where a page lies in the file, `reads(page, memory)` says what to read for it.
+    Pages that are waited for are read by the `queue`, if there is one."""
 
     def __init__(self, nbytes: int, slots: int, reader: Reader, reads: Callable[[int, np.ndarray], list[Read]],
-                 skip: Callable[[int], int], cancelled: Callable[[], bool]) -> None:
+                 place: Callable[[int], int], cancelled: Callable[[], bool], queue: PageQueue | None = None) -> None:
+        self._nbytes, self._queue, self._place = nbytes, queue, place
         self._size = slot_nbytes(nbytes)
-        self._memory, self._reader, self._reads, self._skip, self._cancelled = anonymous(slots * self._size), reader, reads, skip, cancelled
+        self._memory, self._reader, self._reads, self._cancelled = anonymous(slots * self._size), reader, reads, cancelled
         self._at = self._memory.ctypes.data
         self._held: OrderedDict[int, _Page] = OrderedDict()  # the one not asked for longest first
         self._free = list(range(slots))
@@ -57,27 +123,37 @@ class PageSlots:
         self.asked = self.found = self.among = 0  # pages asked for, those that were there, and those that they were picked from
 
     def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
-        """(page, address) of at most `most` pages, picked `among` so many, some at a time as they come, those first that are there; they
-        stay until more are asked for. Raises CheckpointError, Interrupted."""
+        """Begin to read at most `most` pages, picked `among` so many. Gives (page, address) of each, some at a time as they come, those
+        first that are there; they stay until more are asked for. Raises CheckpointError, Interrupted, as what it gives does."""
         held = self._held
+        self._collect()
         self.among += among
         for page in pages:
             if page in held and _failed(held[page]):
                 self.forget(page)  # who asks for it may try again
         missing = [page for page in pages if page not in held]
         self.asked, self.found = self.asked + len(pages), self.found + len(pages) - len(missing)
-        self._submit(missing, set(pages), urgent=True)
         for page in pages:
-            held.move_to_end(page)
-        left, asked_now = list(pages), set(missing)
+            if page in held:
+                held.move_to_end(page)  # before those are looked for that make room
+        self._submit(missing, set(pages), urgent=True)
+        return self._come(list(pages), set(missing))
+
+    def _come(self, left: list[int], asked_now: set[int]) -> Iterator[list[tuple[int, int]]]:
+        """Pages that are held, as `fetch` gives them; `asked_now` are those that were not."""
+        held, pages = self._held, frozenset(left)
         while left:
+            self._collect()
             if come := {page for page in left if held[page].there}:
                 left = [page for page in left if page not in come]
                 yield [(page, held[page].address) for page in come]
-            elif _failed(held[left[0]]) and left[0] not in asked_now:  # ahead, by itself or beside another; now it is waited for
-                self.forget(left[0])
-                self._submit(left[:1], set(pages), urgent=True)
-                asked_now.add(left[0])
+                continue
+            again = [page for page in left if _failed(held[page]) and page not in asked_now]  # ahead, themselves or what came with them
+            for page in again:
+                self.forget(page)
+            if again:  # now they are waited for
+                self._submit(again, pages, urgent=True)
+                asked_now.update(again)
             else:
                 self._wait(left, asked_now)
 
@@ -93,62 +169,75 @@ class PageSlots:
             self._give_up(page)
 
     def _wait(self, left: Sequence[int], asked_now: set[int]) -> None:
-        """For the portion of the first of those that are `left`; where that fails, those that are not there are not held."""
-        first = self._held[left[0]]
+        """For the first half of what is `left`, or for all of a few; where that fails, those that are not there are not held."""
+        first = left if len(left) <= FEW else left[: (len(left) + 1) // 2]
+        page = first[0]
         try:
-            self._reader.wait(first.ticket, self._cancelled)
+            if self._queue is not None:
+                self._queue.wait([self._held[each] for each in first], self._cancelled)
+            for page in first:
+                if not self._held[page].there:
+                    self._reader.wait(self._held[page].ticket, self._cancelled)
         except CheckpointError:
-            if left[0] in asked_now:
+            if page in asked_now:
                 self._forget_unread(left)
                 raise
         except BaseException:
             self._forget_unread(left)
             raise
 
+    def _collect(self) -> None:
+        if self._queue is not None:
+            self._queue.collect()
+
     def _forget_unread(self, pages: Sequence[int]) -> None:
         for page in pages:
             if page in self._held and not self._held[page].there:
                 self._give_up(page)
 
-    def _submit(self, pages: Sequence[int], wanted: set[int], urgent: bool) -> None:
+    def _submit(self, pages: Sequence[int], wanted: Set[int], urgent: bool) -> None:
         """Begin to read pages that are not held: all of them if it is urgent, else those for which there is a slot at once."""
-        made = []
-        try:
-            for page in pages:
-                slot = self._slot(wanted, urgent)
-                if slot is None:
-                    break
-                memory = self._memory[slot * self._size : (slot + 1) * self._size]
-                made.append((page, _Page(slot, self._at + slot * self._size + self._skip(page), self._reads(page, memory))))
-        except BaseException:
-            self._free += [page.slot for _, page in made]
-            raise
-        portion = -(-len(made) // self._reader.threads)
-        for begin in range(0, len(made), portion or 1):
+        slots = self._empty(len(pages), wanted, urgent)
+        made = [(page, self._page(page, slot)) for page, slot in zip(pages, slots)]
+        taken = 0 if self._queue is None or not urgent else self._queue.submit([page for _, page in made])
+        self._held.update(made[:taken])
+        made = made[taken:]
+        portion = max(1, min(PORTION, -(-len(made) // self._reader.threads)))
+        for begin in range(0, len(made), portion):
             own = made[begin : begin + portion]
             ticket = self._reader.submit([page for _, page in own], urgent, together=portion)
             for number, page in own:
                 page.ticket = ticket
                 self._held[number] = page
 
-    def _slot(self, wanted: set[int], wait: bool) -> int | None:
-        """A slot for another page; None where there is none, or none without a wait and nobody may `wait`."""
+    def _page(self, number: int, slot: int) -> _Page:
+        begin, offset = slot * self._size, self._place(number)
+        skip = offset % BLOCK
+        asked = Asked(self._at + begin, offset - skip, -(-(skip + self._nbytes) // BLOCK) * BLOCK)
+        return _Page(slot, self._at + begin + skip, partial(self._reads, number, self._memory[begin : begin + self._size]), asked,
+                     skip + self._nbytes)
+
+    def _empty(self, count: int, wanted: Set[int], wait: bool) -> list[int]:
+        """So many slots, of the pages that were not asked for longest and are not `wanted`; fewer where there are none without a wait and
+        nobody may `wait`. Raises Interrupted."""
         self._free_stale()
-        while not self._free:
-            oldest = next((page for page, own in self._held.items() if page not in wanted and not own.ticket.left), None)
-            if oldest is not None:
-                self._give_up(oldest)
-                continue
-            if wait and not self._stale and (oldest := next((page for page in self._held if page not in wanted), None)) is not None:
-                self._give_up(oldest)
-            if not wait or not self._stale:
-                return None
+        if len(self._free) < count:
+            idle = [page for page, own in self._held.items() if page not in wanted and not own.ticket.left]
+            for page in idle[: count - len(self._free)]:
+                self._give_up(page)
+        while wait and len(self._free) < count:
+            if not self._stale:
+                self._give_up(next(page for page in self._held if page not in wanted))
+            if self._queue is not None:
+                self._queue.wait(self._stale[:1], self._cancelled)
             with suppress(CheckpointError):  # nobody wants that page any more
                 self._reader.wait(self._stale[0].ticket, self._cancelled)
             self._free_stale()
-        return self._free.pop()
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
 
     def _free_stale(self) -> None:
+        self._collect()
         self._free += [page.slot for page in self._stale if not page.ticket.left]
         self._stale = [page for page in self._stale if page.ticket.left]
 

@@ -8,6 +8,7 @@ moved) keeps what fits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ from itertools import takewhile
 
 import numpy as np
 
-from .direct import BLOCK, READ_NBYTES, THREADS, Read, Reader, Traffic
+from .direct import BLOCK, READ_NBYTES, THREADS, Read, Reader, Traffic, direct_descriptor
 from .memory import anonymous
-from .page_slots import PageSlots
+from .page_slots import PageQueue, PageSlots
+from .read_queue import ReadQueue
 from .spill import SpillFile
 from .turns import Turns
 
 RING_NBYTES = 16 << 20  # at least two slots, else about this much
 RUN_NBYTES = 2 << 20
+QUEUED = 128  # pages that are read at a time, at most
 RUN_THREADS = 2  # reads of runs at a time: more are no faster, and take from the threads that compute
 
 
@@ -74,6 +77,7 @@ class PageStream:
         self._ring = anonymous(ring_nbytes(page_nbytes, pages, budget))
         self._at, self._most = self._ring.ctypes.data, max(1, len(self._ring) // self._slot // 2)
         self._reader = Reader({spill.path: spill.descriptor}, THREADS if slots else RUN_THREADS, direct, "the KV cache is")
+        self._descriptor, self._queue = self._queue_of(direct) if slots else (None, None)
         self.slots = [self._slots_of(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
         self.staging = [np.zeros(nbytes, np.uint8) for nbytes in page_nbytes]
         self._wanted: tuple[tuple[int, int], ...] = ()
@@ -97,6 +101,9 @@ class PageStream:
 
     def close(self) -> None:
         self._reader.close()
+        if self._queue is not None:
+            self._queue.close()
+            os.close(self._descriptor)
         self.spill.close()
 
     # -- writing ---------------------------------------------------------------------------------------------------------------
@@ -169,7 +176,18 @@ class PageStream:
     def _slots_of(self, layer: int, count: int) -> PageSlots:
         start, nbytes = self._starts[layer], self.page_nbytes[layer]
         return PageSlots(nbytes, count, self._reader, lambda page, memory: self._reads(start + page * nbytes, nbytes, memory),
-                         lambda page: (start + page * nbytes) % BLOCK, self._cancelled)
+                         lambda page: start + page * nbytes, self._cancelled, self._queue)
+
+    def _queue_of(self, direct: bool) -> tuple[int | None, PageQueue | None]:
+        """A queue for pages that are waited for, and its descriptor, where the system and the file system have one."""
+        descriptor = direct_descriptor(self.spill.descriptor) if direct else None
+        if descriptor is None:
+            return None, None
+        try:
+            return descriptor, PageQueue(ReadQueue(descriptor, QUEUED), self._reader)
+        except OSError:
+            os.close(descriptor)
+            return None, None
 
     def _cut(self, layer: int, begin: int, end: int) -> Iterator[Run]:
         """Runs on a fixed grid, so that one page more, or one less, changes one run."""

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .prepare import EngineOptions, Prepared
 
 SPARSE = "sparse"
-LEAST_PICKED, PICKED_SHARE = 4, 8  # at least so many pages, else a share of all
+LEAST_PICKED, PICKED_SHARE = 4, 10  # at least so many pages, else at most a share of all
+SPARSE_RING = 8 << 20  # prompts alone read through it; more memory for pages is worth more
 
 
 def spill_folder(options: EngineOptions) -> Path:
@@ -65,7 +66,7 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
 
 def picked(pages: int) -> int:
     """Pages of a layer that a token reads at most, and that stay for the next one, where few are picked of a cache of `pages`."""
-    return max(LEAST_PICKED, -(-pages // PICKED_SHARE))
+    return max(LEAST_PICKED, pages // PICKED_SHARE)
 
 
 def reading(options: EngineOptions, placement: Placement, windows: Sequence[int | None], pages: int,
@@ -99,4 +100,5 @@ def _unpicked(placement: Placement, windows: Sequence[int | None]) -> tuple[str,
 
 def _ring(options: EngineOptions) -> int:
     """Bytes of the ring, about: no more than a quarter of what the cache may take."""
-    return min(RING_NBYTES, parse_size(options.kv_ram) // 4) if options.kv_ram else RING_NBYTES
+    most = SPARSE_RING if options.kv_read == SPARSE else RING_NBYTES
+    return min(most, parse_size(options.kv_ram) // 4) if options.kv_ram else most

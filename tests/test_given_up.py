@@ -112,7 +112,7 @@ def test_an_error_of_what_is_wanted_is_told_and_read_anew(disk, file, turns):
 def slots(reader: Reader, file: Path) -> PageSlots:
     """One slot for four pages of a block."""
     return PageSlots(BLOCK, 1, reader, lambda page, memory: [Read(file, page * BLOCK, memoryview(memory)[:BLOCK], BLOCK)],
-                     lambda page: 0, lambda: False)
+                     lambda page: page * BLOCK, lambda: False)
 
 
 def held(slots: PageSlots, page: int) -> bytes:
@@ -139,7 +139,7 @@ def wide(file: Path, disk: Disk) -> Iterator[PageSlots]:
     fd = os.open(file, os.O_RDONLY)
     reader = Reader({file: fd}, threads=2)
     yield PageSlots(BLOCK, 3, reader, lambda page, memory: [Read(file, page * BLOCK, memoryview(memory)[:BLOCK], BLOCK)],
-                    lambda page: 0, lambda: False)
+                    lambda page: page * BLOCK, lambda: False)
     disk.open.set()
     reader.close()
     os.close(fd)

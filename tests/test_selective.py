@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.kernels.cpu import selective
-from effllm.kernels.cpu.selective import abstract_nbytes, choose, shares
+from effllm.kernels.cpu.selective import abstract_nbytes, choose
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
+from effllm.offload import page_stream
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.direct import Interrupted
 from effllm.offload.page_slots import PageSlots
@@ -25,6 +26,13 @@ from kv_samples import relative
 from test_kv_tiers import SHAPE, Feed, cache_of, same
 
 PREADV = os.preadv
+
+
+def without_queue(*more: object) -> None:
+    """A system that lets only threads read."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
 CUTS = (1000, *[1] * 140)
 
 
@@ -39,9 +47,11 @@ def feeds(pool: ThreadPool, disk: DiskTier, **more: object) -> tuple[Feed, Feed]
     return Feed(cache_of(pool, None, **more)), Feed(cache_of(pool, disk, **more))
 
 
-@pytest.mark.parametrize("kv", ("4bit", "16bit"))
-def test_where_all_pages_are_read_the_bits_are_those_of_memory(pool, tmp_path, monkeypatch, kv):
+@pytest.mark.parametrize("kv,queue", (("4bit", True), ("16bit", True), ("4bit", False)))
+def test_where_all_pages_are_read_the_bits_are_those_of_memory(pool, tmp_path, monkeypatch, kv, queue):
     monkeypatch.setattr(selective, "LEFT", -1.0)
+    if not queue:
+        monkeypatch.setattr(page_stream, "ReadQueue", without_queue)
     memory, disk = feeds(pool, DiskTier(tmp_path, 1, slots=12), kv=kv)
     for feed in (memory, disk):
         for cut in (*CUTS, 3, 200, *[1] * 5):
@@ -96,13 +106,13 @@ def test_an_abstract_is_near_the_keys_and_values(pool, tmp_path):
     own, span = feed.cache.layer(0).pages.selective, slice(SHAPE.sinks + 2 * PAGE, SHAPE.sinks + 3 * PAGE)
     for head in range(2):
         k, v = (side[0, span].reshape(PAGE, 2, 64)[:, head].astype(np.float64) for side in (feed.k, feed.v))
-        sides = 2.0 * np.unpackbits(own._sides[2, head], axis=-1, bitorder="little").T - 1
-        far_step, mean_step, *value_steps = own._steps[2, head]
-        found = (mean_step * own._means[2, head] + far_step * own._far[2, head][:, None] * sides) @ basis.T
+        sides = 2.0 * np.unpackbits(own._sides[head, 2].T, axis=-1, bitorder="little") - 1
+        far_step, mean_step, *value_steps = own._steps[head, 2]
+        found = (mean_step * own._means[head, 2] + far_step * own._far[head, 2][:, None] * sides) @ basis.T
         queries = np.random.default_rng(7).standard_normal((64, 400))
         assert np.std((found - k) @ queries) < 0.7 * np.std((k - k.mean(0)) @ queries)
         assert np.abs(found.mean(0) - k.mean(0)).max() < 0.3 * k.std()
-        np.testing.assert_allclose(np.array(value_steps)[:, None] * own._values[2, head], v.reshape(4, 32, 64).mean(1), atol=0.01)
+        np.testing.assert_allclose(np.array(value_steps)[:, None] * own._values[head, 2], v.reshape(4, 32, 64).mean(1), atol=0.01)
     feed.cache.close()
 
 
@@ -121,28 +131,35 @@ def test_the_pages_that_matter_are_read(pool, tmp_path):
     disk.cache.close()
 
 
-def share_of(m: np.ndarray, l: np.ndarray, begin: int, end: int) -> np.ndarray:
-    """The shares of blocks [begin, end) with maxima and sums [KVH, blocks, rows]."""
-    return shares(np.stack((m, l), -1))[begin:end]
+def chosen(m: np.ndarray, l: np.ndarray, begin: int, end: int, most: int, left: float) -> tuple[list[int], list[int]]:
+    """Among blocks [begin, end) with the maxima and sums [KVH, blocks, rows], by partials with an output of one number."""
+    partials = np.stack((np.full(m.shape, np.nan), m, l), -1).astype(np.float32)
+    return choose(partials, slice(begin, end), most, left, begin)
 
 
 def test_choosing():
     m, l = np.zeros((2, 6, 3)), np.ones((2, 6, 3))
     m[:, 1:] = -20  # what is in memory has it all
-    assert choose(share_of(m, l, 1, 6), 4, 0.002)[0] == []
+    assert chosen(m, l, 1, 6, 4, 0.002)[0] == []
     m[0, 4, 1], m[1, 2, 0] = 5, 3  # nearly the whole of a row each
-    assert choose(share_of(m, l, 1, 6), 4, 0.002) == ([3, 1], [0])
-    l[:, 1:] = 0  # pages that nobody sees
-    assert choose(share_of(m, l, 1, 6), 4, 0.002)[0] == []
+    assert chosen(m, l, 1, 6, 4, 0.002) == ([3, 1], [0])
+    l[:, 1:], m[:, 1:] = 0, -np.inf  # pages that nobody sees
+    assert chosen(m, l, 1, 6, 4, 0.002)[0] == []
 
 
 def test_choosing_stops_where_enough_is_read():
     m, l = np.full((1, 10, 1), -30.0), np.ones((1, 10, 1))
     m[0, [3, 7, 5], 0] = 3, 2, 1
-    share = share_of(m, l, 0, 10)
-    assert choose(share, 8, 0.002)[0] == [3, 7, 5]
-    assert choose(share, 2, 0.002)[0] == [3, 7]
-    assert choose(share, 8, 0.3)[0] == [3, 7]
+    assert chosen(m, l, 0, 10, 8, 0.002)[0] == [3, 7, 5]
+    assert chosen(m, l, 0, 10, 2, 0.002)[0] == [3, 7]
+    assert chosen(m, l, 0, 10, 8, 0.3)[0] == [3, 7]
+
+
+def test_scores_that_are_no_numbers_choose_as_many_as_there_may_be():
+    m, l = np.zeros((1, 10, 2)), np.ones((1, 10, 2))
+    m[0, 4, 0] = np.nan
+    wanted, likely = chosen(m, l, 1, 10, 4, 0.002)
+    assert len(set(wanted)) == 4 and not likely
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,7 +173,8 @@ def test_what_is_chosen_is_enough_and_no_more(seed, kv_heads, rows, blocks, most
     share = (mass / mass.sum(1, keepdims=True)).swapaxes(0, 1).reshape(blocks, -1)[1:]
     order = np.argsort(-np.sqrt(share).sum(1), kind="stable")
     rest = np.array([share[order[count:]].sum(0).max() for count in range(blocks)])
-    wanted, likely = choose(share_of(m, l, 1, blocks), most, left)
+    most = min(most, blocks - 1)
+    wanted, likely = chosen(m, l, 1, blocks, most, left)
     if np.abs(rest - left).min() > 1e-5 and np.diff(np.sort(np.sqrt(share).sum(1))).min(initial=1) > 1e-5:
         enough = next((count for count in range(blocks) if rest[count] <= left), blocks - 1)
         assert wanted == order[: min(most, enough)].tolist()
@@ -208,10 +226,12 @@ def test_a_page_that_was_made_anew_is_read_anew(tmp_path_factory, steps, kv):
 
 def test_abstracts_are_small():
     assert abstract_nbytes(2, 64) == 2 * (21 * 64 + PAGE + 4 * 6) < 2 * PAGE * 64 * 2 * 2 / 20
+    assert abstract_nbytes(1, 20) == 3 * PAGE + 5 * 20 + PAGE + 4 * 6  # bits of whole bytes
 
 
 def test_a_disk_that_fails_or_hangs_under_a_token(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(selective, "LEFT", -1.0)
+    monkeypatch.setattr(page_stream, "ReadQueue", without_queue)
     ended: list[bool] = []
     memory, disk = feeds(pool, DiskTier(tmp_path, 1, slots=12, cancelled=lambda: bool(ended)))
     for feed in (memory, disk):

@@ -213,12 +213,17 @@ class LayerPages:
         """Note attention over rows [begin, end) of the table; `base`: where page 0 would lie, if not in memory's extent; `few`: the kernels
         of a few tokens, if not all are needed."""
         for call in calls if begin < end else ():
-            own = self._noted(call)
-            own[attention.FROM], own[attention.TO] = begin, end
+            own = self.part(call, begin, end)
             if base is not None:
                 own[self.base] = base
             for kernel in (few or self.few) if call[attention.STATE] == 0 else (self.many,):
                 self.ops.run(kernel, address(own))
+
+    def part(self, call: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """The argument block for rows [begin, end) of the table."""
+        own = self._noted(call)
+        own[attention.FROM], own[attention.TO] = begin, end
+        return own
 
     def merged(self, calls: Sequence[np.ndarray]) -> None:
         """Note the merging of partials, for a few tokens."""
@@ -276,13 +281,13 @@ class SomePages:
 
     def note(self, come: Sequence[tuple[int, int]]) -> None:
         """Note attention over pages, each with its address. They must be run before the next are noted."""
-        table, call = self._table, self._call
-        pages, where = np.array(sorted(come), np.int64).T
-        rows = self._pages.spilled.lead + pages
-        begin, end, base = int(rows[0]), int(rows[-1]) + 1, int(where[0])
+        table, call, lead, come = self._table, self._call, self._pages.spilled.lead, sorted(come)
+        begin, end, base = lead + come[0][0], lead + come[-1][0] + 1, come[0][1]
         table[begin:end, attention.SEALED] = attention.SKIPPED
-        table[rows, attention.SEALED] = 1
-        # A row that is skipped has the place of the next one that is not: kernels ask for it ahead.
-        table[begin:end, attention.INDEX] = np.repeat(where - base, np.diff(rows, prepend=begin - 1))
-        call[attention.FROM], call[attention.TO], call[self._pages.base] = begin, end, base
+        for page, where in come:
+            # A row that is skipped has the place of the next one that is not: kernels ask for it ahead.
+            table[begin : lead + page + 1, attention.INDEX] = where - base
+            table[lead + page, attention.SEALED] = 1
+            begin = lead + page + 1
+        call[attention.FROM], call[attention.TO], call[self._pages.base] = lead + come[0][0], end, base
         self._pages.ops.run(self._pages.few[-1], self._at)

@@ -1,8 +1,9 @@
 """Attention for one token that reads few of the pages on the disk and estimates the others.
 
 Every page that goes to the disk leaves an abstract in memory. A token first gives every such page the partial that its abstract promises
-(`kv_estimate.py`); what share of the attention each then has says which are worth reading, and those get their true partials. The rest
-stays as estimated, so nothing is dropped. Pages that a prompt's chunk sees are all read, and those of a layer with a window.
+(`kv_estimate.py`); what share of the attention each then has says which are worth reading (`kv_choice.py`), and those get their true
+partials. The rest stays as estimated, so nothing is dropped. Pages that a prompt's chunk sees are all read, and those of a layer with a
+window.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 
 from ..layout import PAGE
 from ..workspace import address
-from . import kv_estimate
+from . import kv_choice, kv_estimate
 from .inner_loops import TILE_COLUMNS
-from .kv_estimate import CHUNK, CHUNKS
+from .kv_chunks import CHUNK, CHUNKS
+from .kv_signs import PAIR
 
 if TYPE_CHECKING:
     from .pages import LayerPages, SomePages
@@ -31,7 +33,7 @@ NEARER = 0.8
 
 def abstract_nbytes(kv_heads: int, head_dim: int) -> int:
     """Memory for the abstract of a page of one layer."""
-    return kv_heads * ((kv_estimate.SIDE_NBYTES + 1 + CHUNKS) * head_dim + PAGE + 4 * kv_estimate.STEP_SLOTS)
+    return kv_heads * ((-(-head_dim // PAIR) + 1) * PAGE + (1 + CHUNKS) * head_dim + 4 * kv_estimate.STEP_SLOTS)
 
 
 def basis_nbytes(head_dim: int) -> int:
@@ -61,17 +63,17 @@ class Selective:
         heads, dim = pages.layout.kv_heads, pages.layout.head_dim
         count, at = len(memory) // abstract_nbytes(heads, dim), 0
         parts = []
-        for shape, kind in (((kv_estimate.STEP_SLOTS,), np.float32), ((dim, kv_estimate.SIDE_NBYTES), np.uint8), ((PAGE,), np.uint8),
+        for shape, kind in (((kv_estimate.STEP_SLOTS,), np.float32), ((-(-dim // PAIR), PAGE), np.uint8), ((PAGE,), np.uint8),
                             ((dim,), np.int8), ((CHUNKS, dim), np.int8)):
             nbytes = count * heads * int(np.prod(shape)) * np.dtype(kind).itemsize
-            parts.append(memory[at : at + nbytes].view(kind).reshape(count, heads, *shape))
+            parts.append(memory[at : at + nbytes].view(kind).reshape(heads, count, *shape))
             at += nbytes
         self._steps, self._sides, self._far, self._means, self._values = parts
         self._basis = key_basis(dim)
         block = self._block = np.zeros(kv_estimate.ESTIMATE_SLOTS, np.int64)
-        block[kv_estimate.E_KV_HEADS : kv_estimate.E_FIRST + 1] = heads, dim, first
+        block[kv_estimate.E_KV_HEADS : kv_estimate.E_COUNT + 1] = heads, dim, first, count
         block[kv_estimate.E_PARTIALS : kv_estimate.E_TURN + 1] = (
-            pages.ops.partials, address(self._sides), address(self._far), address(self._means), address(self._values),
+            pages.ops.partials, 0, address(self._sides), address(self._far), address(self._means), address(self._values),
             address(self._steps), address(_turning(dim)))
         block[kv_estimate.E_SCRATCH : kv_estimate.E_SCRATCH_STRIDE + 1] = pages.ops.scratch, pages.ops.scratch_stride
         block.view(np.float64)[[kv_estimate.E_SCALE, kv_estimate.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
@@ -82,16 +84,16 @@ class Selective:
         v = v if self._turn is None else v @ self._turn
         heads, _, dim = k.shape
         k = k @ self._basis
-        place, steps = page - self._first, self._steps[page - self._first]
-        means = self._means[place]
+        place = page - self._first
+        steps, means = self._steps[:, place], self._means[:, place]
         step = steps[:, kv_estimate.MEAN_STEP] = _rounded(k.mean(1), means)
         k -= step[:, None, None] * means[:, None]
-        self._sides[place] = np.packbits(k.swapaxes(1, 2) >= 0, axis=-1, bitorder="little")
+        self._sides[:, place] = np.packbits(k >= 0, axis=-1, bitorder="little").swapaxes(1, 2)
         sides = np.abs(k).sum(-1)
         far = NEARER * np.square(k).sum(-1) / np.where(sides > 0, sides, 1)  # without NEARER, a key times what stands for it is its square
         step = steps[:, kv_estimate.FAR_STEP] = far.max(-1) / FARTHEST
-        np.copyto(self._far[place], np.rint(far / np.where(step > 0, step, 1)[:, None]), casting="unsafe")
-        steps[:, kv_estimate.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[place])
+        np.copyto(self._far[:, place], np.rint(far / np.where(step > 0, step, 1)[:, None]), casting="unsafe")
+        steps[:, kv_estimate.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[:, place])
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray, end: int) -> None:
         """`LayerPages.compiled` for one token; pages [first, end) are on the disk. What depends on the estimates is done anew when a
@@ -101,54 +103,57 @@ class Selective:
         calls = pages.calls(q, position, blocks, table, out)
         if pages.by_page is not None:
             calls[0][pages.by_page] = 1
+        picked = np.zeros(end - self._first, np.uint8)
         block[: kv_estimate.E_TO + 1] = ops.at(q), pages.layout.kv_heads * group, len(blocks), self._first, end
-        block[kv_estimate.E_LEAD] = lead
-        ops.run(kv_estimate.estimate_pages, address(block), True, block)
+        block[kv_estimate.E_LEAD], block[kv_estimate.E_PICKED] = lead, address(picked)
+        ops.keep(block)
+        ops.run(kv_estimate.estimate_pages, address(block))
+        pages.turn(calls, 0, lead, few=pages.few[:1])
+        pages.turn(calls, lead + end, len(blocks), few=pages.few[:1])
         partials = ops.workspace.take("partials", pages.layout.kv_heads, len(blocks), group, pages.layout.head_dim + 2)
-        step = _Step(partials, slice(lead + self._first, lead + end), pages.some(calls[0], blocks))
-        pages.turn(calls, 0, lead + self._first)
-        pages.turn(calls, lead + end, len(blocks))
-        ops.between(partial(self._read, step))
+        ops.between(partial(self._read, _Step(partials, slice(lead + self._first, lead + end), lead, picked, block,
+                                              pages.part(calls[0], lead, lead + self._first), pages.some(calls[0], blocks))))
         pages.merged(calls)
 
     def _read(self, step: _Step) -> None:
-        share = shares(step.partials)[step.disk]
-        wanted, likely = choose(share, self._pages.spilled.most, LEFT)
-        for come in self._pages.spilled.fetch([self._first + each for each in wanted], len(share)):
+        pages, run = self._pages, self._pages.ops.run
+        wanted, likely = choose(step.partials, step.disk, min(pages.spilled.most, len(step.picked)), LEFT, step.lead)
+        step.picked[:] = 0
+        step.picked[wanted] = 1
+        read = [self._first + each for each in wanted]
+        fetched = pages.spilled.fetch(read, len(step.picked))
+        run(kv_estimate.estimate_outputs, address(step.block))
+        if self._first:
+            run(pages.few[-1], address(step.held))
+        pages.ops.flush()  # while the first come
+        for come in fetched:
             step.some.note(come)
-            self._pages.ops.flush()  # while others come
-        self._pages.spilled.prefetch([self._first + each for each in likely], [self._first + each for each in wanted])
+            pages.ops.flush()  # while others come
+        pages.spilled.prefetch([self._first + each for each in likely], read)
 
 
 @dataclass(frozen=True)
 class _Step:
     """What a token, and those after it that see the same blocks, do in a layer: `partials` float32 [KVH, blocks, rows, D + 2], which blocks
-    are on the `disk`, and what attends to `some` of those."""
+    are on the `disk`, how many `lead` those of pages, which of the disk's are `picked`; the argument blocks of the estimates (`block`) and
+    of attention over pages that are `held` in memory, and what attends to `some` of the disk."""
 
     partials: np.ndarray
     disk: slice
+    lead: int
+    picked: np.ndarray
+    block: np.ndarray
+    held: np.ndarray
     some: SomePages
 
 
-def shares(partials: np.ndarray) -> np.ndarray:
-    """Of every row's attention, what each of the blocks has, [blocks, KVH * rows], from partials [KVH, blocks, rows, ... and (m, l)]."""
-    m, l = (partials[..., at].swapaxes(0, 1).reshape(partials.shape[1], -1) for at in (-2, -1))
-    with np.errstate(divide="ignore"):
-        mass = m + np.log(l)
-    share = np.exp(mass - mass.max(0))
-    return share / share.sum(0)
-
-
-def choose(share: np.ndarray, most: int, left: float) -> tuple[list[int], list[int]]:
-    """Which blocks to read, and which come next: of shares [blocks, rows] those with the largest sums of roots (what many rows see a little
-    of counts beside what one sees alone), until no row has more than `left` in the others; at most `most` of them."""
-    total, order = share.sum(0), np.argsort(-np.sqrt(share).sum(1), kind="stable")[:most]
-    if total.max() <= left:
-        count = 0
-    else:
-        rest = total - np.cumsum(share[order], 0)  # after so many more
-        enough = np.nonzero(rest.max(1) <= left)[0]
-        count = int(enough[0]) + 1 if len(enough) else len(order)
+def choose(partials: np.ndarray, disk: slice, most: int, left: float, unknown: int) -> tuple[list[int], list[int]]:
+    """Which blocks of the `disk` to read, at most `most`, and which come next, as if there were no blocks from `unknown` on before those:
+    see `kv_choice`. `partials`: float32 [KVH, blocks, rows, ... and (m, l)]."""
+    kv_heads, blocks, rows, width = partials.shape
+    order, room = np.empty(most, np.int64), np.empty(kv_choice.room_floats(blocks, kv_heads * rows), np.float32)
+    count = kv_choice.choose_blocks(address(partials), kv_heads, blocks, rows, width, unknown, disk.start, disk.stop, most, left,
+                                    address(order), address(room))
     return order[:count].tolist(), order[count : count + max(0, min(most - count, most // 4))].tolist()
 
 

@@ -1,0 +1,55 @@
+"""Softmax of a page's scores, summed by chunks of tokens: what an estimate needs of the weights, which are kept nowhere."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..layout import PAGE
+from .inner_loops import FLOATS, VECTOR
+from .int8_ir import across, constant, function, larger, load, merged, offset, splat, store
+from .intrinsics import F32, I32
+from .softmax import LOG2E, LOWEST, MAGIC, WORDS
+
+CHUNK = 32  # tokens with one mean value
+CHUNKS = PAGE // CHUNK
+# 2^x for x from -1/2 to 1/2, off by at most 3e-6, which is nothing beside what the scores are off by
+POWER = (0.9999992614441341, 0.6931218147397951, 0.24024744833108325, 0.055917860302730535, 0.009570101698785041)
+
+
+def _power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2**x for x <= 0, 2**LOWEST below LOWEST; NaN for NaN."""
+    bounded = builder.select(builder.fcmp_ordered("<", x, constant(FLOATS, LOWEST)), constant(FLOATS, LOWEST), x)
+    moved = builder.fadd(bounded, constant(FLOATS, MAGIC))
+    rest, value = builder.fsub(bounded, builder.fsub(moved, constant(FLOATS, MAGIC))), constant(FLOATS, POWER[-1])
+    fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+    for factor in POWER[-2::-1]:
+        value = builder.call(fma, [value, rest, constant(FLOATS, factor)])
+    scaled = builder.add(builder.bitcast(value, WORDS), builder.shl(builder.bitcast(moved, WORDS), constant(WORDS, 23)))
+    return builder.bitcast(scaled, FLOATS)
+
+
+@intrinsic
+def weigh_chunks(typingctx, scores, steps, out):
+    """float32 scores [PAGE] -> at `out` the sums of exp(s - m) of each chunk times `steps`, both float32 [CHUNKS]. Returns (m, the sum of
+    all), of which the sum is NaN where a score is."""
+
+    def codegen(context, builder, signature, args):
+        scores, steps, out = args
+        rows = [load(builder, offset(builder, scores, 4 * VECTOR * piece), FLOATS, 4) for piece in range(PAGE // VECTOR)]
+        most = partial(larger, builder)
+        top = builder.extract_element(across(builder, [merged(rows, most)], most), I32(0))
+        highest, weights = splat(builder, top, FLOATS), []
+        for row in rows:
+            weights.append(_power_of_two(builder, builder.fmul(builder.fsub(row, highest), constant(FLOATS, LOG2E))))
+        per = CHUNK // VECTOR
+        chunks = [merged(weights[begin : begin + per], builder.fadd) for begin in range(0, len(weights), per)]
+        sums = across(builder, chunks, builder.fadd)
+        store(builder, builder.fmul(sums, load(builder, steps, ir.VectorType(F32, CHUNKS), 4)), out, 4)
+        total = builder.extract_element(across(builder, [sums], builder.fadd), I32(0))
+        return context.make_tuple(builder, signature.return_type, (top, total))
+
+    return types.UniTuple(types.float32, 2)(*[types.int64] * 3), codegen

@@ -1,0 +1,100 @@
+"""Direct reads that the system makes without a thread for each: handed over together by one call, collected by another.
+
+A thread that reads wakes for every read, and where kernels compute on all processors it wakes late: the disk then waits for the threads.
+Linux' asynchronous I/O (io_submit) starts all at once and notes what is done by itself. Not every system has it, or allows it (a
+container's filter may not); then `ReadQueue` raises OSError, and threads read as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# io_setup, io_destroy, io_submit, io_getevents, by architecture
+CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
+# Columns of a control block as int64: what its event is to say, two that stay zero, (operation, which is 0 for a read | descriptor << 32),
+# memory, bytes, offset; and of an event: what its block said, its address, bytes read or a negative error.
+DATA, DESCRIPTOR, MEMORY, NBYTES, OFFSET, BLOCK_COLUMNS = 0, 2, 3, 4, 5, 8
+EVENT_COLUMNS, RESULT = 4, 2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A read of `nbytes` at `offset` to an address: whole blocks, all of them."""
+
+    address: int
+    offset: int
+    nbytes: int
+
+
+class ReadQueue:
+    """At most `most` reads at a time from a descriptor for direct reads, which must stay open until `close`."""
+
+    def __init__(self, descriptor: int, most: int) -> None:
+        """Raises OSError where the system has no such queue for it."""
+        if sys.platform != "linux" or platform.machine() not in CALLS or sys.byteorder != "little":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        self._setup, self._destroy, self._submit, self._collect = CALLS[platform.machine()]
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        self._syscall.restype, self._syscall.argtypes = ctypes.c_long, [ctypes.c_long] * 6
+        context = ctypes.c_ulong(0)
+        self._call(self._setup, most, ctypes.addressof(context))
+        self._context = context.value
+        self._blocks, self._events = np.zeros((most, BLOCK_COLUMNS), np.int64), np.zeros((most, EVENT_COLUMNS), np.int64)
+        self._blocks[:, DATA], self._blocks[:, DESCRIPTOR] = range(most), descriptor << 32
+        self._first = self._blocks.ctypes.data
+        self._patience = np.zeros(2, np.int64)  # seconds, nanoseconds
+        self._at = self._events.ctypes.data, self._patience.ctypes.data
+        self._free, self._kept = list(range(most)), {}
+
+    @property
+    def under_way(self) -> int:
+        """Reads that were not collected yet."""
+        return len(self._kept)
+
+    def submit(self, reads: Sequence[tuple[object, Asked]]) -> int:
+        """Begin reads, each with what `collect` is to call it; returns how many, the first of them, were taken."""
+        reads = reads[: len(self._free)]
+        if not reads:
+            return 0
+        places = self._free[-len(reads) :]
+        self._blocks[places, MEMORY : OFFSET + 1] = [(asked.address, asked.nbytes, asked.offset) for _, asked in reads]
+        addresses = self._first + 8 * BLOCK_COLUMNS * np.array(places, np.int64)
+        try:
+            taken = self._call(self._submit, self._context, len(reads), addresses.ctypes.data)
+        except OSError:  # the first of them was refused: who reads it otherwise is told why
+            return 0
+        del self._free[-len(reads) :]
+        self._free += places[taken:]
+        self._kept.update((place, name) for place, (name, _) in zip(places[:taken], reads))
+        return taken
+
+    def collect(self, least: int = 0, patience_s: float = 0.0) -> list[tuple[object, int]]:
+        """What was done since the last call, with the bytes that were read, or a negative error number; waits for `least` of them, but no
+        longer than `patience_s`."""
+        self._patience[:] = divmod(int(1e9 * patience_s), 10**9)
+        try:
+            count = self._call(self._collect, self._context, min(least, len(self._kept)), len(self._events), *self._at)
+        except InterruptedError:
+            return []
+        done = self._events[:count, [DATA, RESULT]].tolist()
+        self._free += [place for place, _ in done]
+        return [(self._kept.pop(place), result) for place, result in done]
+
+    def close(self) -> None:
+        """Unless a read hangs, whose end would be waited for: that is left to the end of the process."""
+        if not self._kept:
+            self._call(self._destroy, self._context)
+
+    def _call(self, number: int, *arguments: int) -> int:
+        result = self._syscall(number, *arguments, *[0] * (5 - len(arguments)))
+        if result < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return result
