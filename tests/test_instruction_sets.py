@@ -150,6 +150,33 @@ def test_loops_are_right_with_emulated_instructions_of(name, tmp_path):
     child("import test_instruction_sets as t; t.check_loops()", tmp_path, emulated=name)
 
 
+def several_assembly() -> str:
+    """The loop of several columns of a codebook, alone in a function."""
+    from numba import njit
+
+    from effllm.kernels.cpu import packed_factors, packed_formats
+
+    loop = packed_formats.columns(packed_factors.CODEBOOK, 127)
+
+    @njit(f"void({', '.join(['int64'] * 13)})", error_model="numpy")
+    def run(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
+        loop(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+
+    return "\n".join(run.inspect_asm().values())
+
+
+def test_several_columns_without_a_dot_product_keep_a_group_in_registers(tmp_path):
+    """Two loops over columns, one a group: multiplications for every quad and every two, hardly a vector on the stack."""
+    found = several_assembly() if INSTRUCTION_SET == "avx2" else child("import test_instruction_sets as t; print(t.several_assembly())",
+                                                                       tmp_path, forced="avx2")
+    blocks = [each for each in re.split(r"\n(?=\.LBB)", found) if "vpmaddubsw" in each]
+    assert len(blocks) == 2
+    for block in blocks:
+        loop = re.split(r"\n\tj\w+\t", block)[0]
+        assert len(re.findall(r"vpmaddubsw\t", loop)) == 8 and len(re.findall(r"vpmaddwd\t", loop)) == 4
+        assert len(re.findall(r"%ymm.*rsp|rsp.*%ymm", loop)) <= 3
+
+
 # -- everything ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -209,6 +209,18 @@ def test_gate_and_up_of_any_two_formats(pools, pair):
         assert (same if exact else close)(out, np.maximum(gate, np.float32(0)) * up)
 
 
+@pytest.mark.parametrize("act", ("silu", "gelu_tanh"))
+def test_a_gated_column_has_the_same_bits_beside_any_others(pools, act):
+    rng, rows, depth = np.random.default_rng(16), 203, 320
+    cpu = CpuOps(pools[2], dims_for(depth, rows))
+    both = [_linear(rng, "codebook4:16", rows, depth)[0] for _ in range(2)]
+    x, found = rng.standard_normal((16, depth), np.float32) / 64, {}
+    for count in COLUMNS:
+        found[count] = np.zeros((count, rows), np.float32)
+        cpu._matrix(np.ascontiguousarray(x[:count]), NO_NORM, both, [found[count]], linear.GATED, act)
+    assert all(same(found[count], found[16][:count]) for count in COLUMNS)
+
+
 def _linear(rng: np.random.Generator, text: str, rows: int, depth: int):
     """A linear of this format with a bias, and its definition as a function of x."""
     spec, bias = QuantSpec.parse(text), rng.standard_normal(rows, np.float32)

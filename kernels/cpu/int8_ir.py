@@ -195,13 +195,13 @@ def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, w
 def dots(builder: ir.IRBuilder, sums: ir.Value, weights: list[ir.Value], x: list[ir.Value], largest: int) -> ir.Value:
     """`dot` of some quads one after the other, none of whose single products is larger than `largest` (half of 2**15 at most)."""
     if INSTRUCTION_SET == "avx2":
-        return builder.add(sums, _pairs(builder, weights, x, largest, constant(HALVES, 1)))
+        return builder.add(sums, pairs_of(builder, weights, x, largest, constant(HALVES, 1)))
     for quad, own in zip(weights, x, strict=True):
         sums = dot(builder, sums, quad, own, False)
     return sums
 
 
-def _pairs(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], largest: int, steps: ir.Value) -> ir.Value:
+def pairs_of(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], largest: int, steps: ir.Value) -> ir.Value:
     """What two instructions make of every quad on AVX2, the second of which also multiplies by `steps`: one of those for as many quads as
     16 bits hold the pairs of products of, the largest product being `largest`."""
     pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
@@ -245,7 +245,7 @@ def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], m
     goes on to 32 bits, where it multiplies by the step at the same time.
     """
     if INSTRUCTION_SET == "avx2" and most <= 127:
-        return to_floats(builder, _pairs(builder, quads, x, 127 * most, constant(HALVES, 1) if steps is None else steps))
+        return to_floats(builder, pairs_of(builder, quads, x, 127 * most, constant(HALVES, 1) if steps is None else steps))
     # two chains: a dot product takes several cycles
     parts = [constant(WORDS, 0)] * 2
     for j, (quad, own) in enumerate(zip(quads, x)):
@@ -331,7 +331,7 @@ def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value]
     sums = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
     sums = sums if halved else builder.shl(sums, constant(WORDS, 1))
     for group in (0, 4):
-        own = _pairs(builder, quads[group : group + 4], x[group : group + 4], 127 * (63 if halved else 127), steps[group // 4])
+        own = pairs_of(builder, quads[group : group + 4], x[group : group + 4], 127 * (63 if halved else 127), steps[group // 4])
         sums = builder.add(sums, own)
     return to_floats(builder, sums)
 

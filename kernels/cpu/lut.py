@@ -12,9 +12,9 @@ from ..compile import inlined, kernel
 from ..tiles import ROWS, SCHEME_SHIFT, TILE
 from . import lut_loops as loops
 from . import packed
-from .arithmetic import normalise
+from .arithmetic import gate_values, normalise
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .linear import DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
+from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .lut_loops import ABREAST, SUMS
 from .lut_order import BITS, PAIR, expand_tiles, pair_at
 from .packed import (
@@ -99,7 +99,7 @@ def looked_up_columns(args, worker, counter):
     columns = scratch + COLUMNS_AT
     totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
     x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
-    records = columns + tokens * x_nbytes
+    records = packed.records_at(scratch, columns + tokens * x_nbytes)
     x[3] = (columns + x_nbytes + 63) // 64 * 64
     groups = 1 if mode == GATED else matrices
     ready, seeded = False, int64(-1)
@@ -123,7 +123,7 @@ def looked_up_columns(args, worker, counter):
                 at = t * x_nbytes
                 normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
                 packed.quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at)
-                if tokens > 1:
+                if tokens > 1 and not packed.IN_TURN:
                     packed.make_seeds(WHOLE, totals + at, x[2] + at, padded // TILE)
             if tokens > 1:
                 packed.make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
@@ -143,14 +143,15 @@ def looked_up_columns(args, worker, counter):
                         seeded = a[own + KIND] >> SCHEME_SHIFT
                         loops.make_seeds(seeded, totals, x[2], padded // TILE)
                     _pair_sums(a, own, begin + step, run, pairs, scratch, to)
-            for i in range(tokens if tokens > 1 else SUMS // ROWS):
+            count = tokens if tokens > 1 else min(SUMS // ROWS, 2 * ((last - begin - step + run - 1) // run))
+            for i in range(count):
                 token, block = (i, 2 * begin + step) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
-                if block >= 2 * last:
-                    break
                 column, here = normed + token * x_nbytes, 4 * ROWS * i
                 packed._finish(a, m, block, sums + here, column)
                 if mode == GATED:
                     packed._finish(a, up, block, others + here, column)
-                    packed._write(a, m, block, token, others + here, sums + here)
-                else:
-                    packed._write(a, m, block, token, sums + here, int64(0))
+            if mode == GATED:
+                gate_values(sums, others, ROWS * count, a[ACT])
+            for i in range(count):
+                token, block = (i, 2 * begin + step) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
+                packed._write(a, m, block, token, sums + 4 * ROWS * i)

@@ -34,20 +34,24 @@ from .int8_ir import seed_of
 from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u16_at, u32_at
 from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .packed_formats import columns_of, expand_of, single_of
-from .packed_loops import RECORD, STREAMS
+from .packed_loops import ABREAST, STREAMS
+from .packed_loops import RECORD as RECORD_ABREAST
+from .packed_turns import IN_TURN, make_column
+from .packed_turns import RECORD as RECORD_IN_TURN
 from .packed_vectors import put_block, quantize_tiles, scale_rows
 
 # Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
 # SHIFT -1 half a tile.
 WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, FIELDS = range(15)
 MOST_COLUMNS = 16
+RECORD = RECORD_IN_TURN if IN_TURN else RECORD_ABREAST
 STREAM_NBYTES = 131_072
 STRETCH = 16  # tiles that are expanded at once: 8 KiB
-ABREAST = 4  # columns that are multiplied side by side, where so many are left
 PAD = SUPER_BLOCK  # inputs of a column are padded with zeros to whole groups of the longest kind
+SETS_NBYTES = 4096  # addresses so far apart share a set of the first-level cache
 WHOLE, BOOK, HALF = 0, 1, 2  # sums are scaled by whole tiles, as a codebook's, by halves of tiles
 # Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns, then their records.
-TABLE_AT, X_AT, ZERO_AT, SUMS_AT, QUADS_AT = 0, 256, 320, 384, 384 + 8 * ROWS * MOST_COLUMNS
+TABLE_AT, X_AT, ZERO_AT, SUMS_AT, QUADS_AT = 0, 256, 320, 384, 384 + 12 * ROWS * MOST_COLUMNS
 COLUMNS_AT = QUADS_AT + STRETCH * 512
 
 
@@ -70,7 +74,7 @@ def seeds_way(scheme: str, group: int) -> int:
 def scratch_nbytes(depth: int, tokens: int) -> int:
     """Scratch of one worker: columns, and their records in whole ABREASTs."""
     records = -(-tokens // ABREAST) * ABREAST * (-(-depth // PAD) * PAD // TILE) * RECORD
-    return 64 + COLUMNS_AT + tokens * column_nbytes(depth) + records
+    return 64 + COLUMNS_AT + tokens * column_nbytes(depth) + SETS_NBYTES + records
 
 
 @inlined()
@@ -98,20 +102,36 @@ def make_seeds(way, totals, seeds, tiles):
 
 @inlined()
 def _abreast(left):
-    """How many columns are multiplied side by side where so many are left: ABREAST, though one of them be of no use, or one."""
+    """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or one."""
+    if IN_TURN:
+        return int64(left)
     return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
 
 
 @inlined()
 def _turns(tokens):
     """How many times `_abreast` is asked for so many columns."""
+    if IN_TURN:
+        return int64(1)
     left = tokens % ABREAST
     return tokens // ABREAST + (1 if _abreast(left) > 1 else left)
 
 
 @inlined()
+def records_at(scratch, columns_end):
+    """Where records begin. Of eight columns a tile's records are as many bytes as its expanded quads: they go through the sets of the
+    first-level cache together, and where these were the same sets a pass took a tenth longer."""
+    return columns_end + (scratch + QUADS_AT + SETS_NBYTES // 2 - columns_end) % SETS_NBYTES
+
+
+@inlined()
 def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
-    """Columns, `x_nbytes` apart in all three parts, as `packed_loops.columns` reads them. What ABREAST lack is the last column again."""
+    """Columns, `x_nbytes` apart in all three parts, as `columns` reads them. What ABREAST lack is the last column again. Columns that are
+    multiplied in turn have seeds of their own, for every format."""
+    if IN_TURN:
+        for t in range(tokens):
+            make_column(codes + t * x_nbytes, scales + t * x_nbytes, tiles, tokens * RECORD, records + t * RECORD)
+        return
     t = int64(0)
     while t < tokens:
         count = _abreast(tokens - t)
@@ -181,7 +201,7 @@ def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, s
     t = int64(0)
     while t < tokens:
         count = _abreast(tokens - t)
-        columns_of(a[m + KIND], count > 1, scratch + QUADS_AT, a[m + TABLES], scales, zeros, records + t * column, begin, end, a[m + SHIFT],
+        columns_of(a[m + KIND], count, scratch + QUADS_AT, a[m + TABLES], scales, zeros, records + t * column, begin, end, a[m + SHIFT],
                    zero_shift, sums + 4 * ROWS * t, ahead, share)
         ahead += share * STRETCH
         t += count
@@ -218,14 +238,11 @@ def _finish(a, m, block, sums, x):
 
 
 @inlined()
-def _write(a, m, block, token, sums, gates):
-    """A row block's results to the output: plain, added, or as up rows times their activated gates (`gates` != 0)."""
+def _write(a, m, block, token, sums):
+    """A row block's results to the output: plain, or added."""
     first = ROWS * block
-    rows, mode, act = min(ROWS, a[m + ROW_COUNT] - first), a[MODE], a[ACT]  # read once: what is written could be anything to the compiler
+    rows, mode = min(ROWS, a[m + ROW_COUNT] - first), a[MODE]  # read once: what is written could be anything to the compiler
     target = a[m + OUT] + 4 * (token * a[m + OUT_STRIDE] + first)
-    if gates != 0:
-        gate_values(gates, sums, ROWS, act)
-        sums = gates
     if rows == ROWS:
         put_block(sums, target, 1 if mode == ADD else 0)
         return
@@ -262,7 +279,7 @@ def packed_columns(args, worker, counter):
     columns = scratch + COLUMNS_AT
     totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
     x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
-    records = columns + tokens * x_nbytes
+    records = records_at(scratch, columns + tokens * x_nbytes)
     groups = 1 if mode == GATED else matrices
     ready, seeded = False, int64(-1)
     while True:
@@ -289,16 +306,17 @@ def packed_columns(args, worker, counter):
                 quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at)
             ready = True
         way = _way(a, m)
+        several = tokens > 1 or way == HALF  # half tiles are rare: no loop of their own for a single column
         if seeded != way:
             seeded = way
-            for t in range(tokens):
-                make_seeds(way, totals + t * x_nbytes, x[2] + t * x_nbytes, padded // TILE)
-            if tokens > 1 or way == HALF:
+            if not (several and IN_TURN):
+                for t in range(tokens):
+                    make_seeds(way, totals + t * x_nbytes, x[2] + t * x_nbytes, padded // TILE)
+            if several:
                 make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
         begin = work * STREAMS * run
         last = min(begin + STREAMS * run, blocks)
         run = (last - begin + STREAMS - 1) // STREAMS
-        several = tokens > 1 or way == HALF  # half tiles are rare: no loop of their own for a single column
         if mode == GATED and not several:  # all gates first: two streams at a time, as everywhere
             for step in range(run):
                 _stream_sums(a, m, begin + step, run, blocks, scratch, others + 4 * ROWS * STREAMS * step)
@@ -310,14 +328,15 @@ def packed_columns(args, worker, counter):
                     _block_sums(a, m, begin + step, tokens, scratch, records, gates)
             else:
                 _stream_sums(a, written, begin + step, run, blocks, scratch, sums)
-            for i in range(tokens if several else STREAMS):
+            count = tokens if several else min(STREAMS, (last - begin - step + run - 1) // run)
+            for i in range(count):
                 token, block = (i, begin + step) if several else (int64(0), begin + step + i * run)
-                if block >= last:
-                    break
                 column, here = normed + token * x_nbytes, 4 * ROWS * i
                 _finish(a, written, block, sums + here, column)
                 if mode == GATED:
                     _finish(a, m, block, gates + here, column)
-                    _write(a, m, block, token, sums + here, gates + here)
-                else:
-                    _write(a, m, block, token, sums + here, int64(0))
+            if mode == GATED:  # all at once: a loop of a block's 16 values would not be vectorised
+                gate_values(gates, sums, ROWS * count, a[ACT])
+            for i in range(count):
+                token, block = (i, begin + step) if several else (int64(0), begin + step + i * run)
+                _write(a, m, block, token, (gates if mode == GATED else sums) + 4 * ROWS * i)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from ..compile import inlined
 from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER
 from . import packed_factors as ways
-from .packed_loops import columns, expand, single
+from .packed_loops import columns as columns_abreast
+from .packed_loops import expand, single
+from .packed_turns import IN_TURN
+from .packed_turns import columns as columns_in_turn
+
+columns = columns_in_turn if IN_TURN else columns_abreast
 
 _book4, _book3, _book2 = (single(bits, ways.CODEBOOK) for bits in (4, 3, 2))
 _plain8, _plain6, _plain5, _plain4, _plain3, _plain2 = (single(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
@@ -15,13 +20,15 @@ _signed6 = single(6, ways.SIGNED)
 _exponent4, _expand_exponent4 = single(4, ways.EXPONENTS), expand(4, ways.EXPONENTS)
 _expand_book4, _expand_book3, _expand_book2 = (expand(bits, ways.CODEBOOK) for bits in (4, 3, 2))
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
-_four_book, _one_book = (columns(ways.CODEBOOK, count, 127) for count in (4, 1))
-_four_plain, _one_plain = (columns(ways.PLAIN, count, 255) for count in (4, 1))
-_four_blocks, _one_block = (columns(ways.BLOCKS, count, 255) for count in (4, 1))
-_four_halves, _one_halves = (columns(ways.HALVES, count, 255) for count in (4, 1))
-_four_super, _one_super = (columns(ways.SUPER, count, 31) for count in (4, 1))
-_four_signed, _one_signed = (columns(ways.SIGNED, count, 63) for count in (4, 1))
-_four_exponents, _one_exponents = (columns(ways.EXPONENTS, count, 127) for count in (4, 1))
+_many_book, _many_super = columns(ways.CODEBOOK, 127), columns(ways.SUPER, 31)
+_many_signed, _many_exponents = columns(ways.SIGNED, 63), columns(ways.EXPONENTS, 127)
+_many_plain, _many_blocks, _many_halves = (columns(way, 255) for way in (ways.PLAIN, ways.BLOCKS, ways.HALVES))
+if IN_TURN:  # with small codes, several quads of which are summed in 16 bits
+    _plain_of_six, _plain_of_five, _blocks_of_five = columns(ways.PLAIN, 63), columns(ways.PLAIN, 31), columns(ways.BLOCKS, 31)
+    _halves_of_six = columns(ways.HALVES, 63)
+else:
+    _plain_of_six = _plain_of_five = _many_plain
+    _blocks_of_five, _halves_of_six = _many_blocks, _many_halves
 
 
 @inlined()
@@ -91,39 +98,29 @@ def expand_of(kind, codes, tables, tiles, out):
 
 
 @inlined()
-def columns_of(kind, four, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
-    scheme = kind & SCHEME_MASK
+def columns_of(kind, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
+    scheme, bits = kind & SCHEME_MASK, kind >> SCHEME_SHIFT if IN_TURN else 8
     if scheme == SUPER:
-        if four:
-            _four_super(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
-        else:
-            _one_super(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_super(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif scheme == SIGNED:
-        if four:
-            _four_signed(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
-        else:
-            _one_signed(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_signed(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif scheme == MXFP:
-        if four:
-            _four_exponents(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
-        else:
-            _one_exponents(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
-    elif scheme == BLOCK or scheme == OFFSET:
-        if four:
-            _four_blocks(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
-        else:
-            _one_block(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_exponents(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif scheme == CODEBOOK:
-        if four:
-            _four_book(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_book(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+    elif scheme == BLOCK or scheme == OFFSET:
+        if bits <= 5:
+            _blocks_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
         else:
-            _one_book(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+            _many_blocks(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     elif shift < 0:
-        if four:
-            _four_halves(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        if bits <= 6:
+            _halves_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
         else:
-            _one_halves(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
-    elif four:
-        _four_plain(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+            _many_halves(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+    elif bits <= 5:
+        _plain_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+    elif bits <= 6:
+        _plain_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
     else:
-        _one_plain(quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_plain(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)

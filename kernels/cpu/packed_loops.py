@@ -5,7 +5,8 @@ group, times the group's scale, times the activations' scale of these 32 inputs,
 neither on its neighbours nor on the other columns, the threads or the instruction set.
 
 `single` unpacks in registers and multiplies at once with one column. For more columns `expand` unpacks a stretch into a buffer in the
-first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once.
+first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once; `packed_turns.py` has the
+`columns` of AVX2 without a four-way dot product.
 
 What `single` became, read from the assembly, in instructions per 64 weights:
 
@@ -29,6 +30,7 @@ from .int8_ir import (
     BYTES,
     FLOATS,
     LANES,
+    OFFSET_WHEN_WIDE,
     PIECES,
     WIDTH,
     WORDS,
@@ -52,6 +54,7 @@ STREAMS = 2  # row blocks that `single` takes side by side
 # vectors (55% of the read roof without it, with four row blocks; 79% with it), four with 32-byte vectors (67% and 85%).
 AHEAD = 256 if WIDTH == 64 else 1024
 RECORD = 32 + 4 + 8  # bytes of a tile of one column: codes, scale, two seeds
+ABREAST = 4  # columns that are multiplied side by side, where so many are left
 WITH_LEVELS = (CODEBOOK, EXPONENTS)
 MOST_LEVEL = 127  # levels are 64 above themselves
 
@@ -92,7 +95,7 @@ def end_loop(builder: ir.IRBuilder, blocks: tuple, counter: ir.Value, end: ir.Va
     builder.position_at_end(done)
 
 
-def _tables(builder: ir.IRBuilder, way: str, address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+def tables_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
     if way not in WITH_LEVELS:
         return [], []
     return load_table(builder, address), steps_table(builder, offset(builder, address, LEVELS_NBYTES)) if way == CODEBOOK else []
@@ -115,7 +118,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
             slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
             codes, scales, zeros = ([slot(table, part * streams + s) for s in range(streams)] for part in range(3))
             x_codes, x_scales, x_seeds = (slot(x, i) for i in range(3))
-            levels, steps = _tables(builder, way, tables)
+            levels, steps = tables_of(builder, way, tables)
             zero = constant(FLOATS, 0.0)
             blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, zero)] * (streams * PIECES))
             seeds = _seeds(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
@@ -148,11 +151,12 @@ def expand(bits: int, way: str):
 
     @intrinsic
     def run(typingctx, codes, tables, tiles, out):
-        """`tiles` tiles of a row block -> their quads, 512 bytes a tile, as unsigned bytes (codes, or levels + 64)."""
+        """`tiles` tiles of a row block -> their quads, 512 bytes a tile, as unsigned bytes (codes, or levels + 64); codes of eight bits
+        128 lower where `OFFSET_WHEN_WIDE`."""
 
         def codegen(context, builder, signature, args):
             codes, tables, tiles, out = args
-            levels, _ = _tables(builder, way, tables)
+            levels, _ = tables_of(builder, way, tables)
             blocks, tile, _ = begin_loop(builder, "expand", I64(0), [])
             at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
             to = builder.add(out, builder.mul(tile, I64(64 * 8)))
@@ -161,6 +165,8 @@ def expand(bits: int, way: str):
             for piece in range(PIECES):
                 for j, quad in enumerate(unpack_tile(builder, at, bits, piece)):
                     value = look_up(builder, levels, quad, bits) if way in WITH_LEVELS else quad
+                    if bits == 8 and OFFSET_WHEN_WIDE:
+                        value = builder.xor(value, constant(BYTES, 128))
                     store(builder, value, offset(builder, to, 64 * j + WIDTH * piece), WIDTH)
             end_loop(builder, blocks, tile, tiles, [], [])
             return context.get_dummy_value()
@@ -170,11 +176,11 @@ def expand(bits: int, way: str):
     return run
 
 
-def columns(way: str, count: int, most: int):
-    """The loop over expanded tiles for `count` columns, codes up to `most`."""
+def columns(way: str, most: int):
+    """The loop over expanded tiles for ABREAST columns or for one, codes up to `most`."""
 
     @intrinsic
-    def run(typingctx, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
+    def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
         """Tiles [begin, end) of a row block, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
 
         x: records of the columns' tiles, from tile 0 on: the codes of all columns, int8 [count][32], their scales, float32 [count], their
@@ -183,32 +189,41 @@ def columns(way: str, count: int, most: int):
         """
 
         def codegen(context, builder, signature, args):
-            quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share = args
-            _, steps = _tables(builder, way, tables)
-            spots = [offset(builder, sums, 4 * LANES * (c * PIECES + piece)) for c in range(count) for piece in range(PIECES)]
-            carried = [(FLOATS, load(builder, spot, FLOATS, 4)) for spot in spots]
-            blocks, tile, totals = begin_loop(builder, "columns", begin, carried)
-            places, updated = places_of(builder, way, scales, zeros, tile, shift, zero_shift), list(totals)
-            passed = builder.sub(tile, begin)
-            at = builder.add(quads, builder.mul(passed, I64(64 * 8)))
-            wanted, quarter = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
-            for i in range(4):
-                ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
-            record = builder.add(x, builder.mul(tile, I64(RECORD * count)))
-            for piece in range(PIECES):
-                weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
-                part, emitting = tile_of(builder, way, steps, *places, piece, most), []
-                for c in range(count):
-                    own = [offset(builder, record, place) for place in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
-                    x_scale = splat(builder, load(builder, own[1], F32, 4), FLOATS)
-                    emitting.append(part.times(weights, _quads_of_x(builder, own[0]), _seeds(builder, way, own[2]), x_scale,
-                                               totals[c * PIECES + piece]))
-                updated[piece::PIECES] = side_by_side(emitting)
-            end_loop(builder, blocks, tile, end, totals, updated)
-            for spot, value in zip(spots, updated):
-                store(builder, value, spot, 4)
+            with builder.if_else(builder.icmp_signed(">", args[0], I64(1))) as (several, alone):
+                with several:
+                    _multiply(builder, way, ABREAST, most, args[1:])
+                with alone:
+                    _multiply(builder, way, 1, most, args[1:])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), codegen
+        return types.void(*[types.int64] * 13), codegen
 
     return run
+
+
+def _multiply(builder: ir.IRBuilder, way: str, count: int, most: int, args: list[ir.Value]) -> None:
+    """The loop of `columns` for so many of them."""
+    quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share = args
+    _, steps = tables_of(builder, way, tables)
+    spots = [offset(builder, sums, 4 * LANES * (c * PIECES + piece)) for c in range(count) for piece in range(PIECES)]
+    carried = [(FLOATS, load(builder, spot, FLOATS, 4)) for spot in spots]
+    blocks, tile, totals = begin_loop(builder, "columns", begin, carried)
+    places, updated = places_of(builder, way, scales, zeros, tile, shift, zero_shift), list(totals)
+    passed = builder.sub(tile, begin)
+    at = builder.add(quads, builder.mul(passed, I64(64 * 8)))
+    wanted, quarter = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
+    for i in range(4):
+        ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+    record = builder.add(x, builder.mul(tile, I64(RECORD * count)))
+    for piece in range(PIECES):
+        weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
+        part, emitting = tile_of(builder, way, steps, *places, piece, most), []
+        for c in range(count):
+            own = [offset(builder, record, place) for place in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
+            x_scale = splat(builder, load(builder, own[1], F32, 4), FLOATS)
+            emitting.append(part.times(weights, _quads_of_x(builder, own[0]), _seeds(builder, way, own[2]), x_scale,
+                                       totals[c * PIECES + piece]))
+        updated[piece::PIECES] = side_by_side(emitting)
+    end_loop(builder, blocks, tile, end, totals, updated)
+    for spot, value in zip(spots, updated):
+        store(builder, value, spot, 4)
