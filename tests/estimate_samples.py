@@ -14,6 +14,7 @@ from effllm.kernels.workspace import address
 
 SHAPES = ((64, 4), (128, 3), (80, 6), (20, 1), (256, 8))  # head size, query heads of a KV head
 LEAD, CHUNK, CHUNKS = 2, kv_chunks.CHUNK, kv_chunks.CHUNKS
+MOST_WORKERS = 3  # that share the scratch of a sample
 
 
 @njit("float32(int64, int64, int64)", error_model="numpy")
@@ -83,7 +84,7 @@ class Pages:
         self.picked, self.blocks = np.zeros(pages, np.uint8), LEAD + pages + 1
         self.partials = np.full((kv_heads, self.blocks, group, depth + 2), 7.0, np.float32)
         self.block = np.zeros(kernels.ESTIMATE_SLOTS, np.int64)
-        self.scratch = np.zeros((2, 1 << 17), np.float32)
+        self.scratch = np.zeros((MOST_WORKERS, 1 << 17), np.float32)
         slots = {kernels.E_Q: self.q, kernels.E_PARTIALS: self.partials, kernels.E_PICKED: self.picked, kernels.E_SIDES: self.sides,
                  kernels.E_FAR: self.far, kernels.E_MEANS: self.means, kernels.E_VALUES: self.values, kernels.E_STEPS: self.steps,
                  kernels.E_TURN: self.turn, kernels.E_SCRATCH: self.scratch}
@@ -96,6 +97,7 @@ class Pages:
         self.block.view(np.float64)[[kernels.E_SCALE, kernels.E_SOFTCAP]] = depth**-0.5, softcap
 
     def run(self, pool: ThreadPool) -> None:
+        assert pool.workers <= MOST_WORKERS
         pool.run(kernels.estimate_pages, address(self.block))
         self.promised = self.partials[:, LEAD : LEAD + self.pages].copy()
         pool.run(kernels.estimate_outputs, address(self.block))
