@@ -1,6 +1,7 @@
 """What every test shares: the person's own folders are not this machine's; a hub on the loopback, and someone who types to it."""
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,6 +32,16 @@ def folders_of_nobody() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Programs that tests start are interrupted by them; what a shell starts in the background is deaf to that, and so are its children."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)
