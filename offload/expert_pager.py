@@ -105,8 +105,11 @@ class ExpertPager(StreamingPager):
         """Have a layer's experts `needed` read where they are not in memory. `tokens` [experts]: how many tokens of a chunk go to each;
         None: these are one token's. Everything of earlier visits may be given up."""
         base, one = layer * self.experts, tokens is None
-        # Guesses for layers that are still to come go on, unless a new pass has begun.
-        self._settle(frozenset(base + expert for expert in needed), base + self.experts if layer > self._layer else 0)
+        if layer > self._layer:  # guesses for layers that are still to come stay
+            self._settle(frozenset(base + expert for expert in needed), base + self.experts)
+        else:
+            self._settle(frozenset(base + expert for expert in needed))
+            self.foresight.forget()
         self._layer = layer
         self.pool.policy.enter(layer)
         if one:
@@ -288,7 +291,8 @@ class ExpertPager(StreamingPager):
         """How many layers behind this one it is worth asking what they may need."""
         if len(self.pool) >= self.layers * self.experts:
             return 0
-        return sum(1 for distance in range(1, min(self.foresight.farthest, self.layers - 1 - layer) + 1) if self.foresight.worth(distance))
+        within = range(1, min(self.foresight.farthest, self.layers - 1 - layer) + 1)
+        return max((distance for distance in within if self.foresight.worth(distance)), default=0)
 
     def look_ahead(self, layer: int, distance: int, likely: Sequence[int]) -> None:
         """Read experts that a layer, `distance` behind the one in hand, will probably need, likeliest first, behind all that is waited for

@@ -36,6 +36,10 @@ class Foresight:
         self._pending.setdefault(layer, []).extend((distance - 1, place, expert)
                                                    for place, expert in enumerate(likely[: self.most]) if expert is not None)
 
+    def forget(self) -> None:
+        """A new pass begins: what the last one did not come to stays unjudged."""
+        self._pending.clear()
+
     def judge(self, layer: int, needed: Collection[int]) -> None:
         """What a layer turned out to need."""
         for distance, place, expert in self._pending.pop(layer, ()):

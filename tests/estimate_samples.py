@@ -7,6 +7,7 @@ from numba import njit
 
 from effllm.kernels.cpu import kv_chunks, kv_signs, selective
 from effllm.kernels.cpu import kv_estimate as kernels
+from effllm.kernels.cpu.attention_few import attend_few_scratch
 from effllm.kernels.cpu.kv_signs import LARGEST, TABLE
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
@@ -14,7 +15,7 @@ from effllm.kernels.workspace import address
 
 SHAPES = ((64, 4), (128, 3), (80, 6), (20, 1), (256, 8))  # head size, query heads of a KV head
 LEAD, CHUNK, CHUNKS = 2, kv_chunks.CHUNK, kv_chunks.CHUNKS
-MOST_WORKERS = 3  # that share the scratch of a sample
+MOST_WORKERS, GUARD = 3, 64  # that share the scratch of a sample; floats behind each one's
 
 
 @njit("float32(int64, int64, int64)", error_model="numpy")
@@ -84,7 +85,8 @@ class Pages:
         self.picked, self.blocks = np.zeros(pages, np.uint8), LEAD + pages + 1
         self.partials = np.full((kv_heads, self.blocks, group, depth + 2), 7.0, np.float32)
         self.block = np.zeros(kernels.ESTIMATE_SLOTS, np.int64)
-        self.scratch = np.zeros((MOST_WORKERS, 1 << 17), np.float32)
+        room = attend_few_scratch(1, kv_heads * group, kv_heads, depth)  # what a run gives them
+        self.scratch = np.full((MOST_WORKERS, room + GUARD), 5.0, np.float32)
         slots = {kernels.E_Q: self.q, kernels.E_PARTIALS: self.partials, kernels.E_PICKED: self.picked, kernels.E_SIDES: self.sides,
                  kernels.E_FAR: self.far, kernels.E_MEANS: self.means, kernels.E_VALUES: self.values, kernels.E_STEPS: self.steps,
                  kernels.E_TURN: self.turn, kernels.E_SCRATCH: self.scratch}
@@ -101,6 +103,7 @@ class Pages:
         pool.run(kernels.estimate_pages, address(self.block))
         self.promised = self.partials[:, LEAD : LEAD + self.pages].copy()
         pool.run(kernels.estimate_outputs, address(self.block))
+        assert (self.scratch[:, -GUARD:] == 5).all(), "a worker wrote behind its scratch"
 
     def scores(self) -> np.ndarray:
         """[KVH, pages, rows, PAGE], by the definition."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_samples import EXPERTS, LAYERS, Gate, check, opened, sound, use, write
+from expert_samples import EXPERTS, LAYERS, TOP, Gate, check, opened, sound, use, write
 
 from effllm.offload import direct, expert_pager
 from effllm.offload.checkpoint import TensorStore
@@ -128,6 +128,11 @@ def test_nothing_is_asked_of_later_layers_where_it_would_not_be_used(store: Tens
         pager.foresight.guess(2, 2, [0])
         pager.foresight.judge(2, [5])
     assert [pager.guesses(layer) for layer in range(LAYERS)] == [1, 1, 0]
+    pager.foresight = Foresight(TOP, 2)
+    for _ in range(20):
+        pager.foresight.guess(2, 1, [0])
+        pager.foresight.judge(2, [5])
+    assert [pager.guesses(layer) for layer in range(LAYERS)] == [2, 0, 0], "the farther one may still be worth it"
     everything = opened(store, LAYERS * EXPERTS)
     for layer in range(LAYERS):
         use(everything, layer, range(EXPERTS), np.ones(EXPERTS, int))

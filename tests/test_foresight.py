@@ -63,3 +63,11 @@ def test_guesses_from_two_layers_are_judged_at_once_and_once() -> None:
         foresight.judge(2, [4])
     assert foresight._right == [[3.0], [4.0]] and foresight._all == [[5.0], [5.0]]
     assert 0 < WORTH < 1
+
+
+def test_a_pass_that_was_broken_off_says_nothing() -> None:
+    foresight = Foresight(1, 1)
+    foresight.guess(2, 1, [4])
+    foresight.forget()
+    foresight.judge(2, [5])
+    assert foresight._all == Foresight(1, 1)._all

@@ -15,6 +15,7 @@ from .intrinsics import f32_at, i64_at
 
 TAKEN = np.float32(-1.0)  # below all sums
 
+
 @inlined()
 def _gather(partials, kv_heads, blocks, rows, width, left_from, left_to, m, l):
     """The last two numbers of every partial, [KVH, blocks, rows, width] -> float32 [blocks, KVH * rows] each; blocks [left_from, left_to)

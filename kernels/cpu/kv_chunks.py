@@ -10,26 +10,14 @@ from numba.extending import intrinsic
 
 from ..layout import PAGE
 from .inner_loops import FLOATS, VECTOR
-from .int8_ir import across, constant, function, larger, load, merged, offset, splat, store
+from .int8_ir import across, constant, larger, load, merged, offset, splat, store
 from .intrinsics import F32, I32
-from .softmax import LOG2E, LOWEST, MAGIC, WORDS
+from .softmax import LOG2E, power_of_two
 
 CHUNK = 32  # tokens with one mean value
 CHUNKS = PAGE // CHUNK
 # 2^x for x from -1/2 to 1/2, off by at most 3e-6, which is nothing beside what the scores are off by
 POWER = (0.9999992614441341, 0.6931218147397951, 0.24024744833108325, 0.055917860302730535, 0.009570101698785041)
-
-
-def _power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2**x for x <= 0, 2**LOWEST below LOWEST; NaN for NaN."""
-    bounded = builder.select(builder.fcmp_ordered("<", x, constant(FLOATS, LOWEST)), constant(FLOATS, LOWEST), x)
-    moved = builder.fadd(bounded, constant(FLOATS, MAGIC))
-    rest, value = builder.fsub(bounded, builder.fsub(moved, constant(FLOATS, MAGIC))), constant(FLOATS, POWER[-1])
-    fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
-    for factor in POWER[-2::-1]:
-        value = builder.call(fma, [value, rest, constant(FLOATS, factor)])
-    scaled = builder.add(builder.bitcast(value, WORDS), builder.shl(builder.bitcast(moved, WORDS), constant(WORDS, 23)))
-    return builder.bitcast(scaled, FLOATS)
 
 
 @intrinsic
@@ -44,7 +32,7 @@ def weigh_chunks(typingctx, scores, steps, out):
         top = builder.extract_element(across(builder, [merged(rows, most)], most), I32(0))
         highest, weights = splat(builder, top, FLOATS), []
         for row in rows:
-            weights.append(_power_of_two(builder, builder.fmul(builder.fsub(row, highest), constant(FLOATS, LOG2E))))
+            weights.append(power_of_two(builder, builder.fmul(builder.fsub(row, highest), constant(FLOATS, LOG2E)), POWER))
         per = CHUNK // VECTOR
         chunks = [merged(weights[begin : begin + per], builder.fadd) for begin in range(0, len(weights), per)]
         sums = across(builder, chunks, builder.fadd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from llvmlite import ir
@@ -21,14 +22,14 @@ POWER = (1.0, 0.6931471824645996, 0.24022647738456726, 0.055503323674201965, 0.0
 WORDS = ir.VectorType(I32, VECTOR)
 
 
-def power_of_two(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2**x for x <= 0; 0 below LOWEST, NaN for NaN."""
+def power_of_two(builder: ir.IRBuilder, x: ir.Value, power: Sequence[float] = POWER) -> ir.Value:
+    """2**x for x <= 0, by a polynomial from -1/2 to 1/2; 0 below LOWEST, NaN for NaN."""
     low = builder.fcmp_ordered("<", x, constant(FLOATS, LOWEST))
     bounded = builder.select(low, constant(FLOATS, LOWEST), x)
     moved = builder.fadd(bounded, constant(FLOATS, MAGIC))
-    rest, value = builder.fsub(bounded, builder.fsub(moved, constant(FLOATS, MAGIC))), constant(FLOATS, POWER[-1])
+    rest, value = builder.fsub(bounded, builder.fsub(moved, constant(FLOATS, MAGIC))), constant(FLOATS, power[-1])
     fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
-    for factor in POWER[-2::-1]:
+    for factor in power[-2::-1]:
         value = builder.call(fma, [value, rest, constant(FLOATS, factor)])
     scaled = builder.add(builder.bitcast(value, WORDS), builder.shl(builder.bitcast(moved, WORDS), constant(WORDS, 23)))
     return builder.select(low, constant(FLOATS, 0.0), builder.bitcast(scaled, FLOATS))
