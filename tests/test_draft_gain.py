@@ -22,8 +22,8 @@ FABLE = ROOT / "models" / "fable"
 # Passes of 1 to 8 tokens, in passes of one.
 COSTS = {"avx2": (1, 1.65, 2.1, 2.5, 2.9, 3.3, 3.6, 3.8), "vnni": (1, 1.2, 1.45, 1.75, 2.1, 2.4, 2.7, 3.0)}
 LETTER = ("Dear neighbours, the water in our house will be turned off on Tuesday from eight in the morning until about noon, because the "
-          "old pipe under the stairs is being replaced. Please fill a jug or two the evening before, and leave the tap in the kitchen closed, "
-          "so that nothing floods when the water comes back. If anything goes wrong on the day, call me at the shop.")
+          "old pipe under the stairs is being replaced. Please fill a jug or two the evening before, and leave the tap in the kitchen "
+          "closed, so that nothing floods when the water comes back. If anything goes wrong on the day, call me at the shop.")
 
 
 class Replayed:
