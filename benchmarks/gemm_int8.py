@@ -32,6 +32,7 @@ from yardsticks import PASSES, Yardsticks
 
 FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16", "affine4:64", "symmetric8:32", "symmetric6:32")
 WAYS = {gemm.SCALED: "row's int8", gemm.GROUPED: "exact groups"}
+BYTES = "exact groups as bytes"  # the way of codes of up to four bits on AVX2
 # Inputs and turns of the tile that is measured alone.
 ALONE, TURNS = 256, 4000
 INTRO = ("Random weights and activations. A product counts as 2 x tokens x inputs x outputs operations; packing the activations and "
@@ -111,7 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="512x2048x5632", help="tokens x inputs x outputs (default: the FFN of TinyLlama)")
     parser.add_argument("--formats", nargs="+", default=FORMATS)
-    parser.add_argument("--both-ways", action="store_true", help="every format in both ways, not only in its own")
+    parser.add_argument("--both-ways", action="store_true", help="every format in every way, not only in its own")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--print-only", action="store_true", help="leave the kept results alone")
@@ -123,7 +124,8 @@ def main() -> int:
     for text in arguments.formats:
         spec = QuantSpec.parse(text)
         blob = random_weight(spec, (outputs, inputs))
-        ways = WAYS if arguments.both_ways else (gemm.way_of(spec.bits, spec.scheme),)
+        own = gemm.way_of(spec.bits, spec.scheme)
+        ways = (*WAYS, *([] if own in WAYS else [own])) if arguments.both_ways else (own,)
         products += [Product(spec, blob, x, outputs, way, pool) for way in ways]
     rates: dict[str, list[float]] = {name: [] for name in ("tile", *yardsticks.names, *map(name_of, products), "packing")}
     for round_ in range(arguments.rounds + 1):
@@ -142,7 +144,7 @@ def main() -> int:
 
 
 def name_of(product: Product) -> str:
-    return f"{product.spec} {WAYS[product.way]}"
+    return f"{product.spec} {WAYS.get(product.way, BYTES)}"
 
 
 def figures(arguments: argparse.Namespace, rates: dict[str, list[float]], products: list[Product]) -> list[Figure]:

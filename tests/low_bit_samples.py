@@ -76,8 +76,10 @@ def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = 
 
 def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None) -> np.ndarray:
     """The definition for more columns."""
+    from effllm.kernels.cpu import gemm
+
     parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
-    if spec.bits > 4 or spec.scheme in ("mxfp", "super"):
+    if gemm.way_of(spec.bits, spec.scheme) != gemm.SCALED:
         return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias, minima=minimum_values(codes))
     most, shift = _range(codes, spec)
     return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias)
@@ -108,23 +110,27 @@ def seed_of(text: str) -> int:
 
 
 def digests() -> dict[str, str]:
-    """Of every format, the bytes of products with 1, 5 and 19 columns and of embedding rows, outliers and a gated pair included."""
+    """Of every format, the bytes of products with 1 and 5 columns and of embedding rows, and of those with 19 by how they are multiplied;
+    outliers and a gated pair included."""
+    from effllm.kernels.cpu import gemm
     from effllm.kernels.cpu.ops import CpuOps  # the other users of this file compile nothing
     from effllm.kernels.threads import ThreadPool
 
     found, pool = {}, ThreadPool(1)
     ops = CpuOps(pool, dims_for(300, 50))
     for text in FORMATS + WITH_OUTLIERS:
-        rng, spec, digest = np.random.default_rng(seed_of(text)), QuantSpec.parse(text), hashlib.sha256()
+        rng, spec, few, many = np.random.default_rng(seed_of(text)), QuantSpec.parse(text), hashlib.sha256(), hashlib.sha256()
         gate, up = (Linear(low_bit(random_codes(rng, spec, (50, 300)), spec), rng.standard_normal(50, np.float32)) for _ in range(2))
         for columns in (1, 5, 19):
             x = rng.standard_normal((columns, 300), np.float32)
             out = np.zeros((columns, 50), np.float32)
             ops._matrix(x, NO_NORM, [gate, up], [out], 2, "relu")
             for y in (*ops.norm_linear(x, NO_NORM, [gate, up]), out):
-                digest.update(y.tobytes())
-        digest.update(ops.embed(np.array([0, 17, 49]), gate.weight, 0.5).tobytes())
-        found[text] = digest.hexdigest()[:16]
+                (few if columns < 19 else many).update(y.tobytes())
+        few.update(ops.embed(np.array([0, 17, 49]), gate.weight, 0.5).tobytes())
+        found[text] = few.hexdigest()[:16]
+        way = "rows scaled" if gemm.way_of(spec.bits, spec.scheme) == gemm.SCALED else "groups apart"
+        found[f"{text}, {way}"] = many.hexdigest()[:16]
     pool.close()
     return found
 

@@ -17,6 +17,7 @@ from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.cpu import gemm, linear
 from effllm.kernels.cpu.gemm_tiles import HEADER, INPUTS, ITEM, TOKENS
 from effllm.kernels.cpu.inner_loops import TILE_COLUMNS
+from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.layout import ACTIVATIONS
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.tiles import SCHEMES
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from low_bit_samples import _outliers, _range, factors_of, low_bit, random_codes, seed_of
 
 WAYS = (gemm.SCALED, gemm.GROUPED)
+NARROW = "block4:32", "ternary:64", "symmetric4:16", "affine4:128+0.01", "affine3:32", "affine2:64"  # what NARROW_CODES takes
 # Every width, every kind of scale, outliers.
 EXPONENTS = "mxfp4:32"
 FORMATS = ("block4:32", "block8:32", "codebook4:16", "codebook3:16", "codebook2:16+0.02", "ternary:64", "symmetric8:16",
@@ -79,7 +81,7 @@ class Operand:
     def definition(self, x: np.ndarray, way: int) -> np.ndarray:
         parts = x, values(self.codes, self.spec), factors_of(self.codes), self.codes.rows, self.spec.group
         extra = {"outliers": _outliers(self.codes), "bias": self.bias}
-        if way == gemm.GROUPED:
+        if way != gemm.SCALED:
             return definition.grouped_linear(*parts, **extra)
         most, shift = _range(self.codes, self.spec)
         return definition.scaled_linear(*parts, most=most, shift=shift, **extra)
@@ -122,6 +124,27 @@ def test_both_ways_of_every_width(pools, text, way):
         each, x = Operand(text, (rows, depth), bias=index % 2 == 1), sample(tokens, depth)
         got, = product(pools[1 + index % 3], x, [each], way)
         assert np.array_equal(got, each.definition(x, way)), f"{tokens} x {depth} x {rows}"
+
+
+@pytest.mark.parametrize("text", NARROW)
+def test_codes_of_up_to_four_bits_as_bytes_give_what_the_groups_give(pools, text):
+    spec = QuantSpec.parse(text)
+    for index, (tokens, depth, rows) in enumerate(((17, 33, 1), (1, 300, 50), (40, 2 * gemm.SPAN + 200, 3 * gemm.BLOCK_ROWS + 5))):
+        each, x = Operand(text, (rows, depth), bias=index == 1), sample(tokens, depth)
+        got, = product(pools[1 + index], x, [each], gemm.NARROW_CODES)
+        assert np.array_equal(got, each.definition(x, gemm.GROUPED))
+    assert gemm.way_of(spec.bits, spec.scheme) == (gemm.NARROW_CODES if INSTRUCTION_SET == "avx2" else gemm.SCALED)
+
+
+@pytest.mark.parametrize("x", (1.0, -1.0))
+@pytest.mark.parametrize("text", NARROW)
+def test_the_largest_sums_of_bytes_fit_16_bits(pools, text, x):
+    each, ones = Operand(text, (33, 512)), np.full((TOKENS + 1, 512), np.float32(x))
+    top = 2 if text.startswith("ternary") else (1 << each.spec.bits) - 1
+    each.codes = replace(each.codes, codes=np.full_like(each.codes.codes, top))
+    each.pack()
+    got, = product(pools[1], ones, [each], gemm.NARROW_CODES)
+    assert np.array_equal(got, each.definition(ones, gemm.GROUPED)) and np.abs(got).max() > 0
 
 
 def test_powers_of_two_for_scales_are_multiplied_as_they_are(pools):

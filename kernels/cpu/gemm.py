@@ -8,9 +8,10 @@ makes way for the next. Two ways, one for a whole job:
     GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int [- m_g * sum_g]))
 
 with s the row's scale, m the largest |f * v| that its scale codes allow, int an exact integer sum, m_g a group's minimum and sum_g that of
-its activations. Both add float32 in the order of the
-inputs, one chain per output, so a result depends on neither the other tokens, the threads, nor the instruction set. Limited by the units
-that multiply. `multiply_exact` is the product in float32 of what the weights mean, from the panels of `linear.pack_columns`.
+its activations. AVX2 multiplies linear codes of up to four bits as bytes, which makes GROUPED the quicker one there (NARROW_CODES); it is
+SCALED elsewhere. All add float32 in the order of the inputs, one chain per output, so a result depends on neither the other tokens nor the
+threads, and of one way not on the instruction set. Limited by the units that multiply. `multiply_exact` is the product in float32 of what
+the weights mean, from the panels of `linear.pack_columns`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .gemm_stripes import (
     FIELDS,
     GROUP,
     GROUPED,
+    NARROW_CODES,
     OUT,
     OUT_STRIDE,
     ROWS,
@@ -49,8 +51,10 @@ from .gemm_stripes import (
     stored_depth,
 )
 from .gemm_tiles import (
+    AS_BYTES,
     HEADER,
     ITEM,
+    NARROW_ITEM,
     STRIPE,
     TOKENS,
     block_product,
@@ -59,6 +63,11 @@ from .gemm_tiles import (
     group_product,
     half_group_product,
     minimum_product,
+    narrow_half_product,
+    narrow_minimum_product,
+    narrow_outlier_sums,
+    narrow_pack_block,
+    narrow_product,
     outlier_sums,
     pack_block,
 )
@@ -88,13 +97,28 @@ def gemm_scratch(tokens: int, depth: int) -> int:
 
 def panel_nbytes(tokens: int, depth: int, way: int) -> int:
     """Bytes of the packed activations."""
-    block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
-    return align(-(-tokens // TOKENS) * (align(depth, SCALED_BLOCK) // block) * (HEADER + block * TOKENS * ITEM) + SLACK)
+    block, item = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK, NARROW_ITEM if way == NARROW_CODES else ITEM
+    return align(-(-tokens // TOKENS) * (align(depth, SCALED_BLOCK) // block) * (HEADER + block * TOKENS * item) + SLACK)
 
 
 def way_of(bits: int, scheme: str) -> int:
-    """How a format is multiplied: up to 4 bits in the row's int8, above that and with minima or powers of two for scales exactly."""
+    """How a format is multiplied: up to 4 bits in the row's int8 where that is the quicker way, but for minima and powers of two; else
+    exactly."""
+    if bits <= 4 and scheme not in ("mxfp", "codebook") and AS_BYTES:
+        return NARROW_CODES
     return SCALED if bits <= 4 and scheme not in ("mxfp", "super") else GROUPED
+
+
+@inlined()
+def _is_narrow(way):
+    return way == NARROW_CODES and AS_BYTES
+
+
+@inlined()
+def _block_nbytes(way):
+    """Bytes of a panel's block."""
+    block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
+    return HEADER + block * TOKENS * (NARROW_ITEM if _is_narrow(way) else ITEM)
 
 
 @kernel()
@@ -103,11 +127,12 @@ def pack_tokens(args, worker, counter):
     a = i64_at(args)
     tokens, depth = a[COUNT], a[DEPTH]
     eps = float32(f64_at(args)[EPS])
-    block = SCALED_BLOCK if a[WAY] == SCALED else GROUPED_BLOCK
+    way = a[WAY]
+    block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
     padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
     row = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
-    factor = -SCALED_SHIFT if a[WAY] == SCALED else 1  # sums of scaled weights begin where the shift is taken back
-    block_nbytes = HEADER + block * TOKENS * ITEM
+    factor = -SCALED_SHIFT if way == SCALED else 1  # sums of scaled weights begin where the shift is taken back
+    block_nbytes = _block_nbytes(way)
     panels = (tokens + TOKENS - 1) // TOKENS
     x = f32_at(row)
     while True:
@@ -122,7 +147,10 @@ def pack_tokens(args, worker, counter):
             for i in range(depth if token < tokens else 0, padded):
                 x[i] = ZERO
             for index in range(padded // block):
-                pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
+                if _is_narrow(way):
+                    narrow_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
+                else:
+                    pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
 
 
 @inlined()
@@ -133,7 +161,14 @@ def _product(a, matrix, way, scratch, panel, sums, span, ahead):
         return
     factors, shifts = scratch + FACTORS_AT, scratch + SHIFTS_AT
     stride = 4 * STRIPE if a[matrix + SCHEME] == AFFINE or a[matrix + SCHEME] == OFFSET else 0
-    if a[matrix + SCHEME] == SUPER:
+    if _is_narrow(way):
+        if a[matrix + SCHEME] == SUPER:
+            narrow_minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
+        elif a[matrix + GROUP] == 16:
+            narrow_half_product(wide, factors, shifts, stride, panel, sums, span)
+        else:
+            narrow_product(wide, factors, shifts, stride, panel, sums, span)
+    elif a[matrix + SCHEME] == SUPER:
         minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
     elif a[matrix + GROUP] == 16:
         half_group_product(wide, factors, shifts, stride, panel, sums, span)
@@ -142,7 +177,7 @@ def _product(a, matrix, way, scratch, panel, sums, span, ahead):
 
 
 @inlined()
-def _add_outliers(a, matrix, row, sums, panels, panel_nbytes, block, scales, scratch):
+def _add_outliers(a, matrix, way, row, sums, panels, panel_nbytes, block, scales, scratch):
     """What outliers add, into the sums of a stripe. Row scales are taken into the sums as well, and left as ones."""
     values, factors, extra = f32_at(sums), f32_at(scales), f32_at(scratch + OUTLIERS_AT)
     for t in range(panels * TOKENS):
@@ -159,8 +194,11 @@ def _add_outliers(a, matrix, row, sums, panels, panel_nbytes, block, scales, scr
             last += 1
         if last > begin:
             for panel in range(panels):
-                outlier_sums(places + 4 * begin, weights + 2 * begin, last - begin, a[X] + panel * panel_nbytes, block,
-                             HEADER + block * TOKENS * ITEM, scratch + OUTLIERS_AT)
+                where, count, x = places + 4 * begin, last - begin, a[X] + panel * panel_nbytes
+                if _is_narrow(way):
+                    narrow_outlier_sums(where, weights + 2 * begin, count, x, block, _block_nbytes(way), scratch + OUTLIERS_AT)
+                else:
+                    outlier_sums(where, weights + 2 * begin, count, x, block, _block_nbytes(way), scratch + OUTLIERS_AT)
                 for t in range(TOKENS):
                     values[(panel * TOKENS + t) * STRIPE + i] += extra[t]
 
@@ -215,7 +253,7 @@ def multiply(args, worker, counter):
     a = i64_at(args)
     tokens, depth, mode, way = a[COUNT], a[DEPTH], a[MODE], a[WAY]
     block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
-    block_nbytes = HEADER + block * TOKENS * ITEM
+    block_nbytes = _block_nbytes(way)
     padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
     panel_nbytes = padded // block * block_nbytes
     panels = (tokens + TOKENS - 1) // TOKENS
@@ -262,7 +300,8 @@ def multiply(args, worker, counter):
                         here = min(TOKENS, tokens - panel * TOKENS)
                         _close(a, own, mode, first, number, used, at, sums_nbytes, scratch, panel * TOKENS, here)
                 if last and sparse:
-                    _add_outliers(a, own, first, sums, panels, panel_nbytes, block, scratch + ROWS_AT + 4 * number * STRIPE, scratch)
+                    _add_outliers(a, own, way, first, sums, panels, panel_nbytes, block, scratch + ROWS_AT + 4 * number * STRIPE,
+                                  scratch)
                     _close(a, own, mode, first, number, used, sums, sums_nbytes, scratch, 0, tokens)
 
 

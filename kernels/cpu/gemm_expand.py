@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS
-from .gemm_tiles import HALVES, PAIRS, ROUND, STEP, Loop
+from .gemm_tiles import HALVES, NARROW, PAIRS, ROUND, STEP, WHOLE, Form, Loop
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -207,10 +207,10 @@ def _scaled(way: str):
     return run
 
 
-def _plain(way: str):
+def _plain(way: str, form: Form = WHOLE):
     @intrinsic
     def run(typingctx, codes, extra, out):
-        """A tile as it is into a stripe at `out`: v as 16-bit numbers, or with VNNI as bytes (levels + LEVEL_SHIFT; codes)."""
+        """A tile as it is into a stripe at `out`: v as 16-bit numbers, or in forms of bytes as those (levels + LEVEL_SHIFT; codes)."""
 
         def codegen(context, builder, signature, args):
             codes, extra, out = args
@@ -218,7 +218,7 @@ def _plain(way: str):
             for piece in range(PIECES):
                 reader.piece(piece)
                 for quad in range(QUADS):
-                    if PAIRS or way == CODEBOOK:
+                    if not form.byte_weights or way == CODEBOOK:
                         _put(builder, out, quad, piece, reader.values(quad, piece), LEVEL_SHIFT)
                     else:
                         raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
@@ -303,6 +303,6 @@ def levels_of(typingctx, codes, tables):
 
 
 scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)
-plain_codebook, plain_linear = _plain(CODEBOOK), _plain(LINEAR)
+plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW)
 codebook_factors, linear_factors, block_factors, exponent_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS, EXPONENTS))
 largest_step, largest_linear, largest_block = _largest(CODEBOOK), _largest(LINEAR), _largest(BLOCKS)

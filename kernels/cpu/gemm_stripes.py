@@ -38,6 +38,7 @@ from .gemm_expand import (
     largest_step,
     levels_of,
     linear_factors,
+    narrow_plain,
     plain_codebook,
     plain_linear,
     scaled_blocks,
@@ -45,7 +46,7 @@ from .gemm_expand import (
     scaled_linear,
 )
 from .gemm_factors import floats_of, floats_with_minima, signed_factors, super_factors
-from .gemm_tiles import INPUTS, ITEM, PAIRS, STEP, STRIPE
+from .gemm_tiles import AS_BYTES, INPUTS, ITEM, NARROW_INPUTS, PAIRS, STEP, STRIPE
 from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at, u32_at
 from .lut_order import expand_tiles, pair_at
 
@@ -53,6 +54,7 @@ from .lut_order import expand_tiles, pair_at
 # then as for other matrices.
 CODES, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, BITS, SCHEME, GROUP, LOOKED_UP, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(15)
 SCALED, GROUPED = 0, 1
+NARROW_CODES = 2 if AS_BYTES else GROUPED  # the groups apart as well, codes of up to four bits as bytes
 # A whole number of stripes, also when one half is another matrix's. All of them see a panel while it lies in the second-level cache.
 BLOCK_ROWS = max(2 * STRIPE, 64)
 # Inputs expanded at a time, a multiple of 128. A stripe of many rows is to lie in the first-level cache; narrow ones gain nothing by it.
@@ -214,6 +216,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     codes, tables, zeros, up = scratch + TILE_AT, a[matrix + TABLES], scratch + ZEROS_AT, _up(a, matrix)
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
+    narrow = way == NARROW_CODES and AS_BYTES
     if not _stores_zeros(scheme):
         shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
         _fill(zeros, shift)
@@ -241,7 +244,10 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                 exponent_factors(a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS, 0, factors, 0)
             elif scheme == SUPER:
                 record, own = _record(a, matrix, tiles, block, tile)
-                plain_linear(codes, zeros, out)
+                if narrow:
+                    narrow_plain(codes, zeros, out)
+                else:
+                    plain_linear(codes, zeros, out)
                 super_factors(record, own, factors, shifts_at)
             elif scheme == SIGNED:
                 record, own = _record(a, matrix, tiles, block, tile)
@@ -262,19 +268,22 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                     else:
                         scaled_linear(codes, scales, second, zeros, limits, up, out)
                 else:
-                    plain_linear(codes, zeros, out)
+                    if narrow:
+                        narrow_plain(codes, zeros, out)
+                    else:
+                        plain_linear(codes, zeros, out)
                     if _halves(scheme):
                         block_factors(scales, 0, factors, 0)
                     else:
                         linear_factors(scales, 0, factors, 0)
                     if parts == 2:
                         linear_factors(second, 0, factors + 4 * STRIPE, 0)
-                    if _stores_zeros(scheme) and not PAIRS:
+                    if _stores_zeros(scheme) and (narrow or not PAIRS):
                         for i in range(TILE_ROWS):
                             i32_at(shifts_at)[i] = int32(u8_at(zeros)[i])
             factors += 4 * parts * STRIPE
             shifts_at += 4 * STRIPE
-            out += TILE // INPUTS * STEP
+            out += TILE // (NARROW_INPUTS if narrow else INPUTS) * STEP
 
 
 @inlined()

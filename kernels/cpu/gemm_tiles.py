@@ -4,6 +4,8 @@ A stripe of STRIPE rows lies as steps: one step is VECTORS vectors, each of LANE
 steps too: one 32-bit word per token. With VNNI a step is four inputs, weights are bytes shifted to be unsigned and `vpdpbusd` multiplies
 them; the shift is taken back by starting the sums from it. Without VNNI `vpmaddubsw` would saturate (a pair of products needs 17 bits), so
 a step is two inputs of 16 bits each and the instruction is `vpmaddwd`: as many products per cycle, since bytes need two instructions.
+Codes of up to four bits are multiplied as bytes after all on AVX2 (NARROW): sixteen of their products fit 16 bits, so `vpmaddwd` is for a
+group what it else is for two inputs.
 
 A panel is cut into blocks along the inputs. A block begins with its header, one word per token each: the scale (float32), the sum of the
 int8 activations (for `block_product` what its sums begin with: that times minus the shift), the sum of the first half of them (int32);
@@ -16,11 +18,30 @@ broadcasts; AVX2 12 `vpmaddwd` and 12 `vpaddd` for the same. The multipliers are
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .int8_ir import FLOATS, INSTRUCTION_SET, LANES, WIDTH, WORDS, ask, constant, fma, function, in_register, load, offset, splat, store
+from .int8_ir import (
+    BYTES,
+    FLOATS,
+    HALVES,
+    INSTRUCTION_SET,
+    LANES,
+    WIDTH,
+    WORDS,
+    ask,
+    constant,
+    fma,
+    function,
+    in_register,
+    load,
+    offset,
+    splat,
+    store,
+)
 from .intrinsics import F32, I16, I32, I64
 
 PAIRS = INSTRUCTION_SET in ("avx2", "portable")
@@ -31,15 +52,42 @@ VECTORS, TOKENS = {"avx512": (4, 6), "avx2vnni": (2, 6), "avx2": (2, 6), "portab
 STRIPE = VECTORS * LANES  # rows
 STEP = VECTORS * WIDTH  # bytes of weights
 HEADER = 12 * TOKENS  # bytes
-# Steps of one turn of the innermost loop. More would let the compiler move loads up so far that it runs out of registers.
-UNROLL = 2 if PAIRS else 4
-HALVES = ir.VectorType(I16, WIDTH // 2)
+
+
+class Form(NamedTuple):
+    """How a step's operands lie. `inputs`: of a step; `unroll`: steps of one turn of the innermost loop (more would let the compiler move
+    loads up so far that it runs out of registers); `halves`: products are summed in 16 bits, up to sixteen of them."""
+
+    inputs: int
+    unroll: int
+    halves: bool = False
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation."""
+        return 4 // self.inputs
+
+    @property
+    def byte_weights(self) -> bool:
+        """Are weights bytes, as unsigned as their codes, so that sums have to take a shift back?"""
+        return self.inputs == 4
+
+
+WHOLE = Form(INPUTS, 2 if PAIRS else 4)
+# What codes of up to four bits are multiplied by; the same form where there is no better one.
+NARROW = Form(4, 2, True) if INSTRUCTION_SET == "avx2" else WHOLE
+AS_BYTES, NARROW_INPUTS, NARROW_ITEM = NARROW.halves, NARROW.inputs, NARROW.item
 # Adding it to a float32 below 2**22 leaves the nearest integer, ties to even, in the low bits.
 ROUND, ROUND_BITS = 12582912.0, 0x4B400000
 
 
-def multiply_add(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value) -> ir.Value:
-    """sums + the products of a step, per row; all WORDS, bytes or 16-bit numbers within."""
+def multiply_add(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, form: Form = WHOLE) -> ir.Value:
+    """sums + the products of a step, per row; all WORDS, bytes or 16-bit numbers within. With `halves` the sums are HALVES, two a row."""
+    if form.halves:
+        pairs = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
+        sums = builder.add(sums, builder.call(pairs, [builder.bitcast(weights, BYTES), builder.bitcast(x, BYTES)]))
+        # Else the compiler adds products to one another first, for which there are no registers.
+        return builder.asm(ir.FunctionType(HALVES, [HALVES]), "", "=x,0", [sums], side_effect=False)
     if not PAIRS:
         dot = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpbusd.{8 * WIDTH}")
         return builder.call(dot, [sums, weights, x])
@@ -81,28 +129,34 @@ class Loop:
 
 
 def _steps(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Value, sums: list[ir.Value],
-           tokens: int, ahead: ir.Value | None = None) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+           tokens: int, ahead: ir.Value | None = None, form: Form = WHOLE) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
     """The innermost loop over `inputs`, a multiple of 16. Returns the addresses after them and the sums, [token][vector].
 
     What lies `ahead` bytes behind x is asked for meanwhile.
     """
-    loop = Loop(builder, builder.lshr(inputs, I64((INPUTS * UNROLL).bit_length() - 1)), [weights, x, *sums], "steps")
+    loop = Loop(builder, builder.lshr(inputs, I64((form.inputs * form.unroll).bit_length() - 1)), [weights, x, *sums], "steps")
     weights, x, *sums = loop.values
     weights, x = in_register(builder, weights), in_register(builder, x)
     if ahead is not None:
-        ask(builder, builder.add(x, ahead), 4 * TOKENS * UNROLL)
-    for step in range(UNROLL):
+        ask(builder, builder.add(x, ahead), 4 * TOKENS * form.unroll)
+    for step in range(form.unroll):
         rows = [load(builder, offset(builder, weights, STEP * step + WIDTH * v), WORDS, 4) for v in range(VECTORS)]
         for t in range(tokens):
             word = splat(builder, load(builder, offset(builder, x, 4 * (TOKENS * step + t)), I32, 4), WORDS)
             for v in range(VECTORS):
-                sums[VECTORS * t + v] = multiply_add(builder, sums[VECTORS * t + v], rows[v], word)
-    weights, x, *sums = loop.end([builder.add(weights, I64(STEP * UNROLL)), builder.add(x, I64(4 * TOKENS * UNROLL)), *sums])
+                sums[VECTORS * t + v] = multiply_add(builder, sums[VECTORS * t + v], rows[v], word, form)
+    weights, x, *sums = loop.end([builder.add(weights, I64(STEP * form.unroll)), builder.add(x, I64(4 * TOKENS * form.unroll)), *sums])
     return weights, x, sums
 
 
 def _word(builder: ir.IRBuilder, header: ir.Value, row: int, token: int, kind: ir.Type) -> ir.Value:
     return load(builder, offset(builder, header, 4 * (TOKENS * row + token)), kind, 4)
+
+
+def _total(builder: ir.IRBuilder, header: ir.Value, token: int, part: str) -> ir.Value:
+    """The sum of a token's inputs in a part of a block."""
+    total = _word(builder, header, 2 if part == "first half" else 1, token, I32)
+    return builder.sub(total, _word(builder, header, 2, token, I32)) if part == "second half" else total
 
 
 def _start(builder: ir.IRBuilder, header: ir.Value, tokens: int, shifts: list[ir.Value] | None, part: str = "whole") -> list[ir.Value]:
@@ -115,27 +169,31 @@ def _start(builder: ir.IRBuilder, header: ir.Value, tokens: int, shifts: list[ir
         if shifts is None:
             first += [splat(builder, _word(builder, header, 1, t, I32), WORDS)] * VECTORS
             continue
-        total = _word(builder, header, 2 if part == "first half" else 1, t, I32)
-        if part == "second half":
-            total = builder.sub(total, _word(builder, header, 2, t, I32))
-        total = splat(builder, builder.neg(total), WORDS)
+        total = splat(builder, builder.neg(_total(builder, header, t, part)), WORDS)
         first += [builder.mul(total, shift) for shift in shifts]
     return first
 
 
-def _flush(builder: ir.IRBuilder, out: ir.Value, header: ir.Value, sums: list[ir.Value], tokens: int,
-           factors: list[ir.Value] | None, minima: list[ir.Value] | None = None) -> None:
+def _flush(builder: ir.IRBuilder, out: ir.Value, header: ir.Value, sums: list[ir.Value], tokens: int, factors: list[ir.Value] | None,
+           minima: list[ir.Value] | None = None, shifts: list[ir.Value] | None = None, part: str = "whole") -> None:
     """out[token][row] += scale of the token * (factor of the row * sum), as one fused multiply-add; minima, times the sum of the token's
-    inputs, go to the product by another."""
+    inputs, go to the product by another. So do `shifts`, to the sum: both are whole numbers below 2**24, which float32 holds. Sums of 16
+    bits, two a row, become one."""
     # Without this the compiler keeps what it has stored, in more registers than there are.
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
     out = in_register(builder, out)
     for t in range(tokens):
         scale = splat(builder, _word(builder, header, 0, t, F32), FLOATS)
-        total = splat(builder, builder.sitofp(_word(builder, header, 1, t, I32), F32), FLOATS) if minima else None
+        total = builder.sitofp(splat(builder, _total(builder, header, t, part), WORDS), FLOATS) if minima or shifts else None
         for v in range(VECTORS):
             at = offset(builder, out, 4 * LANES * (VECTORS * t + v))
-            value = builder.sitofp(sums[VECTORS * t + v], FLOATS)
+            value = sums[VECTORS * t + v]
+            if value.type == HALVES:
+                both = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
+                value = builder.call(both, [value, constant(HALVES, 1)])
+            value = builder.sitofp(value, FLOATS)
+            if shifts:
+                value = fma(builder, shifts[v], total, value)
             if factors:
                 value = builder.fmul(value, factors[v])
             if minima:
@@ -168,7 +226,7 @@ def _block_product(tokens: int):
     return run
 
 
-def _group_product(tokens: int, halves: bool, with_minima: bool = False):
+def _group_product(tokens: int, halves: bool, with_minima: bool = False, form: Form = WHOLE):
     """`halves`: groups of 16 inputs, two in a block; else at most one. `with_minima`: in the place of shifts (there are none) float32
     minima, negative, of every block."""
 
@@ -184,16 +242,18 @@ def _group_product(tokens: int, halves: bool, with_minima: bool = False):
             weights, factors, shifts, stride, panel, out, inputs = args
             loop = Loop(builder, builder.lshr(inputs, I64(5)), [weights, factors, shifts, panel], "groups")
             weights, factors, shifts, header = loop.values
-            kind, minima = FLOATS if with_minima else WORDS, None
+            kind, minima, above = FLOATS if with_minima else WORDS, None, None
             rows = [load(builder, offset(builder, shifts, 4 * LANES * v), kind, 4) for v in range(VECTORS)]
             if with_minima:
                 rows, minima = [constant(WORDS, 0)] * VECTORS, rows
+            elif form.halves:
+                above = [builder.sitofp(builder.neg(each), FLOATS) for each in rows]
             steps = builder.add(header, I64(HEADER))
             for part in ("first half", "second half") if halves else ("whole",):
-                first = _start(builder, header, tokens, rows, part)
-                weights, steps, sums = _steps(builder, weights, steps, I64(16 if halves else 32), first, tokens)
+                first = [constant(HALVES, 0)] * (VECTORS * tokens) if form.halves else _start(builder, header, tokens, rows, part)
+                weights, steps, sums = _steps(builder, weights, steps, I64(16 if halves else 32), first, tokens, form=form)
                 scales = [load(builder, offset(builder, factors, 4 * LANES * v), FLOATS, 4) for v in range(VECTORS)]
-                _flush(builder, out, header, sums, tokens, scales, minima)
+                _flush(builder, out, header, sums, tokens, scales, minima, above, part)
                 factors = builder.add(factors, I64(4 * STRIPE))
             loop.end([weights, factors, builder.add(shifts, stride), steps])
             return context.get_dummy_value()
@@ -203,11 +263,11 @@ def _group_product(tokens: int, halves: bool, with_minima: bool = False):
     return run
 
 
-def _correction():
+def _correction(form: Form):
     """Outliers of a row, with the tokens of a panel in one vector."""
     lanes = 4 if TOKENS <= 4 else 8 if TOKENS <= 8 else 16
     words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
-    item_bits, step_bits = 8 * ITEM, (INPUTS - 1).bit_length()
+    item_bits, step_bits = 8 * form.item, (form.inputs - 1).bit_length()
 
     @intrinsic
     def run(typingctx, places, values, count, panel, block, block_nbytes, out):
@@ -228,7 +288,7 @@ def _correction():
             within = builder.and_(column, builder.sub(block, I64(1)))
             step = builder.mul(builder.lshr(within, I64(step_bits)), I64(4 * TOKENS))
             word = load(builder, builder.add(header, builder.add(step, I64(HEADER))), words, 4)
-            place = builder.trunc(builder.and_(within, I64(INPUTS - 1)), I32)
+            place = builder.trunc(builder.and_(within, I64(form.inputs - 1)), I32)
             up = builder.sub(I32(32 - item_bits), builder.mul(place, I32(item_bits)))
             x = builder.ashr(builder.shl(word, splat(builder, up, words)), constant(words, 32 - item_bits))
             x = builder.fmul(builder.sitofp(x, floats), load(builder, header, floats, 4))
@@ -242,50 +302,53 @@ def _correction():
     return run
 
 
-@intrinsic
-def pack_block(typingctx, x, count, header, token, factor):
-    """`count` (a multiple of 32) float32 of a token, quantized into the block at `header`: scale, `factor` * sum, sum of a half, steps.
+def _packing(form: Form):
+    @intrinsic
+    def run(typingctx, x, count, header, token, factor):
+        """`count` (a multiple of 32) float32 of a token, quantized into the block at `header`: scale, `factor` * sum, sum of a half, steps.
 
-    int8 = rint(x * (127 / largest)), scale = largest / 127; zeros where that is no normal number, and a NaN for a scale where a number is
-    not finite.
-    """
-    per = LANES // INPUTS  # words of a vector
+        int8 = rint(x * (127 / largest)), scale = largest / 127; zeros where that is no normal number, and a NaN for a scale where a number
+        is not finite.
+        """
+        per = LANES // form.inputs  # words of a vector
 
-    def codegen(context, builder, signature, args):
-        x, count, header, token, factor = args
-        vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
-        reduced = lambda name, value: builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.{name}.v{LANES}i32"), [value])  # noqa: E731
-        loop = Loop(builder, vectors, [constant(WORDS, 0)], "largest")
-        at = lambda: builder.add(x, builder.mul(loop.turn, I64(4 * LANES)))  # noqa: E731
-        magnitude = builder.and_(load(builder, at(), WORDS, 4), constant(WORDS, 0x7FFFFFFF))
-        top, = loop.end([builder.select(builder.icmp_unsigned(">", magnitude, loop.values[0]), magnitude, loop.values[0])])
-        top = reduced("umax", top)
-        largest = builder.bitcast(top, F32)
-        scale = builder.fdiv(largest, F32(127.0))
-        scale = builder.select(builder.icmp_unsigned("<", top, I32(0x7F800000)), scale, F32(float("nan")))
-        normal = builder.fcmp_ordered(">=", scale, F32(2.0**-126))
-        inverse = builder.select(normal, builder.fdiv(F32(127.0), largest), F32(0.0))
-        column = builder.add(header, builder.mul(token, I64(4)))
-        store(builder, scale, column, 4)
-        inverse, sums, first = splat(builder, inverse, FLOATS), [], builder.add(column, I64(HEADER))
-        for _ in (0, 1):
-            loop = Loop(builder, builder.lshr(vectors, I64(1)), [constant(WORDS, 0), x, first], "numbers")
-            total, x, first = loop.values
-            rounded = builder.fadd(builder.fmul(load(builder, x, FLOATS, 4), inverse), constant(FLOATS, ROUND))
-            numbers = builder.sub(builder.bitcast(rounded, WORDS), constant(WORDS, ROUND_BITS))
-            narrow = builder.trunc(numbers, ir.VectorType(ir.IntType(8 * ITEM), LANES))
-            words = builder.bitcast(narrow, ir.VectorType(I32, per) if per > 1 else I32)
-            for i in range(per):
-                word = builder.extract_element(words, I32(i)) if per > 1 else words
-                store(builder, word, offset(builder, first, 4 * TOKENS * i), 4)
-            following = builder.add(x, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
-            total, x, first = loop.end([builder.add(total, numbers), *following])
-            sums.append(reduced("add", total))
-        store(builder, builder.mul(builder.add(*sums), builder.trunc(factor, I32)), offset(builder, column, 4 * TOKENS), 4)
-        store(builder, sums[0], offset(builder, column, 8 * TOKENS), 4)
-        return context.get_dummy_value()
+        def codegen(context, builder, signature, args):
+            x, count, header, token, factor = args
+            vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
+            over = lambda name: function(builder, I32, [WORDS], f"llvm.vector.reduce.{name}.v{LANES}i32")  # noqa: E731
+            loop = Loop(builder, vectors, [constant(WORDS, 0)], "largest")
+            at = lambda: builder.add(x, builder.mul(loop.turn, I64(4 * LANES)))  # noqa: E731
+            magnitude = builder.and_(load(builder, at(), WORDS, 4), constant(WORDS, 0x7FFFFFFF))
+            top, = loop.end([builder.select(builder.icmp_unsigned(">", magnitude, loop.values[0]), magnitude, loop.values[0])])
+            top = builder.call(over("umax"), [top])
+            largest = builder.bitcast(top, F32)
+            scale = builder.fdiv(largest, F32(127.0))
+            scale = builder.select(builder.icmp_unsigned("<", top, I32(0x7F800000)), scale, F32(float("nan")))
+            normal = builder.fcmp_ordered(">=", scale, F32(2.0**-126))
+            inverse = builder.select(normal, builder.fdiv(F32(127.0), largest), F32(0.0))
+            column = builder.add(header, builder.mul(token, I64(4)))
+            store(builder, scale, column, 4)
+            inverse, sums, first = splat(builder, inverse, FLOATS), [], builder.add(column, I64(HEADER))
+            for _ in (0, 1):
+                loop = Loop(builder, builder.lshr(vectors, I64(1)), [constant(WORDS, 0), x, first], "numbers")
+                total, x, first = loop.values
+                rounded = builder.fadd(builder.fmul(load(builder, x, FLOATS, 4), inverse), constant(FLOATS, ROUND))
+                numbers = builder.sub(builder.bitcast(rounded, WORDS), constant(WORDS, ROUND_BITS))
+                narrow = builder.trunc(numbers, ir.VectorType(ir.IntType(8 * form.item), LANES))
+                words = builder.bitcast(narrow, ir.VectorType(I32, per) if per > 1 else I32)
+                for i in range(per):
+                    word = builder.extract_element(words, I32(i)) if per > 1 else words
+                    store(builder, word, offset(builder, first, 4 * TOKENS * i), 4)
+                following = builder.add(x, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
+                total, x, first = loop.end([builder.add(total, numbers), *following])
+                sums.append(builder.call(over("add"), [total]))
+            store(builder, builder.mul(builder.add(*sums), builder.trunc(factor, I32)), offset(builder, column, 4 * TOKENS), 4)
+            store(builder, sums[0], offset(builder, column, 8 * TOKENS), 4)
+            return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), codegen
+        return types.void(*[types.int64] * 5), codegen
+
+    return run
 
 
 def _finish(add: bool):
@@ -316,8 +379,13 @@ def _finish(add: bool):
     return run
 
 
-outlier_sums = _correction()
+outlier_sums, pack_block = _correction(WHOLE), _packing(WHOLE)
 finish, finish_adding = _finish(False), _finish(True)
 block_product = _block_product(TOKENS)
 half_group_product, group_product = _group_product(TOKENS, True), _group_product(TOKENS, False)
 minimum_product = _group_product(TOKENS, False, with_minima=True)
+# Of codes of up to four bits. Where that form is the other one as well, so are these.
+narrow_outlier_sums, narrow_pack_block = (_correction(NARROW), _packing(NARROW)) if NARROW.halves else (outlier_sums, pack_block)
+narrow_half_product, narrow_product, narrow_minimum_product = (
+    (_group_product(TOKENS, True, form=NARROW), _group_product(TOKENS, False, form=NARROW), _group_product(TOKENS, False, True, NARROW))
+    if NARROW.halves else (half_group_product, group_product, minimum_product))

@@ -35,7 +35,7 @@ def scratch_floats(dims: Dims, chunk: int, wide: int) -> int:
 
 def panel_floats(chunk: int, wide: int) -> int:
     """Floats of packed activations for the products of many columns."""
-    return -(-max(gemm.panel_nbytes(chunk, wide, way) for way in (gemm.SCALED, gemm.GROUPED)) // 4)
+    return -(-max(gemm.panel_nbytes(chunk, wide, way) for way in (gemm.SCALED, gemm.GROUPED, gemm.NARROW_CODES)) // 4)
 
 
 def kind_of(weight: Weight) -> int:
