@@ -139,12 +139,15 @@ def test_codes_of_up_to_four_bits_as_bytes_give_what_the_groups_give(pools, text
 @pytest.mark.parametrize("x", (1.0, -1.0))
 @pytest.mark.parametrize("text", NARROW)
 def test_the_largest_sums_of_bytes_fit_16_bits(pools, text, x):
+    """With zeros farther off than any code: a file may say so."""
     each, ones = Operand(text, (33, 512)), np.full((TOKENS + 1, 512), np.float32(x))
     top = 2 if text.startswith("ternary") else (1 << each.spec.bits) - 1
-    each.codes = replace(each.codes, codes=np.full_like(each.codes.codes, top))
-    each.pack()
-    got, = product(pools[1], ones, [each], gemm.NARROW_CODES)
-    assert np.array_equal(got, each.definition(ones, gemm.GROUPED)) and np.abs(got).max() > 0
+    for code, zero in ((top, 0), (top, 255), (0, 255)):
+        zeros = None if each.codes.zeros is None else np.full_like(each.codes.zeros, zero)
+        each.codes = replace(each.codes, codes=np.full_like(each.codes.codes, code), zeros=zeros)
+        each.pack()
+        got, = product(pools[1], ones, [each], gemm.NARROW_CODES)
+        assert np.array_equal(got, each.definition(ones, gemm.GROUPED)) and np.abs(got).max() > 0
 
 
 def test_powers_of_two_for_scales_are_multiplied_as_they_are(pools):
