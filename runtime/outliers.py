@@ -8,10 +8,10 @@ import numpy as np
 
 from ..kernels.tiles import MOST_COLUMNS, ROWS
 from ..offload.checkpoint import CheckpointError, TensorStore
+from .container import REMADE
 from .tensors import ModelTensor
 
 PIECE = 1 << 20  # places that are looked at together
-REMADE = "quantize or download it again"
 
 
 def check_outliers(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> None:
