@@ -23,6 +23,7 @@ from ..quant.recipe import Choice, Recipe, allocate
 from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32, to_f32
 from .convert_plan import ConversionPlan, Job
+from .convert_stream import finite
 from .engine import Engine
 from .evaluate import log_softmax
 from .events import Notice, Progress
@@ -141,6 +142,7 @@ def _round_in_place(data: np.ndarray, job: Job, specs: Mapping[str, QuantSpec], 
     pool = engine.backends["cpu"].pool
 
     def rounded(values: np.ndarray, width: str) -> np.ndarray:
+        finite(job, values)
         spec = specs[width]
         return dequantize(rtn.quantize(values, spec, None, pool), spec)
 

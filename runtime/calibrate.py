@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from .. import UsageError
+from .. import EffllmError, UsageError
 from ..kernels.blas import one_thread
 from ..kernels.reference import normalise
 from ..kernels.reference_moe import Routed
@@ -26,6 +26,7 @@ from ..quant.weight import Norm
 from .cache import AttnSpec, CacheShape, KVCache, open_cache
 from .compiled import compiled
 from .config import ModelConfig, read_config
+from .convert_stream import DAMAGED
 from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .families import LayerWeights, expert_of, expert_role, kind_of
@@ -221,6 +222,7 @@ class Calibration:
     def __init__(self, model: Model, ops: object, cut: list[np.ndarray]) -> None:
         self.model, self.ops, self.cut = model, ops, cut
         self.states = model.read_states(cut)
+        self._demand_finite()
 
     def run(self) -> Iterator[Progress | LayerStats | Notice]:
         config = self.model.config
@@ -236,6 +238,7 @@ class Calibration:
                 self.states[begin:end] = self._block(layer, weights, cache, self.states[begin:end], gathered, own)
                 done, begin = done + len(window), end
                 yield Progress("calibrating", done, total, "tokens")
+            self._demand_finite()
             del weights, cache
             found = {name: each.stats() for name, each in gathered.items()}
             by_role = {role: found[name] for name, roles in READS.items() for role in roles}
@@ -249,6 +252,13 @@ class Calibration:
             yield Notice(f"{scarce} of {config.mixture.experts * len(config.mixture.layers)} experts were visited by fewer than "
                          f"{LEAST_VISITS} of {len(self.states)} tokens: they are quantized by what all tokens show of their layer")
         yield LayerStats("outer", self.head())
+
+    def _demand_finite(self) -> None:
+        """Raises EffllmError naming the tensor for which the text's activations are no numbers: they would show nothing of any layer."""
+        if not np.isfinite(self.states.sum(dtype=np.float64)):
+            name = self.model.find_nan()
+            raise EffllmError("the calibration text's activations are NaN or infinite" if name is None else f"{name}: NaN or infinity",
+                              "--method rtn needs no text" if name is None else DAMAGED)
 
     def timed(self, layer: int, weights: LayerWeights) -> Callable[[int], float]:
         """What runs so many of the first window's tokens through a layer, and says in how many seconds."""
