@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
@@ -34,6 +33,7 @@ from .model import Model, attention_specs, dims
 from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
+from .timing import turns
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
@@ -41,7 +41,7 @@ VARIED = 128  # different tokens, below which a text shows a model's inputs too 
 READS = {"block_in": ("q", "k", "v"), "attn_out": ("o",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
-FEW, TIMES = 4, 3  # how costs are measured: a quarter of the tokens apart, the median of three windows
+FEW = 4  # how costs are measured: a quarter of the tokens apart
 LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
 
 
@@ -131,9 +131,9 @@ def text_costs(folder: Path, config: ModelConfig, ids: Sequence[int], threads: i
         n, few = min(width, most), max(1, min(width, most) // FEW)
         through(few)  # loads kernels, and makes room for the sums
         if n == width:
-            window_s = median(through(width) for _ in range(TIMES))
+            (window_s,) = turns(lambda: (through(width),))
         else:
-            some, more = (through(tokens) for tokens in (few, n))
+            some, more = turns(lambda: (through(few), through(n)))
             window_s = more + (width - n) * max(0.0, more - some) / (n - few)
         begun = time.monotonic()
         calibration.head()
