@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 import time
 from contextlib import closing
@@ -31,7 +32,7 @@ from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import larger_than_memory, long_context, streaming
+from streamed_models import larger_than_memory, long_context, long_context_mixture, streaming
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 CPU = EngineOptions(device="cpu", threads=2)
@@ -139,6 +140,36 @@ def test_memory_is_advised_where_a_full_context_would_read_the_cache_from_the_di
     advised = suggest(tight, KNOWN)
     assert advised.flag.startswith("--ram ") and advised.full
     assert not prepare(folder, replace(CPU, ctx=16_384, ram=advised.flag[6:])).placement.kv_disk_bytes
+
+
+def test_memory_or_a_shorter_context_is_advised_where_weights_do_not_fit(tmp_path: Path) -> None:
+    """In a budget to the last megabyte, in a process that has loaded nothing but what the plan needs: what other plans load while they are
+    compared, kernels of packed weights and caches, is none of its own."""
+    script = tmp_path / "advice.py"
+    script.write_text(f"""import sys
+from effllm import DoesNotFit
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_forecast import CPU, KNOWN, fable, replace, suggest
+try:
+    fable(replace(CPU, ram="1M"))
+except DoesNotFit as error:
+    tight = fable(replace(CPU, ram=error.hint.split("--ram ")[1].split(",")[0]))
+assert tight.placement.streamed_bytes
+advised = suggest(tight, KNOWN)
+assert advised.flag.startswith(("-c ", "--ram ")) and advised.gain > 5, advised
+""")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_memory_is_advised_for_a_mixture_whose_experts_come_from_the_disk(tmp_path: Path) -> None:
+    raw, folder = Roofs(replace(MACHINE, kinds={"bf16": KINDS["bf16"]}), DISK), long_context_mixture(tmp_path / "mixture")
+    whole = prepare(folder, replace(CPU, ctx=1024)).placement.total_bytes
+    paged = prepare(folder, replace(CPU, ctx=1024, ram=str(whole - (30 << 20))))
+    assert 0 < paged.placement.expert_slots < 32
+    advised = suggest(paged, raw)
+    assert advised.flag.startswith("--ram ") and advised.gain > 1.5, advised
+    assert prepare(folder, replace(CPU, ctx=1024, ram=advised.flag[6:])).streams is None
 
 
 def test_kinds_are_named_by_how_they_are_multiplied() -> None:
