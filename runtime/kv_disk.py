@@ -50,7 +50,7 @@ def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layo
     if options.disk and parse_size(options.disk) < disk:
         disk, where = parse_size(options.disk), "--disk allows"
     ram = parse_size(options.kv_ram) if options.kv_ram else None
-    return Spill(memory, workspace, ram, disk, where)
+    return Spill(memory, workspace, ram, disk, where, options.kv_read == SPARSE)
 
 
 def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | None:

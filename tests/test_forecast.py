@@ -21,6 +21,7 @@ from effllm.offload.direct import Traffic
 from effllm.offload.disk import Disk, DiskRead
 from effllm.offload.placement import Residency
 from effllm.offload.predict import KindRate, Paged, Prediction
+from effllm.offload.size import format_size
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import outcome, roofs
 from effllm.runtime.bench import prepare_synthetic
@@ -210,6 +211,25 @@ def test_plan_at_other_bits(known: None) -> None:
     code, _, said = ran("plan", "fable", "--bits", "7")
     assert code == 2 and "7bit" in said
     assert ran("plan", "fable", "-p", "0")[0] == 2
+
+
+def test_plan_tells_what_of_the_cache_a_token_reads_from_the_disk(known: None) -> None:
+    asked = ("plan", "fable", "--device", "cpu", "--kv-ram", "6Mi")
+    code, out, err = ran(*asked, "--json")
+    plan = json.loads(out)
+    away, whole = (plan["per_token"][name] for name in ("kv_disk_bytes_at_full_context", "kv_bytes_at_full_context"))
+    assert code == 0 and 0 < away < whole and away <= plan["tiers"]["disk"]["kv_bytes"]
+    assert "read for every token" in err
+    assert f"of cache, {format_size(away)} of it from the disk" in ran(*asked)[1]
+    code, out, err = ran(*asked, "--kv-read", "sparse")
+    assert code == 0 and "of cache, few pages of what lies on the disk" in out
+    assert "lie on the disk, of which a token reads few pages" in err and "read for every token" not in err
+    assert "after 0 s of loading" not in ran("plan", "fable", "--device", "cpu", "--ram", refused_for("1M"))[1]
+
+
+def refused_for(ram: str) -> str:
+    """The least memory that a refusal names for the packaged model."""
+    return ran("plan", "fable", "--device", "cpu", "--ram", ram)[2].split("--ram ")[1].split(",")[0]
 
 
 def test_without_a_probe_nothing_is_measured_and_that_is_said(nobody: Path) -> None:
