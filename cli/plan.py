@@ -181,6 +181,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     from ..offload.size import format_size
 
     placement, work = prepared.placement, found.work
+    read = work.streamed + round(work.missed)
     said = [("model", f"{model} ({prepared.config.family})")]
     if coming is not None:
         from .pull import suffix
@@ -190,7 +191,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
                                  + (", gated" if coming.repository.gated else "")))
     said += tiers(prepared, work, known, width)
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
-              + (f", {format_size(work.streamed)} of them from the disk" if work.streamed else "")
+              + (f", {format_size(read)} of them from the disk" if read else "")
               + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"), *speeds(found)]
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))

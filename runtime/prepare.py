@@ -290,6 +290,12 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
     try:
         return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
     except DoesNotFit as error:
+        if asked.options.load == "mmap":
+            try:
+                _planned(replace(asked, options=replace(asked.options, load="ram")), chunk, folder)
+            except DoesNotFit:
+                raise error from None
+            raise DoesNotFit(error.message, f"{error.hint}; without --load mmap what does not fit is read from the disk") from None
         parts = asked.cuts().parts
         raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
 
