@@ -129,7 +129,8 @@ def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Pa
 
 def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None) -> dict[str, object]:
     """What `--json` prints. Keys stay; bytes, seconds, tokens a second. Of a tier, `weights_bytes` are those of its memory, or what a token
-    reads, and `tensor_bytes` those of the model's tensors that lie there: over all tiers, all of them."""
+    reads, and `tensor_bytes` those of the model's tensors that lie there: over all tiers, all of them. Where pages of the
+    cache are picked, those of a token from the disk are the most that it could read."""
     from ..runtime.weight_tiers import weight_tiers
 
     placement, work = prepared.placement, found.work
@@ -158,7 +159,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                           "kv_bytes": placement.card.kv_bytes, "other_bytes": placement.card.workspace_bytes,
                           "copied_layers_bytes": placement.card.buffers_bytes}},
         "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
-                      work.kv_bytes * placement.ctx},
+                      work.kv_bytes * placement.ctx, "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
         "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
                        "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "unknown": found.reason or None},
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
@@ -180,6 +181,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     from ..offload.size import format_size
 
     placement, work = prepared.placement, found.work
+    read = work.streamed + round(work.missed)
     said = [("model", f"{model} ({prepared.config.family})")]
     if coming is not None:
         from .pull import suffix
@@ -189,8 +191,8 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
                                  + (", gated" if coming.repository.gated else "")))
     said += tiers(prepared, work, known, width)
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
-              + (f", {format_size(work.streamed)} of them from the disk" if work.streamed else "")
-              + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache"), *speeds(found)]
+              + (f", {format_size(read)} of them from the disk" if read else "")
+              + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"), *speeds(found)]
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))
     if better is not None:
@@ -275,6 +277,15 @@ def drafts(prepared: Prepared) -> str:
     return f"drafts from the text{taken}, several verified in a pass: where they are right, tokens come faster than predicted"
 
 
+def paged_cache(prepared: Prepared, work: Work) -> str:
+    """What of a token's cache comes from the disk, with a full context."""
+    from ..offload.size import format_size
+
+    if not (away := work.kv_disk_bytes(prepared.placement.ctx)):
+        return ""
+    return ", few pages of what lies on the disk" if prepared.options.kv_read == "sparse" else f", {format_size(away)} of it from the disk"
+
+
 def speeds(found: Forecast) -> list[tuple[str, str]]:
     if found.start is None or found.full is None:
         return [("speed", f"not known: {found.reason}")]
@@ -282,7 +293,7 @@ def speeds(found: Forecast) -> list[tuple[str, str]]:
     said = [("speed", f"about {rate(found.start.tokens_per_s)} tokens/s ({margin(found.start.error)}), "
                       f"{rate(found.full.tokens_per_s)} with a full context; the {found.start.limit} limits it{later}")]
     if found.prompt is not None:
-        load = f", after {seconds(found.load_s)} of loading from a cold disk" if found.load_s is not None else ""
+        load = f", after {seconds(found.load_s)} of loading from a cold disk" if found.load_s else ""
         pace = rate(found.prompt_tokens / found.prompt.seconds)
         said.append(("first token", f"about {seconds(found.prompt.seconds)} ({margin(found.prompt.error)}) for a prompt of "
                                     f"{found.prompt_tokens} tokens, {pace} tokens/s{load}"))

@@ -2,7 +2,7 @@
 
 from .. import DoesNotFit
 from .plan import AUTO_CTX, Budget, Demand, Placement, kv_nbytes, largest, with_slack
-from .size import asked_mib, format_size
+from .size import SPARE, asked_mib, format_size
 
 
 def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
@@ -21,7 +21,7 @@ def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, 
     needed = fixed(ctx or min(quantum, ctx_max))
     if not ctx or needed + least > budget.ram:
         held = max(0, budget.ram - needed) // experts.slot_nbytes
-        shorter = largest(lambda ctx: fixed(ctx) + least <= budget.ram, min(ctx_max, ctx), quantum)
+        shorter = largest(lambda ctx: fixed(ctx) + least + SPARE <= budget.ram, min(ctx_max, ctx), quantum)
         raise DoesNotFit(
             f"{format_size(budget.ram)} of memory hold {held} of {experts.count} experts beside {format_size(needed)} of all else; it "
             f"takes {experts.least}, {-(-experts.least // experts.layers)} a layer, and {format_size(needed + least)}",

@@ -8,12 +8,12 @@ Sliding-window layers are planned as if they kept the whole context; exact per-l
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, UsageError
 from .notes import Fallback
 from .placement import Residency, Units, reside, slots_for
-from .size import asked_mib, format_size
+from .size import SPARE, asked_mib, format_size
 
 # With the device left open, layers move back to the host only for a context up to this; longer ones fill what memory is left.
 AUTO_CTX = 4096
@@ -238,13 +238,13 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
     window = sum(own * layer.nbytes for own, layer in zip(slots_for(demand.units, 0), demand.units, strict=True))
     least = reside(demand.blocks, _least(demand.blocks)).nbytes + demand.always + window
 
-    def fits(ctx: int) -> bool:
-        return with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx, quantum)) + least <= budget.ram
+    def fits(ctx: int, spare: int = 0) -> bool:
+        return with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx, quantum)) + least + spare <= budget.ram
 
     ctx = ctx_wanted or largest(fits, min(ctx_max, AUTO_CTX), quantum)
     fixed = with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx or quantum, quantum))
     if not ctx or not fits(ctx):
-        shorter = largest(fits, min(ctx_max, ctx), quantum)
+        shorter = largest(lambda ctx: fits(ctx, SPARE), min(ctx_max, ctx), quantum)
         cache = kv_nbytes(demand, ctx or quantum, quantum)
         raise DoesNotFit(f"needs {format_size(fixed + least)} of memory even with weights read from the disk for every token (KV cache "
                          f"{format_size(cache)} for {ctx or quantum} tokens + program and buffers {format_size(fixed + least - cache)}), "
@@ -389,7 +389,7 @@ def _does_not_fit(demand: Demand, budget: Budget, split: _Split, ctx_max: int, q
 
 def _nearest(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantum: int) -> str:
     """What to ask for instead: less context, else other layers on the card, else the memory it takes."""
-    smaller = _largest_ctx(demand, budget, split.gpu_layers, min(ctx_max, split.ctx), quantum)
+    smaller = _largest_ctx(demand, replace(budget, ram=budget.ram - SPARE), split.gpu_layers, min(ctx_max, split.ctx), quantum)
     if smaller:
         return f"-c {smaller} fits"
     counts = range(demand.layers, -1, -1) if budget.vram else range(0)

@@ -19,13 +19,15 @@ PAGE = 128  # tokens
 @dataclass(frozen=True)
 class Spill:
     """What pages on the disk ask for, in bytes: memory for reads and for a page on its way (`ring`) and more working memory. `ram`: the
-    most memory for the cache, None for what is left; `disk`: the most that the file may take, `where` says by whose word."""
+    most memory for the cache, None for what is left; `disk`: the most that the file may take, `where` says by whose word. `picks`: a token
+    reads few of them."""
 
     ring: int
     workspace: int
     ram: int | None
     disk: int
     where: str
+    picks: bool = False
 
 
 def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
@@ -131,8 +133,9 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
                              f"{format_size(spill.disk)}", f"-c {fitting} fits" if fitting else "--spill-dir DIR for another disk")
         ctx, on_disk = fitting, kv_pages(demand, fitting, PAGE) - pages
     held = demand.kv_fixed + spill.ring + pages * page
-    notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache lie on the disk, read for every token; "
-                      f"{format_size(held)} of it stay in memory")]
+    read = "of which a token reads few pages" if spill.picks else "read for every token"
+    notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache lie on the disk, {read}; {format_size(held)} of "
+                      "it stay in memory")]
     if residency is not None and residency.streamed and not demand.units:
         notes.append(Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either: every token reads them "
                               f"too"))

@@ -14,6 +14,8 @@ _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Longer than any size a person means; keeps a pasted megabyte of digits from becoming a slow integer.
 _LONGEST = 32
+# What the program itself holds differs between two runs, by some tenths of a MiB here: what is named to fit has to fit the next time.
+SPARE = 1 << 20
 
 
 def parse_size(text: str) -> int:
@@ -38,9 +40,8 @@ def format_size(nbytes: int) -> str:
 
 
 def asked_mib(nbytes: int) -> str:
-    """What to give `--ram` for a plan of so many bytes: "123Mi". What the program itself holds differs between two runs, by some tenths of
-    a MiB here, so there is one to spare: a figure that was named has to do."""
-    return f"{-(-nbytes // 2**20) + 1}Mi"
+    """What to give `--ram` for a plan of so many bytes: "123Mi", with SPARE."""
+    return f"{-(-(nbytes + SPARE) // 2**20)}Mi"
 
 
 def several(count: int, noun: str) -> str:

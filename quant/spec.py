@@ -68,12 +68,12 @@ class QuantSpec:
     @classmethod
     def parse(cls, text: str, short: Mapping[str, str] = DEFAULTS) -> QuantSpec:
         """`4bit`, `codebook4:16`, `affine4:64`, `ternary:64`, `bf16`, any low-bit one with `+0.5%` outliers; `short`: what a width alone
-        stands for. Raises UsageError."""
+        stands for, where that is not what DEFAULTS say. Raises UsageError."""
         outliers, base = 0.0, text
         if match := OUTLIERS.fullmatch(text):
             base, share = match.groups()
             outliers = float(share[:-1]) / 100 if share.endswith("%") else float(share)
-        base = short.get(base, base)
+        base = short.get(base, DEFAULTS.get(base, base))
         if base in RAW_BITS and not outliers:
             return cls.raw(base)
         match = TEXT.fullmatch(base)

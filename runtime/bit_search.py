@@ -9,6 +9,7 @@ bytes.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,12 +18,15 @@ from math import prod
 import numpy as np
 
 from .. import DoesNotFit, UsageError
+from ..offload.size import several
 from ..quant.codes import dequantize
 from ..quant.methods import rtn
 from ..quant.recipe import Choice, Recipe, allocate
 from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32, to_f32
+from .convert_estimate import about
 from .convert_plan import ConversionPlan, Job
+from .convert_stream import finite
 from .engine import Engine
 from .evaluate import log_softmax
 from .events import Notice, Progress
@@ -33,6 +37,7 @@ MOST_UNITS = 64
 SAMPLE_TOKENS, SAMPLE_NBYTES, WINDOW = 2048, 256 << 20, 512  # of text; of the reference's log-probabilities
 CHUNK_NBYTES = 16 << 20  # float32 rows that are rounded at once
 JUDGED_ROWS = 256  # of a tensor, for its error at other widths
+SURE_S = 1.0  # of the text, from which on what is left is told
 
 Errors = dict[str, dict[str, float]]  # tensor -> width -> squared error as a share of its squares
 
@@ -72,7 +77,7 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
     per_unit: dict[str, float] = {}
     errors: Errors = {}
     for event in measured(engine, ids, found, specs):
-        if isinstance(event, Progress):
+        if isinstance(event, Progress | Notice):
             yield event
         else:
             per_unit[event[0]], errors = event[1], errors | event[2]
@@ -100,13 +105,24 @@ def units(jobs: Sequence[Job]) -> list[Unit]:
 
 
 def measured(engine: Engine, ids: Sequence[int], found: Sequence[Unit],
-             specs: Mapping[str, QuantSpec]) -> Iterator[Progress | tuple[str, float, Errors]]:
-    """Per unit its name, its divergence at MEASURED, and each tensor's squared error at every width of `specs` as a share of its
-    squares."""
+             specs: Mapping[str, QuantSpec]) -> Iterator[Progress | Notice | tuple[str, float, Errors]]:
+    """How long it will take, then per unit its name, its divergence at MEASURED, and each tensor's squared error at every width of
+    `specs` as a share of its squares."""
     tokens = max(2, min(SAMPLE_TOKENS, len(ids), SAMPLE_NBYTES // 4 // engine.config.vocab_size))
     width = min(WINDOW, tokens, engine.n_ctx)
     sample = [list(ids[start : start + width]) for start in range(0, tokens - width + 1, width)]
-    reference = [_log_probabilities(engine, window) for window in sample]
+    yield Progress("measuring tensors", 0, len(found), "runs")
+    reference: list[np.ndarray] = []
+    begun, said = time.monotonic(), False
+    for window in sample:
+        reference.append(_log_probabilities(engine, window))
+        _divergence(reference[-1], reference[-1])  # as of every run to come
+        spent = time.monotonic() - begun
+        if not said and (spent > SURE_S or len(reference) == len(sample)):
+            said = True
+            seconds = spent / len(reference) * len(sample) * (len(found) + 1)
+            runs = f"{several(len(found), 'run')} of {sum(map(len, sample))} tokens"
+            yield Notice(f"what the bits of each tensor are worth is measured first: {runs} take about {about(seconds)}")
     for done, unit in enumerate(found):
         yield Progress("measuring tensors", done, len(found), "runs")
         errors: Errors = {}
@@ -141,6 +157,7 @@ def _round_in_place(data: np.ndarray, job: Job, specs: Mapping[str, QuantSpec], 
     pool = engine.backends["cpu"].pool
 
     def rounded(values: np.ndarray, width: str) -> np.ndarray:
+        finite(job, values)
         spec = specs[width]
         return dequantize(rtn.quantize(values, spec, None, pool), spec)
 

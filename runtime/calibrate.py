@@ -12,11 +12,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
-from .. import UsageError
+from .. import EffllmError, UsageError
 from ..kernels.blas import one_thread
 from ..kernels.reference import normalise
 from ..kernels.reference_moe import Routed
@@ -26,6 +25,7 @@ from ..quant.weight import Norm
 from .cache import AttnSpec, CacheShape, KVCache, open_cache
 from .compiled import compiled
 from .config import ModelConfig, read_config
+from .convert_stream import DAMAGED
 from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .families import LayerWeights, expert_of, expert_role, kind_of
@@ -33,6 +33,7 @@ from .model import Model, attention_specs, dims
 from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
+from .timing import turns
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
@@ -40,7 +41,7 @@ VARIED = 128  # different tokens, below which a text shows a model's inputs too 
 READS = {"block_in": ("q", "k", "v"), "attn_out": ("o",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
-FEW, TIMES = 4, 3  # how costs are measured: a quarter of the tokens apart, the median of three windows
+FEW = 4  # how costs are measured: a quarter of the tokens apart
 LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
 
 
@@ -130,9 +131,9 @@ def text_costs(folder: Path, config: ModelConfig, ids: Sequence[int], threads: i
         n, few = min(width, most), max(1, min(width, most) // FEW)
         through(few)  # loads kernels, and makes room for the sums
         if n == width:
-            window_s = median(through(width) for _ in range(TIMES))
+            (window_s,) = turns(lambda: (through(width),))
         else:
-            some, more = (through(tokens) for tokens in (few, n))
+            some, more = turns(lambda: (through(few), through(n)))
             window_s = more + (width - n) * max(0.0, more - some) / (n - few)
         begun = time.monotonic()
         calibration.head()
@@ -221,6 +222,7 @@ class Calibration:
     def __init__(self, model: Model, ops: object, cut: list[np.ndarray]) -> None:
         self.model, self.ops, self.cut = model, ops, cut
         self.states = model.read_states(cut)
+        self._demand_finite()
 
     def run(self) -> Iterator[Progress | LayerStats | Notice]:
         config = self.model.config
@@ -236,6 +238,7 @@ class Calibration:
                 self.states[begin:end] = self._block(layer, weights, cache, self.states[begin:end], gathered, own)
                 done, begin = done + len(window), end
                 yield Progress("calibrating", done, total, "tokens")
+            self._demand_finite()
             del weights, cache
             found = {name: each.stats() for name, each in gathered.items()}
             by_role = {role: found[name] for name, roles in READS.items() for role in roles}
@@ -249,6 +252,13 @@ class Calibration:
             yield Notice(f"{scarce} of {config.mixture.experts * len(config.mixture.layers)} experts were visited by fewer than "
                          f"{LEAST_VISITS} of {len(self.states)} tokens: they are quantized by what all tokens show of their layer")
         yield LayerStats("outer", self.head())
+
+    def _demand_finite(self) -> None:
+        """Raises EffllmError naming the tensor for which the text's activations are no numbers: they would show nothing of any layer."""
+        if not np.isfinite(self.states.sum(dtype=np.float64)):
+            name = self.model.find_nan()
+            raise EffllmError("the calibration text's activations are NaN or infinite" if name is None else f"{name}: NaN or infinity",
+                              "--method rtn needs no text" if name is None else DAMAGED)
 
     def timed(self, layer: int, weights: LayerWeights) -> Callable[[int], float]:
         """What runs so many of the first window's tokens through a layer, and says in how many seconds."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite, prod
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..quant.spec import QuantSpec
 
 FORMAT, VERSION = "effllm-weights", 1
 FILE = "effllm.json"
+REMADE = "quantize or download it again"
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}  # raw spec -> safetensors
 
 
@@ -72,18 +74,33 @@ class Container:
         return json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "tensors": {{\n{lines}\n }}\n}}\n'
 
 
+@contextmanager
+def made_here() -> Iterator[None]:
+    """What is damaged within is of a folder that `quantize` made, perhaps on this machine: there may be nothing to download."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.hint != AGAIN:
+            raise
+        raise CheckpointError(error.message, REMADE) from error
+
+
 def read_container(folder: Path) -> Container | None:
     """The container of a folder; None where there is no effllm.json: an ordinary checkpoint.
 
     Raises CheckpointError for a damaged file and for one of a newer version.
     """
-    path = Path(folder) / FILE
+    with made_here():
+        return _read(Path(folder) / FILE)
+
+
+def _read(path: Path) -> Container | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
-        raise ModelNotFound(f"no permission to read {path}", f"chmod -R u+rX {folder}, or run as its owner") from error
+        raise ModelNotFound(f"no permission to read {path}", f"chmod -R u+rX {path.parent}, or run as its owner") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}", AGAIN) from error
     try:
@@ -105,7 +122,7 @@ def parse_container(raw: Mapping[str, object], path: Path) -> Container:
         damaged(path, f"says version {shown(version)}, expected a whole number")
     if version > VERSION:
         raise CheckpointError(f"{path} is of version {version}, this effllm reads up to {VERSION}: a newer effllm wrote it",
-                              "pip install --upgrade effllm")
+                              "upgrade effllm: git pull, then pip install . in its clone")
     bits, spec, tensors = raw.get("bits_per_weight"), raw.get("spec"), raw.get("tensors")
     if not isinstance(spec, str):
         damaged(path, f"says spec {shown(spec)}, expected a text")
@@ -145,7 +162,11 @@ def _tensor(name: str, entry: object, path: Path) -> StoredTensor:
 
 def check_stored(container: Container, store: TensorStore) -> None:
     """Hold every tensor against the headers. Raises CheckpointError naming the first that is missing, extra or of another size."""
-    path = store.folder / FILE
+    with made_here():
+        _check_stored(container, store, store.folder / FILE)
+
+
+def _check_stored(container: Container, store: TensorStore, path: Path) -> None:
     for stored in container.tensors.values():
         info = store.tensors.get(stored.name)
         if info is None:

@@ -25,6 +25,7 @@ from .calibrate import READS, SHORTEST, WINDOW, text_costs
 from .convert_plan import ConversionPlan, Job
 from .convert_stream import BLOCK_NBYTES, Block, read_rows, widened
 from .families import expert_of, kind_of
+from .timing import turns
 
 SAMPLE_WEIGHTS, FEW_ROWS = 1 << 20, 8  # and of few rows an eighth
 TEXT_S = 0.5  # of the text, at the rate of a product, that is run to see what it takes
@@ -82,7 +83,8 @@ def estimate(plan: ConversionPlan, todo: Sequence[Job], method: str, quantize: Q
     sample = min(alike, key=lambda job: job.shape[1])
     n = _rows(sample)
     _seconds(plan, sample, n, quantize, None)  # compiling and loading are no part of the work
-    return _seconds(plan, sample, n, quantize, None) * sum(weights.values()) / (n * sample.shape[1])
+    (seconds,) = turns(lambda: (_seconds(plan, sample, n, quantize, None),))
+    return seconds * sum(weights.values()) / (n * sample.shape[1])
 
 
 def total(plan: ConversionPlan, low: Sequence[Job], method: str, costs: Costs, text_s: float) -> float:
@@ -147,11 +149,11 @@ def _measured(plan: ConversionPlan, sample: Job, quantize: Quantize, plainly: bo
     few = max(1, n // FEW_ROWS)
     stats = made_up(depth)
     _seconds(plan, sample, few, quantize, stats)  # compiling and loading are no part of the work, nor is factoring, which comes once
-    apart, every = (_seconds(plan, sample, rows, quantize, stats) for rows in (few, n))
+    apart, every = turns(lambda: tuple(_seconds(plan, sample, rows, quantize, stats) for rows in (few, n)))
     row_s = max(0.0, every - apart) / (n - few) if n > few else every / n
-    factor_s = _factored_s(stats)
-    plain_s = _seconds(plan, sample, n, quantize, None) / (n * depth) if plainly else 0.0
-    return Costs(depth, max(0.0, every - n * row_s) / depth, row_s / depth, factor_s, plain_s, _multiplications(depth))
+    (factor_s,) = turns(lambda: (_factored_s(stats),))
+    (plain_s,) = turns(lambda: (_seconds(plan, sample, n, quantize, None),)) if plainly else (0.0,)
+    return Costs(depth, max(0.0, every - n * row_s) / depth, row_s / depth, factor_s, plain_s / (n * depth), _multiplications(depth))
 
 
 def made_up(depth: int) -> Stats:
@@ -180,10 +182,15 @@ def _factored_s(stats: Stats) -> float:
 def _multiplications(depth: int) -> float:
     """Of a matrix product, per second and both operations of each counted. A narrow one, or the first, would measure how threads start."""
     values = np.ones((512, max(1024, min(depth, 4096))), np.float32)
-    np.dot(values.T, values)
-    begun = time.monotonic()
-    np.dot(values.T, values)
-    return 2 * 512 * values.shape[1] ** 2 / max(1e-9, time.monotonic() - begun)
+
+    def product() -> tuple[float]:
+        begun = time.monotonic()
+        np.dot(values.T, values)
+        return (time.monotonic() - begun,)
+
+    product()
+    (seconds,) = turns(product)
+    return 2 * 512 * values.shape[1] ** 2 / max(1e-9, seconds)
 
 
 def about(seconds: float) -> str:

@@ -82,6 +82,13 @@ def whole(store: TensorStore, job: Job) -> np.ndarray:
     return widened(store.read(job.info), job).reshape(job.shape)
 
 
+def finite(job: Job, values: np.ndarray) -> np.ndarray:
+    """The same values. Raises EffllmError with the tensor's name where one is NaN or infinite."""
+    if not np.isfinite(values.sum(dtype=np.float64)) and not np.isfinite(values).all():
+        raise EffllmError(f"{job.name}: NaN or infinity", DAMAGED)
+    return values
+
+
 def stream(store: TensorStore, writer: FolderWriter, jobs: Iterable[Job], quantize: Quantize,
            changed: Mapping[str, np.ndarray] = MappingProxyType({})) -> Iterator[Moved]:
     """Convert `jobs`; `quantize` is called in this thread. When it ends, every tensor is on the disk and in the writer's journal.
@@ -180,9 +187,7 @@ class Sink:
         if job.kept:
             self._put_bytes(data)
             return
-        values = widened(data, job) if job.spec == job.source else data
-        if not np.isfinite(values.sum(dtype=np.float64)) and not np.isfinite(values).all():
-            raise EffllmError(f"{job.name}: NaN or infinity", DAMAGED)
+        finite(job, widened(data, job) if job.spec == job.source else data)
         self._put_bytes(data if job.spec == job.source else from_f32(data, job.spec.scheme))
 
     def _put_bytes(self, stored: np.ndarray) -> None:

@@ -19,7 +19,7 @@ from ..quant.stats import Stats
 from .calibrate import LayerStats, calibrate
 from .convert_estimate import about, estimate
 from .convert_plan import OTHER, ConversionPlan, Job
-from .convert_stream import stream, whole
+from .convert_stream import finite, stream, whole
 from .events import Notice, Progress
 
 PLAIN, EQUALISING = "rtn", "smooth"  # the method for what no text shows; the one that changes a layer's tensors together
@@ -41,7 +41,8 @@ class Converter:
         if weights:
             seconds = estimate(self.plan, self.todo, self.method, self._quantize, self.ids, self._pool.workers)
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
-            yield Notice(f"{formats} with {self.method}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
+            text = f" by {len(self.ids)} tokens of text" if self.ids else ""  # which may be fewer than were asked for
+            yield Notice(f"{formats} with {self.method}{text}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
 
     def run(self) -> Iterator[Progress | Notice]:
         """Convert what is left to do."""
@@ -74,7 +75,7 @@ class Converter:
         norms = [job.source.scheme for job in jobs.values() if job.group == OTHER]
         layout = Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0],
                         config.hidden_act)
-        tensors = {role: whole(self.plan.store, job) for role, job in jobs.items()}
+        tensors = {role: finite(job, whole(self.plan.store, job)) for role, job in jobs.items()}
         specs = {role: job.spec for role, job in jobs.items() if job.group != OTHER}
         return {jobs[role].name: array for role, array in equalise(tensors, found.roles, specs, layout, self._pool).items()}
 

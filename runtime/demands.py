@@ -189,7 +189,7 @@ class Asked:
         copied = None
         if self.card is not None and options.load == "ram" and not self.bundled:
             copied = devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
-        spill = None if cache.kv.policy else kv_disk.spill(options, cache.codecs, cache.layout, shape.pages, spilled - workspace)
+        spill = None if cache.kv.policy else kv_disk.spill(options, cache.codecs, cache.layout, shape, spilled - workspace)
         return plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx,
                           "cpu" if self.card is None else options.device, None if self.card is None else options.gpu_layers, spill, copied)
 

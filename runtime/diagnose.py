@@ -18,6 +18,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..kernels import choice, compile, warm
+from ..kernels.cpu import lut_order
 from ..kernels.cpu.int8_ir import INSTRUCTION_SET
 from ..kernels.cpu.ops import LOW_BIT, default_registry
 from ..kernels.layout import PAGE, STORED_TYPES
@@ -39,6 +40,7 @@ PACKED, SEAL, PAGES = "packed attention", "seal", "8 to 2 bits"
 BECAUSE = {
     ("matrix", "few columns"): "few tokens: the weights are read once, and memory is the limit",
     ("matrix", "register tiles"): "many tokens: a tile of weights is widened once and multiplied by all of them",
+    (LOW_BIT, "dot products or table lookup"): "few tokens: whichever was measured to be faster for such weights, see below",
     (LOW_BIT, "table lookup"): "measured faster than dot products for these weights",
     (LOW_BIT, "dot products"): "few tokens: codes are multiplied as they lie in memory",
     (LOW_BIT, "int8 tiles"): "many tokens: rows are expanded to bytes once and multiplied by all of them",
@@ -138,8 +140,10 @@ def kernel_choices() -> tuple[KernelChoice, ...]:
         for columns, stored in product(widths, STORED[op]):
             spec = QuantSpec.parse(stored) if op == LOW_BIT else None
             selected = registry.select(Call(op, stored, columns) if spec is None else Call(op, spec.scheme, columns, bits=spec.bits))
-            name = selected.candidate.name
-            found.append(KernelChoice(op, stored, columns, name, selected.candidate.fallback, selected.declined, because(op, name)))
+            name, declined = selected.candidate.name, selected.declined
+            if spec is not None and columns == 1 and not selected.candidate.fallback and not lut_order.declines(spec.scheme, spec.bits):
+                name, declined = f"dot products or table lookup, {INSTRUCTION_SET}", ()  # no call without weights tells which
+            found.append(KernelChoice(op, stored, columns, name, selected.candidate.fallback, declined, because(op, name)))
     one_of_a_kind = ((PACKED, 1, f"integer products, {INSTRUCTION_SET}"), (PACKED, 512, "opened pages, float32 tiles"),
                      (SEAL, PAGE, "compiled"))
     return (*found, *(KernelChoice(op, PAGES, columns, name, False, (), because(op, name)) for op, columns, name in one_of_a_kind))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,17 +16,19 @@ from pathlib import Path
 from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
+from ..offload.checkpoint import TensorStore
 from ..offload.predict import Part, Prediction, Work, decode, load_seconds, prompt, window_gain
 from ..offload.size import asked_mib, format_size, parse_size
 from ..quant.spec import QuantSpec
 from .bundles import ROLE as BUNDLES
 from .bundles import is_bundled
 from .config import ModelConfig, read_config
+from .container import Container
 from .expected import ExpectedStore
 from .families import expert_of
 from .model import ModelTensor, check_tensors
 from .paged_experts import PagedExperts
-from .prepare import EngineOptions, Prepared, prepare_with, worker_count
+from .prepare import EngineOptions, Prepared, prepare_with, weighed, worker_count
 from .roofs import Roofs, Wanted, largest_file
 from .roofs import known as roofs_known
 from .sparsity_file import Sparsity
@@ -218,39 +221,50 @@ def _is_wide(prepared: Prepared) -> bool:
 
 
 def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
-    """Plans with one flag changed."""
-    config, store, options, placement = prepared.config, prepared.store, prepared.options, prepared.placement
+    """Plans with one flag changed, in the process as the plan found it."""
+    config, own, options, placement = prepared.config, prepared.store, prepared.options, prepared.placement
+    program = weighed(prepared)
+
+    def tried(flag: str, store: TensorStore = own, container: Container | None = prepared.container,
+              **changed: object) -> Iterator[tuple[str, Prepared]]:
+        """The plan, where there is one."""
+        with suppress(EffllmError):
+            yield flag, prepare_with(prepared.folder, config, store, replace(options, **changed), container, program=program)
+
     if _is_wide(prepared):
         for bits in (8, 4):
             smaller = ExpectedStore(config, QuantSpec.parse(f"{bits}bit"))
-            yield from _tried(f"--bits {bits}", prepared, options, smaller, smaller.container)
+            yield from tried(f"--bits {bits}", smaller, smaller.container)
     for kv in ("8bit", "4bit"):
         if options.kv != kv:
-            for flag, other in _tried(f"--kv {kv}", prepared, replace(options, kv=kv, ctx=placement.ctx), store, prepared.container):
+            for flag, other in tried(f"--kv {kv}", kv=kv, ctx=placement.ctx):
                 if other.options.kv == kv:  # a precision that this version does not pack stays what it was
                     yield flag, other
+    missing = _missing(prepared)
     if placement.kv_disk_bytes and options.kv_ram is not None:
         text = asked_mib(placement.kv_bytes + placement.kv_disk_bytes)
-        yield from _tried(f"--kv-ram {text}", prepared, replace(options, kv_ram=text, ctx=placement.ctx), store, prepared.container)
-    elif placement.kv_disk_bytes and placement.residency is None:
+        yield from tried(f"--kv-ram {text}", kv_ram=text, ctx=placement.ctx)
+    elif placement.kv_disk_bytes and not missing:
         text = asked_mib((placement.total_bytes + placement.kv_disk_bytes) * 105 // 100)
         if parse_size(text) < hardware.memory_total() * 9 // 10:
-            yield from _tried(f"--ram {text}", prepared, replace(options, ram=text, ctx=placement.ctx), store, prepared.container)
-    if placement.residency is None:
+            yield from tried(f"--ram {text}", ram=text, ctx=placement.ctx)
+    if not missing:
         return
     for ctx in sorted({placement.ctx // 4, placement.ctx // 2}):
         if ctx >= 256:
-            yield from _tried(f"-c {ctx}", prepared, replace(options, ctx=ctx), store, prepared.container)
-    whole = placement.total_bytes + placement.streamed_bytes - placement.residency.ring_nbytes
-    most = min(hardware.memory_total() * 9 // 10, whole * 105 // 100)
+            yield from tried(f"-c {ctx}", ctx=ctx)
+    most = min(hardware.memory_total() * 9 // 10, (placement.total_bytes + missing) * 105 // 100)
     if most > placement.budget.ram:
         text = f"{most // 2**20}Mi"
-        yield from _tried(f"--ram {text}", prepared, replace(options, ram=text, ctx=placement.ctx), store, prepared.container)
+        yield from tried(f"--ram {text}", ram=text, ctx=placement.ctx)
 
 
-def _tried(flag: str, prepared: Prepared, options: EngineOptions, store: object, container: object) -> Iterator[tuple[str, Prepared]]:
-    """The plan, where there is one."""
-    try:
-        yield flag, prepare_with(prepared.folder, prepared.config, store, options, container)
-    except EffllmError:
-        return
+def _missing(prepared: Prepared) -> int:
+    """Bytes of memory that would hold what of the weights a run reads again and again from the disk, 0 where it reads none."""
+    streams, placement = prepared.streams, prepared.placement
+    if isinstance(streams, PagedExperts):
+        return streams.away_nbytes
+    if placement.residency is None:
+        return 0
+    window = window_work(prepared, None)
+    return placement.streamed_bytes - placement.residency.ring_nbytes + round(window.get("neurons", 0) - window.get("window", 0))

@@ -17,7 +17,8 @@ from ..offload.pages import DiskTier
 from ..offload.plan import Placement
 from ..offload.plan_kv import Spill
 from ..offload.size import parse_size
-from ..quant.kv import PackedCodec, RawCodec
+from ..quant.kv import PackedCodec, RawCodec, codec
+from .cache_shape import CacheShape, cache_nbytes
 
 if TYPE_CHECKING:
     from .prepare import EngineOptions, Prepared
@@ -39,29 +40,28 @@ def spill_folder(options: EngineOptions) -> Path:
         raise UsageError(f"--spill-dir {options.spill_dir}: there is no such user", "give the path without ~") from error
 
 
-def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, pages: int, workspace: int) -> Spill:
-    """What a cache of `pages` pages asks for where some lie on the disk. `workspace`: bytes of working memory that this adds."""
-    sizes = [codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs]
-    memory = ring_nbytes(sizes, pages, _ring(options)) + sum(sizes)
-    if options.kv_read == SPARSE:
-        from ..kernels.cpu.selective import abstract_nbytes, basis_nbytes
-
-        memory += basis_nbytes(layout.head_dim)
-        memory += sum(picked(pages) * slot_nbytes(size) + pages * abstract_nbytes(layout.kv_heads, layout.head_dim) for size in sizes)
+def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape, workspace: int) -> Spill:
+    """What a cache asks for where some of its pages lie on the disk. `workspace`: bytes of working memory that this adds."""
+    sizes, beside = _sizes(codecs, layout), _beside_ring(options, codecs, layout, shape)
+    memory = beside + ring_nbytes(sizes, shape.pages, _ring(options, cache_nbytes(codecs, layout, shape)[0] + beside))
     folder = spill_folder(options)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk, where = shutil.disk_usage(there).free, f"{folder} has"
     if options.disk and parse_size(options.disk) < disk:
         disk, where = parse_size(options.disk), "--disk allows"
     ram = parse_size(options.kv_ram) if options.kv_ram else None
-    return Spill(memory, workspace, ram, disk, where)
+    return Spill(memory, workspace, ram, disk, where, options.kv_read == SPARSE)
 
 
 def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | None:
     """Where the pages of a planned run go; None where memory holds all of them."""
-    pages, options = prepared.placement.kv_pages, prepared.options
-    slots = picked(prepared.shape.pages) if options.kv_read == SPARSE else 0
-    return None if pages is None else DiskTier(spill_folder(options), pages, _ring(options), cancelled, slots=slots)
+    pages, options, shape = prepared.placement.kv_pages, prepared.options, prepared.shape
+    if pages is None:
+        return None
+    layout = codec(options.kv).layout(prepared.config.num_key_value_heads, prepared.config.head_dim)
+    fixed = cache_nbytes(prepared.codecs, layout, shape)[0] + _beside_ring(options, prepared.codecs, layout, shape)
+    slots = picked(shape.pages) if options.kv_read == SPARSE else 0
+    return DiskTier(spill_folder(options), pages, _ring(options, fixed), cancelled, slots=slots)
 
 
 def picked(pages: int) -> int:
@@ -98,7 +98,27 @@ def _unpicked(placement: Placement, windows: Sequence[int | None]) -> tuple[str,
     return None
 
 
-def _ring(options: EngineOptions) -> int:
-    """Bytes of the ring, about: no more than a quarter of what the cache may take."""
+def _sizes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout) -> list[int]:
+    """Bytes of a page, by layer."""
+    return [each.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for each in codecs]
+
+
+def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> int:
+    """Bytes of memory, beside the ring, for pages on their way to the disk; where few are picked, for those and for abstracts of all."""
+    sizes = _sizes(codecs, layout)
+    if options.kv_read != SPARSE:
+        return sum(sizes)
+    from ..kernels.cpu.selective import abstract_nbytes, basis_nbytes
+
+    known = shape.pages * abstract_nbytes(layout.kv_heads, layout.head_dim)
+    return sum(sizes) + basis_nbytes(layout.head_dim) + sum(picked(shape.pages) * slot_nbytes(size) + known for size in sizes)
+
+
+def _ring(options: EngineOptions, fixed: int) -> int:
+    """Bytes of the ring, about: no more than a quarter of what the cache may take, nor than what is left of that beside the `fixed` bytes
+    which it takes in any case. So the least memory that a refusal names is enough."""
     most = SPARSE_RING if options.kv_read == SPARSE else RING_NBYTES
-    return min(most, parse_size(options.kv_ram) // 4) if options.kv_ram else most
+    if not options.kv_ram:
+        return most
+    ram = parse_size(options.kv_ram)
+    return max(0, min(most, ram // 4, ram - fixed))

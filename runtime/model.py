@@ -30,6 +30,7 @@ from .config import ModelConfig
 from .config_rope import RopeConfig
 from .container import Container
 from .families import LayerWeights, expert_of, expert_role
+from .outliers import check_outliers
 from .paged_experts import PagedExperts, Paging
 from .predictors import FEW, Predictors
 from .rope import RopeTable, rope_table
@@ -87,6 +88,7 @@ class Model:
                  copied_from: int | None = None, predictors: Predictors | None = None) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container)
+        check_outliers(self.tensors, store)
         self.ropes = rope_tables(config, ctx)
         host = {key: [tensor.info for tensor in roles.values()] for key, roles in self.tensors.items()
                 if key == "outer" or devices[key] == "cpu"}

@@ -69,7 +69,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
                   else forecast.SLOW_DISK)
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited else None
-    expected = predicted.tokens_per_s * (drafted.gain if drafted else 1)
+    expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
     miss = ""
     if measured is not None and abs(measured / expected - 1) > MISS:
         passes = drafted.passes if drafted and drafted.passes else steps

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,6 +112,24 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
+class Program:
+    """The memory of a process, and of models that draft in it, weighed once with kernels of some kinds: a plan that is compared with
+    another is not charged with what was loaded meanwhile."""
+
+    nbytes: int
+    kinds: tuple[str, ...]
+    more: dict[str, int] = field(default_factory=dict)  # bytes that kernels of other kinds take beside
+
+    def with_kinds(self, kinds: Sequence[str]) -> int:
+        """Its bytes with kernels of these kinds."""
+        for kind in kinds:
+            if kind not in self.kinds and kind not in self.more:
+                before = hardware.rss()
+                self.more[kind] = max(0, _baseline((kind,)) - before)
+        return self.nbytes + sum(self.more[kind] for kind in kinds if kind not in self.kinds)
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
     `card`: the GPU of a run that may use one. `predictors`: of neurons that come from the disk."""
@@ -143,8 +161,9 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
-                 container: Container | None = None, beside: int = 0) -> Prepared:
-    """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet."""
+                 container: Container | None = None, beside: int = 0, program: Program | None = None) -> Prepared:
+    """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
+    what it was weighed at before."""
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices]
     options = fitted(options, folder, config, store, notices)
@@ -157,9 +176,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     draft = _draft(folder, options, card)
     bundled, budget, beside = is_bundled(container), _budget(options, card), beside + Speculating(draft=draft).draft_nbytes
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
-    asked = Asked(
-        config, options, tensors, cache, store, folder, card, bundled, worker_count(options),
-        _baseline(kernel_kinds(container is not None and container.is_low_bit, options, bundled, _is_foreign(store))) + beside, budget)
+    kinds = _kinds(store, container, options)
+    baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
+    asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget)
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     tokens, placement = _planned(asked, chunk, folder)
     on_card = placement.devices.count("cuda")
@@ -271,6 +290,12 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
     try:
         return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
     except DoesNotFit as error:
+        if asked.options.load == "mmap":
+            try:
+                _planned(replace(asked, options=replace(asked.options, load="ram")), chunk, folder)
+            except DoesNotFit:
+                raise error from None
+            raise DoesNotFit(error.message, f"{error.hint}; without --load mmap what does not fit is read from the disk") from None
         parts = asked.cuts().parts
         raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
 
@@ -308,6 +333,16 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
         beside = _needs(Path(options.draft))
         low_bit, foreign = low_bit or beside[0], foreign or beside[2]
     return kernel_kinds(low_bit, options, bundled, foreign)
+
+
+def weighed(prepared: Prepared) -> Program:
+    """The program as a plan counted it, for plans that are compared with that one."""
+    return Program(prepared.placement.baseline_bytes, _kinds(prepared.store, prepared.container, prepared.options))
+
+
+def _kinds(store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
+    """The kinds of kernels that a run of these weights needs."""
+    return kernel_kinds(container is not None and container.is_low_bit, options, is_bundled(container), _is_foreign(store))
 
 
 def _needs(folder: Path) -> tuple[bool, bool, bool]:

@@ -10,7 +10,7 @@ from .. import EffllmError, UsageError
 from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
 from .config_reader import read_json
-from .container import FILE, Container, read_container
+from .container import FILE, Container, made_here, read_container
 from .hub import stated_licence
 
 
@@ -24,9 +24,12 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
         from .gguf.store import open_gguf_store
 
         return open_gguf_store(path, wide, low_bit)
+    if os.path.exists(path / FILE):
+        with made_here():
+            return TensorStore.open(path)
     store = TensorStore.open(path)
     try:
-        return store if os.path.exists(path / FILE) else _rearranged(store, wide, low_bit, kept)
+        return _rearranged(store, wide, low_bit, kept)
     except BaseException:
         store.close()
         raise

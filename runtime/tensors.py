@@ -10,7 +10,7 @@ from ..quant.spec import QuantSpec
 from . import families
 from .bundles import bundled_rules
 from .config import ModelConfig
-from .container import Container
+from .container import REMADE, Container
 from .families import TensorRule
 
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -55,7 +55,7 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
                 raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}")
             if stored is not None and info.nbytes != stored.nbytes:
                 raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
-                                      "quantize the model again")
+                                      REMADE)
             found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape)
     return found
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from .. import ModelNotFound, UsageError
-from ..offload.checkpoint import TensorStore
 from ..offload.part_file import Digest
 from ..offload.running_hash import matches
 from .container import check_stored, read_container
 from .events import Progress
 from .gguf.names import all_parts
+from .source import open_store
 
 PIECE = 8 << 20
 BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
@@ -54,7 +54,7 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
                              "give a folder that effllm quantize made, or a model from the hub cache")
         raise UsageError(f"{folder} has no checksums: effllm quantize records them, downloads have them, other checkpoints come without",
                          "give a folder that effllm quantize made, or a model from the hub cache")
-    with TensorStore.open(folder) as store:
+    with open_store(folder) as store:
         check_stored(container, store)
         total = sum(store.tensors[name].nbytes for name in container.tensors)
         done, damaged = 0, []

@@ -3,14 +3,20 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from effllm.cli.plan import lines, report
+from effllm.offload.size import format_size
 from effllm.runtime.bundle_ffn import bundle
+from effllm.runtime.forecast import forecast, suggest
+from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import larger_than_memory
+from test_forecast import KNOWN
 from test_streamed_runs import MIB, answer, finish, peak, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")]
@@ -62,3 +68,17 @@ def test_the_plan_says_where_neurons_are_and_whether_that_pays(models: tuple[Pat
     told = json.loads(finish(start(*arguments, "--json"))[0])
     assert told["tiers"]["disk"]["neuron_bytes"] == 8 * 4096 * 4096
     assert told["per_token"]["disk_bytes"] > 0
+
+
+def test_the_plan_counts_neurons_in_what_a_token_reads_and_in_the_memory_that_would_hold_all(models: tuple[Path, Path]) -> None:
+    asked = EngineOptions(device="cpu", ctx=512, threads=2)
+    whole = prepare(models[1], asked).placement.total_bytes
+    tight = prepare(models[1], replace(asked, ram=str(whole - (60 << 20))))
+    assert tight.placement.slots and not tight.placement.streamed_bytes
+    found = forecast(tight, KNOWN)
+    told = report("a model", tight, KNOWN, found, None)["per_token"]["disk_bytes"]
+    assert told == round(found.work.missed) > 0
+    assert f"{format_size(told)} of them from the disk" in dict(lines("a model", tight, KNOWN, found, None))["per token"]
+    advised = suggest(tight, KNOWN)
+    assert advised.flag.startswith("--ram ") and advised.gain > 1.2, advised
+    assert prepare(models[1], replace(asked, ram=advised.flag[6:])).streams is None

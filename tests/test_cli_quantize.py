@@ -106,7 +106,7 @@ def test_the_table_has_sizes_bits_and_errors_by_class(tmp_path: Path) -> None:
     rows = {line.split()[0]: line for line in ran.out.splitlines()}
     assert {"q", "k", "v", "o", "gate", "up", "down", "embed", "other", "all"} <= set(rows)
     assert "affine4:64" in rows["gate"] and str(QuantSpec.parse("8bit")) in rows["down"] and rows["q"].endswith(" dB")
-    assert "threads" in ran.err and "take about" in ran.err
+    assert "threads" in ran.err and "affine4:64 down_proj=8bit with rtn: 5.767 M weights take about" in ran.err
     finer = Ran("quantize", "fable", "-o", tmp_path / "two", "--bits", "8", "--json").json
     errors = {row["class"]: row["error_db"] for row in finer["classes"]}
     assert errors["q"] < -35 and errors["other"] is None
@@ -176,6 +176,7 @@ def test_a_width_alone_means_what_the_method_can_make() -> None:
     (("--bits", "4", "--tensor-type", "down_prj=8bit"), "no matrix of this model has a name that 'down_prj' matches"),
     (("--bits", "4", "--method", "magic"), "magic"),
     (("--spec", "codebook4:16", "--method", "hqq"), "hqq moves the zeros"),
+    (("--spec", "ternary", "--method", "hqq"), "hqq moves the zeros of a grid, which ternary:64 has not"),
     (("--bits", "4", "--method", "hqq", "--tensor-type", "embed=symmetric8:32"), "hqq moves the zeros"),
     (("--spec", "4bit+1%"), "rtn does not make codebook4:16+0.01: it keeps no outliers"),
     (("--spec", "4bit+1%", "--method", "smooth"), "smooth does not make"),
@@ -252,9 +253,12 @@ def test_headers_and_the_record_are_checked_on_load_too(tmp_path: Path, made: Pa
     (other / "effllm.json").write_text(text.replace(line, line.replace("codebook4:16", "codebook3:16")))
     half = copy(made, tmp_path / "half")
     os.truncate(half / "effllm.json", 1000)
-    for folder, said in ((cut, "bytes of tensors"), (newer, "newer effllm"), (other, "layers.2.mlp.down_proj"), (half, "effllm.json")):
+    again = "quantize or download it again"  # it may have been made here, where there is nothing to download
+    for folder, said, step in ((cut, "bytes of tensors", again), (newer, "newer effllm", "upgrade effllm: git pull"),
+                               (other, "layers.2.mlp.down_proj", again), (half, "effllm.json", again)):
         for command in (("verify", folder), ("run", folder, "hi", "-n", "1")):
-            assert said in Ran(*command).refused(1), command
+            ran = Ran(*command)
+            assert said in ran.refused(1) and f"hint: {step}" in ran.err, (command, ran.err)
 
 
 def test_a_checkpoint_without_checksums_says_so() -> None:

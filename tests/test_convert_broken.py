@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from effllm import DoesNotFit, EffllmError, UsageError
 from effllm.offload.checkpoint import TensorStore
@@ -21,10 +22,10 @@ from effllm.quant.pack import unpack
 from effllm.runtime import convert_stream
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.container import read_container
-from effllm.runtime.convert import convert
+from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conversions import FABLE, ODD, check_whole, contents, odd_model, options, run
+from conversions import FABLE, ODD, check_whole, contents, odd_model, options, run, short_fable
 
 MINUTE = 60
 
@@ -129,6 +130,27 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path, name: str, value:
         run(odd_model(tmp_path / "odd", change=harm), tmp_path / "out")
     assert name in caught.value.message and caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq", "smooth", "spqr", "target"])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_methods_that_read_a_text_name_them_too(tmp_path: Path, name: str, method: str) -> None:
+    """Nothing is quantized by what a text shows of a model that answers with NaN: it would show nothing."""
+    source = short_fable(tmp_path / "short")
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][:, 100] = np.nan
+    (source / "model.safetensors").unlink()
+    save_file(tensors, source / "model.safetensors")
+    text = "Once upon a time a fox met a king at the river, and they talked about the weather and the price of bread. " * 25
+    more = {"target": 4.0} if method == "target" else {"method": method}
+    recipe = recipe_of("4bit", (), more.get("method", "rtn"))
+    given = ConvertOptions(recipe, "4bit", calibration_text=text, calibration_tokens=512, **more)
+    with pytest.raises(EffllmError, match="NaN or infinity") as caught:
+        run(source, tmp_path / "out", given)
+    assert caught.value.message.startswith(f"{name}: ") and "download it again" in caught.value.hint
+    journal = partial_folder(tmp_path / "out") / "journal"
+    done = [json.loads(line)[0] for line in journal.read_text().splitlines()[1:]] if journal.exists() else []
+    assert not [each for each in done if "embed" in name or "layers.1" in each], done
 
 
 @pytest.mark.parametrize("spec", ["4bit", "8bit", "affine4:32", "ternary"])

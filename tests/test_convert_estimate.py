@@ -14,6 +14,7 @@ from effllm.runtime.config import Mixture, read_config
 from effllm.runtime.convert_estimate import Costs, text_operations, total, visit_operations
 from effllm.runtime.convert_plan import ConversionPlan, plan_conversion
 from effllm.runtime.families import expert_role
+from effllm.runtime.timing import turns
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE
@@ -76,7 +77,7 @@ def test_what_rows_take_is_told_from_what_a_block_takes(plan: ConversionPlan, mo
 
     def seconds(plan: object, job: object, rows: int, quantize: object, stats: object) -> float:
         asked.append((rows, stats is not None))
-        return 0.1 + rows / 1000 if stats is not None else rows / 2000
+        return 0.1 + rows / 1000 if stats is not None else rows / 1000
 
     monkeypatch.setattr(convert_estimate, "_seconds", seconds)
     monkeypatch.setattr(convert_estimate, "_factored_s", lambda stats: 0.25)
@@ -84,7 +85,28 @@ def test_what_rows_take_is_told_from_what_a_block_takes(plan: ConversionPlan, mo
     gate = next(job for job in plan.jobs if job.role == "gate")
     found = convert_estimate._measured(plan, gate, None, True)
     assert asked == [(96, True), (96, True), (768, True), (768, False)]
-    assert found == Costs(256, pytest.approx(0.1 / 256), pytest.approx(0.001 / 256), 0.25, pytest.approx(0.0005 / 256), 7.0)
+    assert found == Costs(256, pytest.approx(0.1 / 256), pytest.approx(0.001 / 256), 0.25, pytest.approx(0.001 / 256), 7.0)
+
+
+def test_what_is_short_is_measured_in_turns_and_the_median_counts() -> None:
+    """One turn in which the machine did something else changes nothing; what takes long is measured once."""
+    left = iter([(0.01, 0.03), (0.01, 0.09), (0.05, 0.03), (0.01, 0.04), (0.02, 0.03), (0.01, 0.2)])
+    assert turns(lambda: next(left)) == [0.01, pytest.approx(0.035)] and next(left, None) is None
+    assert turns(lambda: (0.3, 0.2)) == [0.3, 0.2]
+    count = iter(range(100))
+    assert turns(lambda: (next(count) * 1e-6,)) == [4e-6] and next(count) == 9
+
+
+def test_a_moment_in_which_the_machine_did_something_else_is_not_multiplied(plan: ConversionPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(100))
+
+    def seconds(plan: object, job: object, rows: int, quantize: object, stats: object) -> float:
+        return 0.003 + rows / 50_000 + (0.05 if next(calls) == 2 else 0.0)  # the first turn's sample of all rows
+
+    monkeypatch.setattr(convert_estimate, "_seconds", seconds)
+    gate = next(job for job in plan.jobs if job.role == "gate")
+    found = convert_estimate._measured(plan, gate, None, False)
+    assert found.weight_s == pytest.approx(1 / 50_000 / 256) and found.input_s == pytest.approx(0.003 / 256)
 
 
 # -- the text --------------------------------------------------------------------------------------------------------------------
@@ -98,9 +120,9 @@ def test_a_text_takes_its_layers_its_windows_and_the_head() -> None:
 
 
 @pytest.mark.parametrize("most, asked, window_s", [
-    (4096, [128, 512, 512, 512], 0.1 + 512e-3),  # all of a window, after one that loads the kernels
-    (512, [128, 512, 512, 512], 0.1 + 512e-3),
-    (100, [25, 25, 100], 0.1 + 512e-3)])  # too much: a token from the difference, what every window takes from the rest
+    (4096, [128, 512], 0.1 + 512e-3),  # all of a window, after one that loads the kernels
+    (512, [128, 512], 0.1 + 512e-3),
+    (100, [25, 25, 100, 25, 100], 0.1 + 512e-3)])  # too much: a token from the difference, what every window takes from the rest
 def test_a_window_goes_through_the_last_layer(monkeypatch: pytest.MonkeyPatch, most: int, asked: list[int], window_s: float) -> None:
     seen: list[int] = []
 
@@ -122,8 +144,8 @@ def test_the_window_is_that_of_the_pass_itself(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(calibrate.Gathered, "add", lambda self, inputs: sums.append(inputs.shape) or add(self, inputs))
     text_costs(FABLE, read_config(FABLE), IDS, 1, 64)
     taps = [(256,), (256,), (256,), (768,)]
-    wanted = [(tokens, *width) for tokens in (16, 16, 64) for width in taps] + [(512, 256)]  # the head's last of all
-    assert sums == wanted
+    first, turn = ([(tokens, *width) for tokens in each for width in taps] for each in ((16,), (16, 64)))
+    assert sums == first + turn * (len(sums) // len(turn)) + [(512, 256)]  # the head's last of all
 
 
 def test_a_text_of_a_large_model_is_sampled_by_fewer_tokens(plan: ConversionPlan, monkeypatch: pytest.MonkeyPatch) -> None:

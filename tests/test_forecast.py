@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 import time
 from contextlib import closing
@@ -20,6 +21,7 @@ from effllm.offload.direct import Traffic
 from effllm.offload.disk import Disk, DiskRead
 from effllm.offload.placement import Residency
 from effllm.offload.predict import KindRate, Paged, Prediction
+from effllm.offload.size import format_size
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import outcome, roofs
 from effllm.runtime.bench import prepare_synthetic
@@ -29,9 +31,10 @@ from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.speculate import Counts
 
 sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import larger_than_memory, long_context, streaming
+from streamed_models import larger_than_memory, long_context, long_context_mixture, streaming
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 CPU = EngineOptions(device="cpu", threads=2)
@@ -141,6 +144,36 @@ def test_memory_is_advised_where_a_full_context_would_read_the_cache_from_the_di
     assert not prepare(folder, replace(CPU, ctx=16_384, ram=advised.flag[6:])).placement.kv_disk_bytes
 
 
+def test_memory_or_a_shorter_context_is_advised_where_weights_do_not_fit(tmp_path: Path) -> None:
+    """In a budget to the last megabyte, in a process that has loaded nothing but what the plan needs: what other plans load while they are
+    compared, kernels of packed weights and caches, is none of its own."""
+    script = tmp_path / "advice.py"
+    script.write_text(f"""import sys
+from effllm import DoesNotFit
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_forecast import CPU, KNOWN, fable, replace, suggest
+try:
+    fable(replace(CPU, ram="1M"))
+except DoesNotFit as error:
+    tight = fable(replace(CPU, ram=error.hint.split("--ram ")[1].split(",")[0]))
+assert tight.placement.streamed_bytes
+advised = suggest(tight, KNOWN)
+assert advised.flag.startswith(("-c ", "--ram ")) and advised.gain > 5, advised
+""")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_memory_is_advised_for_a_mixture_whose_experts_come_from_the_disk(tmp_path: Path) -> None:
+    raw, folder = Roofs(replace(MACHINE, kinds={"bf16": KINDS["bf16"]}), DISK), long_context_mixture(tmp_path / "mixture")
+    whole = prepare(folder, replace(CPU, ctx=1024)).placement.total_bytes
+    paged = prepare(folder, replace(CPU, ctx=1024, ram=str(whole - (30 << 20))))
+    assert 0 < paged.placement.expert_slots < 32
+    advised = suggest(paged, raw)
+    assert advised.flag.startswith("--ram ") and advised.gain > 1.5, advised
+    assert prepare(folder, replace(CPU, ctx=1024, ram=advised.flag[6:])).streams is None
+
+
 def test_kinds_are_named_by_how_they_are_multiplied() -> None:
     assert {kind_of_weight(QuantSpec.raw(raw)) for raw in ("f32", "f16", "bf16")} == {"bf16"}
     assert kind_of_weight(QuantSpec.parse("4bit+1%")) == "codebook4:16" and kind_of_weight(QuantSpec.parse("8bit"), True).endswith(" exact")
@@ -181,6 +214,25 @@ def test_plan_at_other_bits(known: None) -> None:
     assert ran("plan", "fable", "-p", "0")[0] == 2
 
 
+def test_plan_tells_what_of_the_cache_a_token_reads_from_the_disk(known: None) -> None:
+    asked = ("plan", "fable", "--device", "cpu", "--kv-ram", "6Mi")
+    code, out, err = ran(*asked, "--json")
+    plan = json.loads(out)
+    away, whole = (plan["per_token"][name] for name in ("kv_disk_bytes_at_full_context", "kv_bytes_at_full_context"))
+    assert code == 0 and 0 < away < whole and away <= plan["tiers"]["disk"]["kv_bytes"]
+    assert "read for every token" in err
+    assert f"of cache, {format_size(away)} of it from the disk" in ran(*asked)[1]
+    code, out, err = ran(*asked, "--kv-read", "sparse")
+    assert code == 0 and "of cache, few pages of what lies on the disk" in out
+    assert "lie on the disk, of which a token reads few pages" in err and "read for every token" not in err
+    assert "after 0 s of loading" not in ran("plan", "fable", "--device", "cpu", "--ram", refused_for("1M"))[1]
+
+
+def refused_for(ram: str) -> str:
+    """The least memory that a refusal names for the packaged model."""
+    return ran("plan", "fable", "--device", "cpu", "--ram", ram)[2].split("--ram ")[1].split(",")[0]
+
+
 def test_without_a_probe_nothing_is_measured_and_that_is_said(nobody: Path) -> None:
     code, out, _ = ran("plan", "fable", "--device", "cpu", "--no-probe", "--json")
     plan = json.loads(out)
@@ -200,7 +252,8 @@ def test_run_and_bench_only_look(nobody: Path) -> None:
 
 
 def test_run_holds_the_prediction_against_what_came(known: None) -> None:
-    code, out, said = ran("run", "fable", "--raw", "Once", "-n", "40", "--ignore-eos", "--device", "cpu", "-t", "2", "--json", "--stats")
+    code, out, said = ran("run", "fable", "--raw", "Once", "-n", "40", "--ignore-eos", "--device", "cpu", "-t", "2", "--json", "--stats",
+                          "--spec", "off")
     placement = json.loads(out)["placement"]
     assert code == 0 and placement["predicted_tps"] == pytest.approx(forecast(fable(), KNOWN).start.tokens_per_s, rel=0.02)
     off = abs(placement["measured_tps"] / placement["predicted_tps"] - 1) > outcome.MISS
@@ -222,6 +275,12 @@ def engine() -> object:
     *_, engine = open_engine(FABLE, CPU)
     yield engine
     engine.close()
+
+
+def test_what_drafts_gained_is_a_part_of_what_was_to_be_expected(known: None, engine: object) -> None:
+    expected = [outcome.outcome(engine, 10, 0, 40, 0.1, 1.0, 0.0, drafted).predicted_tps
+                for drafted in (None, Counts(20, 25, 19, 26.0), Counts(20, 25, 0, 40.0))]
+    assert expected[1] == pytest.approx(expected[0] * 39 / 26) and expected[2] == expected[0], "a loss is not foreseen"
 
 
 def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:

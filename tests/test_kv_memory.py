@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import effllm
+from effllm import DoesNotFit
 from effllm.kernels.layout import PAGE
 from effllm.offload.plan import BlockBytes, Budget, Demand, plan
+from effllm.offload.size import parse_size
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.cache import KVCache
 from effllm.runtime.engine import Engine, open_prepared
@@ -62,6 +64,24 @@ def test_pages_on_the_disk_are_those_that_the_plan_put_there(kv: str, tmp_path: 
         held, cache = set_aside(prepared)
         assert held == placed.kv_bytes < whole
         assert placed.kv_disk_bytes == (cache.pool.pages - cache.pool.first) * cache.sealed_nbytes > 0
+
+
+@pytest.mark.parametrize("kv_read", ["exact", "sparse"])
+@pytest.mark.parametrize("kv", ["16bit", "4bit"])
+def test_the_least_memory_that_a_refusal_names_is_enough(kv: str, kv_read: str, tmp_path: Path) -> None:
+    """Whatever was asked for first: what pages are read with is the larger, the more the cache may take."""
+    more = {"kv_read": kv_read, "spill_dir": str(tmp_path)}
+    whole = prepare(FABLE, asked(kv, 2048)).placement.kv_bytes
+    for first in range(0, whole, whole // 23):
+        named = str(first)
+        try:
+            prepared = prepare(FABLE, asked(kv, 2048, kv_ram=named, **more))
+        except DoesNotFit as error:
+            named = error.hint.removeprefix("--kv-ram ")
+            prepared = prepare(FABLE, asked(kv, 2048, kv_ram=named, **more))
+        assert prepared.placement.kv_pages is not None and prepared.placement.kv_bytes <= parse_size(named)
+        if kv_read == "exact":  # what pages are picked by is set aside elsewhere
+            assert set_aside(prepared)[0] == prepared.placement.kv_bytes
 
 
 @pytest.mark.parametrize("kv", ["16bit", "8bit", "4bit"])

@@ -126,7 +126,7 @@ def test_all_layers_on_a_card_leave_nothing_to_pick() -> None:
 
 def test_beneath_a_card_the_layers_of_the_host_pick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective, "LEFT", -1.0)
-    asked = {"gpu_layers": 2, "ctx": 2048, "kv_ram": "6200k", "spill_dir": str(tmp_path)}
+    asked = {"gpu_layers": 2, "ctx": 2048, "kv_ram": "5200k", "spill_dir": str(tmp_path)}
     exact, _ = opened_beside(FABLE, simulated(), **asked)
     sparse, _ = opened_beside(FABLE, simulated(), **asked, kv_read="sparse")
     slots = sparse.cache.pool.stream.slots

@@ -1,5 +1,6 @@
 """The planner's arithmetic, its refusals with their figures, and sizes as people write them."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -64,6 +65,17 @@ def test_refusal_names_the_numbers_and_what_fits() -> None:
     )
     assert caught.value.hint == "-c 384 fits"
     assert plan(demand(kv=1_000_000), Budget(GB), 4096, ctx_wanted=384).total_bytes <= GB
+
+
+def test_a_context_that_is_named_fits_a_program_that_is_a_little_larger_the_next_time() -> None:
+    exact = plan(demand(), Budget(GB), 1024).total_bytes
+    with pytest.raises(DoesNotFit) as caught:
+        plan(demand(), Budget(exact), 4096, ctx_wanted=2048)
+    assert caught.value.hint == "-c 896 fits"
+    larger = replace(demand(), baseline=80 * MB + 2**19)
+    assert plan(larger, Budget(exact), 4096, ctx_wanted=896).ctx == 896
+    with pytest.raises(DoesNotFit):
+        plan(larger, Budget(exact + 2**18), 4096, ctx_wanted=1024)
 
 
 def test_refusal_where_nothing_fits_names_the_memory_it_takes() -> None:

@@ -16,6 +16,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.runtime import bit_search
 from effllm.runtime.convert_plan import Job, plan_conversion
 from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Notice, Progress
 from effllm.runtime.prepare import EngineOptions
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -148,6 +149,30 @@ def test_a_search_keeps_a_persons_rules_and_spends_on_what_hurts(searched: list)
     bits = [found[0].recipe.ruled(name).bits for name in found[0].damage]
     assert len(set(bits)) > 1
     assert sum(found[2].damage.values()) > sum(found[0].damage.values()) > 0
+
+
+@pytest.mark.parametrize("window_s, clock_s, said", [(0.2, 0.8, "35 s"), (3.0, 3.0, "9 min")])
+def test_a_search_says_how_long_it_takes_before_it_starts(monkeypatch: pytest.MonkeyPatch, window_s: float, clock_s: float,
+                                                          said: str) -> None:
+    """By all windows of the text, or by one where that takes long: 4 of them for each of 43 tensors and for the model as it is."""
+    clock, plan = [0.0], plan_conversion(FABLE, Recipe(SPEC[4]))
+    own = bit_search._log_probabilities
+
+    def slow(*given: object) -> np.ndarray:
+        clock[0] += window_s
+        return own(*given)
+
+    monkeypatch.setattr(bit_search, "_log_probabilities", slow)
+    monkeypatch.setattr(bit_search.time, "monotonic", lambda: clock[0])
+    engine = list(open_engine(FABLE, EngineOptions(device="cpu", kv="32bit", ctx=512)))[-1]
+    ids = np.random.default_rng(4).integers(5, 4000, 2048).tolist()
+    with plan.store:
+        running = bit_search.search(plan, engine, ids, 4.25, Recipe(SPEC[4]))
+        first, told = next(running), next(running)
+        running.close()
+    engine.close()
+    assert isinstance(first, Progress) and clock == [pytest.approx(clock_s)], "nothing is measured silently, and nothing but the model yet"
+    assert isinstance(told, Notice) and f"43 runs of 2048 tokens take about {said}" in told.text
 
 
 def test_many_tensors_are_not_compared_with_one_another(monkeypatch: pytest.MonkeyPatch) -> None:

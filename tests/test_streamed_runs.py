@@ -110,6 +110,15 @@ def test_the_plan_is_that_of_the_run(model: Path, least: int) -> None:
     assert planned["total_bytes"] <= (least + 90) * MIB and planned["weights_bytes"] > 200 * MIB
 
 
+def test_a_mapped_model_that_does_not_fit_is_told_what_would(model: Path, least: int) -> None:
+    """Nothing of a mapped file is read by itself, so the advice is to map none, where that helps."""
+    advice = "without --load mmap what does not fit is read from the disk"
+    _, err = finish(start("run", model, "hi", "--ram", f"{least + 5}Mi", "--load", "mmap", "--device", "cpu"), 4)
+    assert advice in err
+    _, err = finish(start("run", model, "hi", "--ram", "10M", "--load", "mmap", "--device", "cpu"), 4)
+    assert "it takes --ram" in err and advice not in err
+
+
 def test_a_long_prompt_is_read_within_the_budget(model: Path, least: int) -> None:
     out, err = finish(start(*answer(model, "--ram", f"{least + 60}Mi", prompt="word " * 450)))
     found = json.loads(out)

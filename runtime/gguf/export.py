@@ -29,6 +29,7 @@ from ..convert_plan import MATRICES
 from ..events import Notice, Progress
 from ..families import expert_of, kind_of
 from ..model import ModelTensor, check_tensors
+from ..outliers import check_outliers
 from ..source import open_store
 from ..text import Tokenizer
 from .architectures import BY_FAMILY, Architecture, file_part
@@ -75,7 +76,9 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     config, container = read_config(source), read_container(source)
     found = exported_as(config)
     with open_store(source, wide="f32") as store:
-        jobs = list(_jobs(check_tensors(config, store, container), config, found, kind))
+        tensors = check_tensors(config, store, container)
+        check_outliers(tensors, store)
+        jobs = list(_jobs(tensors, config, found, kind))
         metadata = config_metadata(config, name, kind) | _tokenizer(source, config)
         factors = rotary_tensors(config)
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
