@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
 
 COLD_ALLOWANCE = 64 << 20
+BESIDE_KERNELS = 2 << 20  # at most: what a run that needs kernels of another kind imports with them
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
 
@@ -125,7 +126,7 @@ class Program:
         for kind in kinds:
             if kind not in self.kinds and kind not in self.more:
                 before = hardware.rss()
-                self.more[kind] = max(0, _baseline((kind,)) - before)
+                self.more[kind] = max(0, _baseline((kind,)) - before) + BESIDE_KERNELS
         return self.nbytes + sum(self.more[kind] for kind in kinds if kind not in self.kinds)
 
 

@@ -163,6 +163,44 @@ assert advised.flag.startswith(("-c ", "--ram ")) and advised.gain > 5, advised
     assert ended.returncode == 0, ended.stderr
 
 
+def test_what_is_advised_keeps_the_context_and_fits(tmp_path: Path) -> None:
+    """From the least budget on: fewer bits need other kernels, which are memory too, and a context is not given for them."""
+    script = tmp_path / "advice.py"
+    script.write_text(f"""import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from effllm import DoesNotFit
+from test_forecast import CPU, KNOWN, fable, forecast, replace, suggest
+ram = sys.argv[1]
+if ram == "1M":
+    try:
+        fable(replace(CPU, ram=ram))
+    except DoesNotFit as error:
+        print(error.hint.split("--ram ")[1].split("Mi")[0])
+elif len(sys.argv) > 2:
+    flag, ctx, told, full = sys.argv[2:]
+    name, value = flag.split()
+    more = {{name[2:]: value}} if name in ("--ram", "--kv") else {{}}
+    asked = replace(CPU, **{{"ram": ram, "ctx": int(ctx)}} | more)
+    found = forecast(fable(asked, value + "bit" if name == "--bits" else None), KNOWN)
+    assert abs((found.full if full == "True" else found.start).tokens_per_s / float(told) - 1) < 0.01, found
+else:
+    plan = fable(replace(CPU, ram=ram))
+    if advised := suggest(plan, KNOWN):
+        ctx = advised.flag[3:] if advised.flag.startswith("-c") else plan.placement.ctx
+        print(advised.flag, ctx, advised.tokens_per_s, advised.full, sep="\\n")
+""")
+
+    def told(*arguments: str) -> list[str]:
+        ended = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, f"{arguments}: {ended.stderr}"
+        return ended.stdout.splitlines()
+
+    least = int(told("1M")[0])
+    for ram in (least, least + 2, least + 4, least + 7):
+        if advised := told(f"{ram}Mi"):
+            told(f"{ram}Mi", *advised)
+
+
 def test_memory_is_advised_for_a_mixture_whose_experts_come_from_the_disk(tmp_path: Path) -> None:
     raw, folder = Roofs(replace(MACHINE, kinds={"bf16": KINDS["bf16"]}), DISK), long_context_mixture(tmp_path / "mixture")
     whole = prepare(folder, replace(CPU, ctx=1024)).placement.total_bytes
