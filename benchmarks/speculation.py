@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""What speculation makes of a model that is larger than its memory: tokens a pass, and tokens a second against the same run without.
+"""What speculation makes of a model that is larger than its memory, or with --in-memory of one that is not: tokens a pass, and tokens a
+second against the same run without.
 
-The model is one of random weights, larger than the budget, whose every pass reads the disk; what it would say is noise, so the text comes
+The model is one of random weights; what it would say is noise, so the text comes
 from elsewhere. Repeating set: the answers of `speculation_texts.py` are replayed, a sampler says them token by token in the tokenizer
 that --vocabulary names, whatever the logits are. Stories: the packaged model says what comes next and is sampled as usual, the large model
 runs beside it for what a pass costs. Drafts come from the text and from past passes, as in any run; on the repeating set those of past
@@ -11,6 +12,8 @@ Passes with and without take turns within every text, so that a disk that change
 
     python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama
     python benchmarks/speculation.py /data/tinyllama --ram 1.2G --vocabulary llama.gguf --publish tinyllama
+    effllm quantize /data/tinyllama -o /data/tinyllama-4bit --bits 4
+    python benchmarks/speculation.py /data/tinyllama-4bit --in-memory --vocabulary llama.gguf --publish tinyllama-4bit-in-memory
 """
 
 import argparse
@@ -41,8 +44,9 @@ CONTEXT = 1024
 WITH, WITHOUT = 5, 5  # passes in turn
 STORIES = ("Tell me a story about the fox and the king.", "Tell me a story about a girl who finds a lamp.",
            "Tell me a story about two friends and a boat.")
-INTRO = ("Random weights larger than the budget, read from the disk for every pass; passes with and without speculation take turns in the "
+INTRO = ("Random weights{where}; passes with and without speculation take turns in the "
          "same text. Repeating set: written answers, replayed. Stories: what the packaged model says, sampled as usual.")
+FROM_DISK = " larger than the budget, read from the disk for every pass"
 
 
 @dataclass
@@ -112,11 +116,12 @@ def opened(folder: Path, **asked: object) -> Engine:
     return engine
 
 
-def larger(folder: Path, ram: str) -> Engine:
-    """The model that does not fit."""
+def target(folder: Path, ram: str | None) -> Engine:
+    """The model that does not fit in `ram`; None: that does."""
     evict(sorted(folder.glob("*.safetensors")))
     engine = opened(folder, ram=ram)
-    assert engine.speculation is not None and engine.prepared.placement.streamed_bytes, "these weights fit in this memory"
+    streamed = engine.prepared.placement.streamed_bytes
+    assert engine.speculation is not None and (streamed > 0) is (ram is not None), "these weights lie elsewhere"
     return engine
 
 
@@ -185,6 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ram", default="1.2G")
+    parser.add_argument("--in-memory", action="store_true", help="of a model whose weights lie in memory; --ram is not read")
     parser.add_argument("--vocabulary", type=Path, help="folder or GGUF file whose tokenizer cuts the repeating set")
     parser.add_argument("--seconds", type=float, default=150.0, help="for each set")
     parser.add_argument("--sets", default="repeating,stories")
@@ -193,19 +199,19 @@ def main() -> int:
     sets = asked.sets.split(",")
     if "repeating" in sets and not asked.vocabulary:
         parser.error("the repeating set needs a --vocabulary")
-    figures = []
+    figures, ram = [], None if asked.in_memory else asked.ram
     if "repeating" in sets:
-        with closing(larger(asked.folder, asked.ram)) as engine:
+        with closing(target(asked.folder, ram)) as engine:
             found = repeating(engine, asked.vocabulary, asked.seconds)
         for name, spent in found.items():
             figures += told(name.split()[0], name, spent)
         figures.append(Figure("repeating_gain", "repeating set: with over without", "geometric mean",
                               geometric_mean(spent.gain for spent in found.values()), "x"))
     if "stories" in sets:
-        with closing(larger(asked.folder, asked.ram)) as engine:  # what was learned of another vocabulary is no guess here
+        with closing(target(asked.folder, ram)) as engine:  # what was learned of another vocabulary is no guess here
             figures += told("stories", "stories", stories(engine, asked.seconds))
-    publish(f"speculation-{asked.publish}" if asked.publish else "speculation", f"Speculation: {asked.folder.name} in {asked.ram}", INTRO,
-            figures, keep=bool(asked.publish))
+    publish(f"speculation-{asked.publish}" if asked.publish else "speculation", f"Speculation: {asked.folder.name} in {ram or 'memory'}",
+            INTRO.format(where=FROM_DISK if ram else ", in memory"), figures, keep=bool(asked.publish))
     return 0
 
 

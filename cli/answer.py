@@ -70,8 +70,9 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     if (pages := stats.placement.get("kv_read")) is not None and pages["among"]:
         say(f"cache on the disk: {pages['asked']} of {pages['among']} pages picked ({100 * pages['asked'] / pages['among']:.0f}%), "
             f"{pages['found']} of them were in memory")
-    if stats.speculation is not None:
-        say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass".format(**stats.speculation))
+    if stats.speculation is not None and (stats.speculation["drafted"] or stats.placement["streamed_bytes"]):
+        say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass, {gain:.1f} times as fast".format(
+            **stats.speculation))
     say(foreseen(stats.placement))
 
 

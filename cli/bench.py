@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -55,8 +54,6 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
     asked = {"prompt": counts("-p", prompt), "gen": counts("-n", gen), "depth": counts("-d", depth), "repetitions": repetitions,
              "columns": columns}
     engine = with_draft(engine, screen)
-    if engine.spec != "lookup" and engine.draft is None:
-        engine = replace(engine, spec="off")  # by definition a test reads random tokens, in which nothing repeats
     options = BenchOptions(**{name: value for name, value in asked.items() if value is not None})
     with preparation(model, synthetic, context_for(engine.options(), options), weights, screen) as (prepare, kinds):
         opened = last(follow(open_prepared(prepare, kinds), screen, Engine))

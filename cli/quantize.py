@@ -45,7 +45,7 @@ GateSparsity = Annotated[float | None, flag(FORMAT, "--gate-sparsity", "SHARE",
 GateRule = Annotated[Literal["weighed", "magnitude"] | None, flag(FORMAT, "--gate-rule", "weighed|magnitude",
                                                                   "of which gates: weighed by their neuron, or by size alone (weighed)")]
 Calib = Annotated[str | None, flag(CALIBRATION, "--calib", "FILE", "text for the methods that need one, - is standard input (a sample)")]
-CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "tokens of it (16384)")]
+CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "tokens of it at most (16384)")]
 Eval = Annotated[str | None, flag(MEASURE, "--eval", "FILE", "score this text before and after, - is standard input")]
 NoKvProfile = Annotated[bool, flag(CALIBRATION, "--no-kv-profile", "", "do not record where a packed KV cache needs its bits (a minute)")]
 DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "print the sizes and write nothing")]

@@ -263,5 +263,7 @@ def _roof(engine: Engine) -> float:
 
 
 def context_for(options: EngineOptions, bench_options: BenchOptions) -> EngineOptions:
-    """Engine options with just the context that the measurement needs, unless one was asked for."""
-    return options if options.ctx else replace(options, ctx=max(PAGE, bench_options.ctx))
+    """Engine options with just the context that the measurement needs, unless one was asked for, and with drafts only if they were: by
+    definition a test reads random tokens, in which nothing repeats."""
+    spec = "off" if options.spec == "auto" and options.draft is None else options.spec
+    return replace(options, ctx=options.ctx or max(PAGE, bench_options.ctx), spec=spec)

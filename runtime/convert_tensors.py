@@ -41,7 +41,8 @@ class Converter:
         if weights:
             seconds = estimate(self.plan, self.todo, self.method, self._quantize, self.ids, self._pool.workers)
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
-            yield Notice(f"{formats} with {self.method}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
+            text = f" by {len(self.ids)} tokens of text" if self.ids else ""  # which may be fewer than were asked for
+            yield Notice(f"{formats} with {self.method}{text}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
 
     def run(self) -> Iterator[Progress | Notice]:
         """Convert what is left to do."""

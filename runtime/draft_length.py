@@ -10,13 +10,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 FADE = 0.98  # weight of what was seen of a kind when it is seen again
 FIRST_TRIALS = 2.0  # weight of the assumption that half of all guesses are right
 SAMPLES, OLD = 5, 64  # passes that a cost is the median of, and after how many passes it is not known any more
 ALONE_EVERY = 32  # a pass of one token, so that the others are held against what that costs now
-SLOPE = 0.1  # of a pass's cost, assumed for every further token
-WORTH = 1.03  # tokens for the time of one, below which nothing is drafted
+
+
+class Pays(NamedTuple):
+    """What is assumed of passes before any was timed, and when to draft. `slope`: of a pass's cost, for every further token. `worth`:
+    tokens for the time of one, below which nothing is drafted."""
+
+    slope: float
+    worth: float
+
+
+# A disk is waited for alike whatever a pass takes. In memory a further token costs a fifth (AVX-512 VNNI) to three fifths of a pass, a
+# wrong guess as much, and texts that repeat are right nearly always: with less to gain it is not begun.
+WAITING, COMPUTING = Pays(0.1, 1.03), Pays(0.4, 1.1)
 
 
 class Trust:
@@ -41,7 +53,8 @@ class Trust:
 class PassCosts:
     """Seconds of passes by how many tokens they take."""
 
-    def __init__(self) -> None:
+    def __init__(self, pays: Pays = WAITING) -> None:
+        self.pays = pays
         self._seconds: dict[int, deque[float]] = {}
         self._when: dict[int, int] = {}
         self._passes = 0
@@ -67,13 +80,13 @@ class PassCosts:
     def ratio(self, columns: int) -> float:
         """What a pass of so many tokens costs, in passes of one: as measured, else from the longest shorter one."""
         nearest = max(each for each in self._seconds if each <= columns)
-        return median(self._seconds[nearest]) / self.alone + SLOPE * (columns - nearest)
+        return median(self._seconds[nearest]) / self.alone + self.pays.slope * (columns - nearest)
 
 
 def best_length(share: float, costs: PassCosts, most: int, extra: float = 0.0) -> tuple[int, float]:
     """(tokens to draft, expected tokens for the time of one without): 0 where drafting does not pay. `extra`: what each drafted token
     itself costs, in passes of one."""
-    best, value = 0, WORTH
+    best, value = 0, costs.pays.worth
     expected = chance = 1.0
     for length in range(1, most + 1):
         chance *= share

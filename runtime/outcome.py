@@ -53,8 +53,8 @@ class Outcome:
 
 def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, sampling_s: float,
             drafted: Counts | None = None, reads: Traffic = NOTHING_READ) -> Outcome:
-    """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of a
-    pass, times the tokens of a pass where some were drafted. `reads`: of the disk, while it was written."""
+    """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of
+    one token a pass, times what drafts gained. `reads`: of the disk, while it was written."""
     steps = made - 1  # the first token comes out of the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
     waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing is read where it was stopped at once
@@ -69,7 +69,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
                   else forecast.SLOW_DISK)
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited else None
-    expected = predicted.tokens_per_s * (drafted.tokens_per_pass if drafted and drafted.passes else 1)
+    expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
     miss = ""
     if measured is not None and abs(measured / expected - 1) > MISS:
         passes = drafted.passes if drafted and drafted.passes else steps

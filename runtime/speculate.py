@@ -1,5 +1,5 @@
 """Speculation: several tokens are guessed and run in one pass behind the one that is certain, which costs little where a pass waits for a
-disk, or for memory.
+disk, and in memory less than they would one by one.
 
 Nothing about an answer changes. The kernels give a token the same bits in a pass of up to COLUMNS tokens as in a pass of its own, so row i
 of such a pass holds exactly the logits that the run without speculation would see, as long as the guesses before i were right. The run's
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..kernels.cpu.ops import FEW
-from .draft_length import PassCosts, Trust, best_length
+from .draft_length import COMPUTING, WAITING, PassCosts, Pays, Trust, best_length
 from .drafts import Draft, Proposer, RecycledTokens, SuffixMatch
 
 if TYPE_CHECKING:
@@ -36,24 +36,32 @@ TRY_EVERY, TRY = 64, 2  # passes between guesses of a model that did not pay, an
 
 @dataclass(frozen=True)
 class Counts:
-    """Passes of an answer, the tokens that were drafted in them, and how many of these were right."""
+    """Passes of an answer, the tokens that were drafted in them, and how many of these were right. `cost`: what the passes took, in passes
+    of one token."""
 
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    cost: float = 0.0
 
     def __add__(self, more: Counts) -> Counts:
-        return Counts(self.passes + more.passes, self.drafted + more.drafted, self.accepted + more.accepted)
+        return Counts(self.passes + more.passes, self.drafted + more.drafted, self.accepted + more.accepted, self.cost + more.cost)
 
     def since(self, before: Counts) -> Counts:
-        return Counts(self.passes - before.passes, self.drafted - before.drafted, self.accepted - before.accepted)
+        return Counts(self.passes - before.passes, self.drafted - before.drafted, self.accepted - before.accepted, self.cost - before.cost)
 
     @property
     def tokens_per_pass(self) -> float:
         return (self.passes + self.accepted) / self.passes if self.passes else 0.0
 
+    @property
+    def gain(self) -> float:
+        """How many times as fast this was as without drafts."""
+        return (self.passes + self.accepted) / self.cost if self.cost else 1.0
+
     def to_json(self) -> dict[str, object]:
-        return {"passes": self.passes, "drafted": self.drafted, "accepted": self.accepted, "tokens_per_pass": self.tokens_per_pass}
+        return {"passes": self.passes, "drafted": self.drafted, "accepted": self.accepted, "tokens_per_pass": self.tokens_per_pass,
+                "gain": self.gain}
 
 
 def speculation(prepared: Prepared) -> Speculation | None:
@@ -65,7 +73,8 @@ def speculation(prepared: Prepared) -> Speculation | None:
         from .draft_model import DraftModel
 
         model = DraftModel(prepared.speculating.draft, prepared.config.vocab_size)
-    return Speculation((SuffixMatch(), RecycledTokens()), model)
+    proposers = (SuffixMatch(), RecycledTokens()) if prepared.speculating.recycles else (SuffixMatch(),)
+    return Speculation(proposers, model, pays=WAITING if prepared.speculating.waits else COMPUTING)
 
 
 class Speculation:
@@ -73,9 +82,9 @@ class Speculation:
     what was learned about costs and guesses outlasts an answer."""
 
     def __init__(self, proposers: Sequence[Proposer], model: DraftModel | None = None,
-                 clock: Callable[[], float] = time.perf_counter) -> None:
+                 clock: Callable[[], float] = time.perf_counter, pays: Pays = WAITING) -> None:
         self._proposers, self._model, self._clock = proposers, model, clock
-        self._trust, self._costs = Trust(), PassCosts()
+        self._trust, self._costs = Trust(), PassCosts(pays)
         self.counts = Counts()
         self._history: list[int] = []
         self._judged: list[Draft] = []  # guesses of the last pass, run or not
@@ -107,6 +116,7 @@ class Speculation:
         self._ahead = ()
         most = min(COLUMNS, engine.cache.ahead, engine.n_ctx - len(engine.tokens) - 1, COLUMNS if left is None else left) - 1
         self._follow([*engine.tokens, token])
+        began = self._clock()
         draft, started = self._draft(most), self._clock()
         rows = engine.run_ahead([token, *draft])
         if draft and np.isnan(rows).any():  # a guess may overflow what the answer does not come near
@@ -115,8 +125,9 @@ class Speculation:
         for proposer in self._proposers:
             proposer.observe([token, *draft], rows)
         self._step, self._ahead, self._rows = engine.cache.step, draft, rows
-        self.counts += Counts(1, len(draft))
         self._costs.took(1 + len(draft), self._clock() - started)
+        guessing = (started - began) / self._costs.alone if self._model else 0.0
+        self.counts += Counts(1, len(draft), cost=self._costs.ratio(1 + len(draft)) + guessing)
         return rows[0]
 
     def _follow(self, history: list[int]) -> None:

@@ -20,10 +20,13 @@ NEURONS = "no speculation: from the disk, every token of a draft would read neur
 
 @dataclass(frozen=True)
 class Speculating:
-    """`lookup`: drafts from the text and from past passes; `draft`: a plan for a model that drafts."""
+    """`lookup`: drafts from the text; `recycles`: and from past passes; `draft`: a plan for a model that drafts. `waits`: for weights from
+    the disk, which a pass of several tokens takes no more of."""
 
     lookup: bool = False
     draft: Prepared | None = None
+    recycles: bool = False
+    waits: bool = False
 
     @property
     def draft_nbytes(self) -> int:
@@ -35,7 +38,8 @@ class Speculating:
 
 
 def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | None) -> tuple[Speculating, Sequence[str]]:
-    """What was asked for, else by where the weights lie; with what there is to say about it."""
+    """What was asked for, else by where the weights lie, with what there is to say about it. In memory only the text is a guess worth its
+    time, and only where it repeats."""
     asked = options.spec == "lookup" or options.draft is not None
     away = placement.residency or placement.expert_slots
     refused = (ON_GPU if "cuda" in placement.devices else MIXTURE if config.mixture is not None and away
@@ -45,7 +49,7 @@ def decide(options: EngineOptions, config: ModelConfig, placement: Placement, dr
         draft.store.close()
     if refused:
         return Speculating(), (refused,) if asked else ()
-    if asked:
-        return Speculating(True, draft), ()
-    streams = placement.streamed_bytes > 0 and options.spec == "auto"
-    return Speculating(streams), (ON,) if streams else ()
+    waits = placement.streamed_bytes > 0
+    if options.spec == "off":
+        return Speculating(), ()
+    return Speculating(True, draft, asked or waits, waits), (ON,) if waits and not asked else ()

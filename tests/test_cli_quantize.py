@@ -106,7 +106,7 @@ def test_the_table_has_sizes_bits_and_errors_by_class(tmp_path: Path) -> None:
     rows = {line.split()[0]: line for line in ran.out.splitlines()}
     assert {"q", "k", "v", "o", "gate", "up", "down", "embed", "other", "all"} <= set(rows)
     assert "affine4:64" in rows["gate"] and str(QuantSpec.parse("8bit")) in rows["down"] and rows["q"].endswith(" dB")
-    assert "threads" in ran.err and "take about" in ran.err
+    assert "threads" in ran.err and "affine4:64 down_proj=8bit with rtn: 5.767 M weights take about" in ran.err
     finer = Ran("quantize", "fable", "-o", tmp_path / "two", "--bits", "8", "--json").json
     errors = {row["class"]: row["error_db"] for row in finer["classes"]}
     assert errors["q"] < -35 and errors["other"] is None

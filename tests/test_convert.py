@@ -139,12 +139,13 @@ def test_what_the_first_call_compiles_is_no_part_of_the_estimate(tmp_path: Path,
     weights, inputs = 5_770_496 - 13 * 256, 6 * (6 * 256 + 768) + 256  # all but the norms; of all tensors, each a block
     hessians = 6 * (3 + 27) + 1  # of q, k, v, of o, of gate, up, and of down, whose rows are three times as long; the head's
     wanted = 0.1 * inputs / 256 + weights / 256 / 960 + 0.01 * hessians
-    assert f"take about {round(wanted)} s" in said, said
+    assert said.startswith("4bit with gptq by 16384 tokens of text: 5.767 M weights ") and f"take about {round(wanted)} s" in said, said
 
 
 def test_what_text_shows_lowers_the_error_of_outputs_not_of_weights(tmp_path: Path, short: Path, four_bit: Path) -> None:
     _, said = run(short, tmp_path / "out", with_text("4bit", "gptq"))
     assert sum("different tokens among 512" in line for line in said) == 1, "one sentence over and over"
+    assert any(line.startswith("4bit with gptq by 512 tokens of text: ") for line in said), said
     made, plain = check_whole(tmp_path / "out", short), read_container(four_bit)
     assert made.method == {"name": "gptq"} and made.calibration["tokens"] == 512 and made.calibration["text"] == "given"
     matrices = [name for name in made.tensors if "proj" in name]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.runtime.draft_length import ALONE_EVERY, OLD, PassCosts, Trust, agreement, best_length
+from effllm.runtime.draft_length import ALONE_EVERY, COMPUTING, OLD, WAITING, PassCosts, Pays, Trust, agreement, best_length
 from effllm.runtime.drafts import CANDIDATES, LONGEST, PAIR, PLACES, RecycledTokens, SuffixMatch
 
 
@@ -98,8 +98,8 @@ def test_agreement_ends_at_the_first_that_differs() -> None:
     assert [agreement(*pair) for pair in (([1, 2, 3], [1, 2, 4]), ([], [1]), ([1], [1, 2]), ([2], [1]))] == [2, 0, 1, 0]
 
 
-def costs(ratios: dict[int, float]) -> PassCosts:
-    made = PassCosts()
+def costs(ratios: dict[int, float], pays: Pays = WAITING) -> PassCosts:
+    made = PassCosts(pays)
     for columns, ratio in {1: 1.0, **ratios}.items():
         for _ in range(3):
             made.took(columns, ratio)
@@ -130,6 +130,15 @@ def test_costs_are_measured_and_forgotten() -> None:
     for _ in range(OLD + 1):
         made.took(1, 1.0)
     assert made.ratio(4) == pytest.approx(1.3), "what was long ago is tried again"
+
+
+def test_in_memory_a_guess_is_begun_with_more_to_gain() -> None:
+    untried = {pays: costs({}, pays) for pays in (WAITING, COMPUTING)}
+    assert untried[COMPUTING].ratio(3) == pytest.approx(1.8) and untried[WAITING].ratio(3) == pytest.approx(1.2)
+    assert best_length(0.5, untried[WAITING], 7)[0] > 0 == best_length(0.5, untried[COMPUTING], 7)[0], "a kind of guess that is new"
+    assert best_length(0.9, untried[COMPUTING], 7)[0] > 2
+    dear = {columns: 1 + 0.6 * (columns - 1) for columns in range(2, 9)}
+    assert best_length(0.68, costs(dear), 7)[0] > 0 == best_length(0.68, costs(dear, COMPUTING), 7)[0]
 
 
 def test_trust_is_of_late_and_by_kind() -> None:

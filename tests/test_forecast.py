@@ -31,6 +31,7 @@ from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.speculate import Counts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import larger_than_memory, long_context, long_context_mixture, streaming
@@ -289,7 +290,8 @@ def test_run_and_bench_only_look(nobody: Path) -> None:
 
 
 def test_run_holds_the_prediction_against_what_came(known: None) -> None:
-    code, out, said = ran("run", "fable", "--raw", "Once", "-n", "40", "--ignore-eos", "--device", "cpu", "-t", "2", "--json", "--stats")
+    code, out, said = ran("run", "fable", "--raw", "Once", "-n", "40", "--ignore-eos", "--device", "cpu", "-t", "2", "--json", "--stats",
+                          "--spec", "off")
     placement = json.loads(out)["placement"]
     assert code == 0 and placement["predicted_tps"] == pytest.approx(forecast(fable(), KNOWN).start.tokens_per_s, rel=0.02)
     off = abs(placement["measured_tps"] / placement["predicted_tps"] - 1) > outcome.MISS
@@ -311,6 +313,12 @@ def engine() -> object:
     *_, engine = open_engine(FABLE, CPU)
     yield engine
     engine.close()
+
+
+def test_what_drafts_gained_is_a_part_of_what_was_to_be_expected(known: None, engine: object) -> None:
+    expected = [outcome.outcome(engine, 10, 0, 40, 0.1, 1.0, 0.0, drafted).predicted_tps
+                for drafted in (None, Counts(20, 25, 19, 26.0), Counts(20, 25, 0, 40.0))]
+    assert expected[1] == pytest.approx(expected[0] * 39 / 26) and expected[2] == expected[0], "a loss is not foreseen"
 
 
 def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:

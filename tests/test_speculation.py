@@ -346,6 +346,6 @@ def test_stats_tell_what_was_drafted(engines: dict[str, Engine]) -> None:
     engine.speculation = lookup()
     stats = list(session.regenerate())[-1].stats
     told = stats.to_json()["speculation"]
-    assert told == stats.speculation and set(told) == {"passes", "drafted", "accepted", "tokens_per_pass"}
+    assert told == stats.speculation and set(told) == {"passes", "drafted", "accepted", "tokens_per_pass", "gain"}
     assert told["passes"] + told["accepted"] == len(stats.token_ids) - 1
     assert told["tokens_per_pass"] == pytest.approx((len(stats.token_ids) - 1) / told["passes"])

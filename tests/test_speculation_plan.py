@@ -43,14 +43,19 @@ def resident_budget(folder: Path) -> int:
 def test_the_planner_turns_it_on_where_a_dense_model_comes_from_the_disk(large: Path) -> None:
     short = {"device": "cpu", "ctx": 256, "ram": f"{resident_budget(large) - (64 << 20)}"}
     streams = prepare(large, EngineOptions(**short))
-    assert streams.placement.streamed_bytes and streams.speculating.lookup and "verifies several" in streams.notices[-1]
+    assert streams.placement.streamed_bytes and "verifies several" in streams.notices[-1]
+    assert streams.speculating.lookup and streams.speculating.recycles and streams.speculating.waits
     off = prepare(large, EngineOptions(**short, spec="off"))
     assert off.placement.streamed_bytes and not off.speculating and "verifies" not in " ".join(off.notices)
-    for folder, asked, wanted in ((large, "auto", False), (FABLE, "auto", False), (FABLE, "lookup", True)):
-        assert prepare(folder, EngineOptions(device="cpu", ctx=256, spec=asked)).speculating.lookup is wanted
-    engine = opened(ctx=256, spec="lookup")
-    assert isinstance(engine.speculation, Speculation)
-    engine.close()
+    for folder, asked, wanted in ((large, "auto", (True, False)), (FABLE, "auto", (True, False)), (FABLE, "lookup", (True, True)),
+                                  (FABLE, "off", (False, False))):
+        found = prepare(folder, EngineOptions(device="cpu", ctx=256, spec=asked))
+        assert (found.speculating.lookup, found.speculating.recycles) == wanted and not found.speculating.waits
+        assert bool(found.speculating) is wanted[0] and "draft" not in " ".join(found.notices), "in memory it goes without saying"
+    for asked in ("auto", "lookup"):
+        engine = opened(ctx=256, spec=asked)
+        assert isinstance(engine.speculation, Speculation)
+        engine.close()
 
 
 def test_a_mixture_from_the_disk_never_drafts() -> None:

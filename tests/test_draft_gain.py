@@ -1,0 +1,72 @@
+"""What drafts gain where weights lie in memory and a pass of several tokens costs more than one: texts are replayed on a clock that only
+passes move, at what they cost with AVX2 and with VNNI. No model runs."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm.runtime.config import read_config
+from effllm.runtime.draft_length import COMPUTING
+from effllm.runtime.drafts import SuffixMatch
+from effllm.runtime.speculate import Speculation
+from effllm.runtime.text import Tokenizer
+
+ROOT = Path(effllm.__path__[0])
+FABLE = ROOT / "models" / "fable"
+
+# Passes of 1 to 8 tokens, in passes of one.
+COSTS = {"avx2": (1, 1.65, 2.1, 2.5, 2.9, 3.3, 3.6, 3.8), "vnni": (1, 1.2, 1.45, 1.75, 2.1, 2.4, 2.7, 3.0)}
+LETTER = ("Dear neighbours, the water in our house will be turned off on Tuesday from eight in the morning until about noon, because the "
+          "old pipe under the stairs is being replaced. Please fill a jug or two the evening before, and leave the tap in the kitchen "
+          "closed, so that nothing floods when the water comes back. If anything goes wrong on the day, call me at the shop.")
+
+
+class Replayed:
+    """As much of an engine as drafts need; its passes take time on a clock of its own, give or take some."""
+
+    def __init__(self, prompt: Sequence[int], costs: Sequence[float]) -> None:
+        self.tokens, self.n_ctx, self.cache, self.now = list(prompt), 1 << 20, SimpleNamespace(step=0, ahead=64), 0.0
+        self._costs, self._random = costs, random.Random(1)
+
+    def run_ahead(self, ids: Sequence[int]) -> np.ndarray:
+        self.now += self._costs[len(ids) - 1] * (1 + self._random.gauss(0, 0.03))
+        self.cache.step += 1
+        return np.zeros((len(ids), 1), np.float32)
+
+    def take(self, token: int) -> None:
+        self.tokens.append(token)
+
+
+def gained(prompt: Sequence[int], answer: Sequence[int], cost: str) -> tuple[float, float]:
+    """How many times as fast an answer came as without drafts, and how many times it says so itself."""
+    engine = Replayed(prompt, COSTS[cost])
+    speculation = Speculation((SuffixMatch(),), clock=lambda: engine.now, pays=COMPUTING)
+    for index, token in enumerate(answer):
+        speculation.after(engine, token, len(answer) - index)
+    return len(answer) / engine.now, speculation.counts.gain
+
+
+def encoded(text: str) -> list[int]:
+    return Tokenizer.load(FABLE, read_config(FABLE)).encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(("cost", "least"), (("avx2", 1.3), ("vnni", 1.5)))
+def test_an_edit_comes_faster(cost: str, least: float) -> None:
+    changed = LETTER.replace("Tuesday", "Thursday").replace("eight", "nine").replace("at the shop", "at home")
+    found, told = gained(encoded(LETTER + " Move it to Thursday at nine."), encoded(changed), cost)
+    assert found > least and told == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("text", ("prose", "noise", "little words"))
+def test_what_repeats_nothing_loses_nothing(text: str, cost: str) -> None:
+    """Noise: any of 4,000 tokens. Little words: one of 20, so that pairs often stood there before and were followed by something else."""
+    rng = random.Random(2)
+    ids = {"prose": lambda: encoded((ROOT / "docs" / "memory.md").read_text()), "noise": lambda: [rng.randrange(4000) for _ in range(1500)],
+           "little words": lambda: [rng.randrange(20) for _ in range(1500)]}[text]()
+    assert gained(ids[:200], ids[200:1500], cost)[0] > 0.98
