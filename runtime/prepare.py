@@ -18,7 +18,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.plan import Budget, Placement
-from ..offload.size import format_size, parse_size
+from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import devices, kv_disk
 from .bundles import is_bundled, is_lossy
@@ -337,8 +337,8 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 
 
 def weighed(prepared: Prepared) -> Program:
-    """The program as a plan counted it, for plans that are compared with that one."""
-    return Program(prepared.placement.baseline_bytes, _kinds(prepared.store, prepared.container, prepared.options))
+    """The program as a plan counted it, for plans that are compared with that one, with what it may take more when one of them is run."""
+    return Program(prepared.placement.baseline_bytes + SPARE, _kinds(prepared.store, prepared.container, prepared.options))
 
 
 def _kinds(store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
