@@ -243,4 +243,4 @@ def say_result(made: Converted, quality: KldResult | None, screen: Screen) -> No
         screen.pairs((("perplexity", f"{quality.ppl_ref:.4f} before, {quality.ppl:.4f} after"),
                       ("KL divergence", f"mean {quality.kld_mean:.3g}, median {quality.kld_median:.3g}, 99% below {quality.kld_p99:.3g}"),
                       ("same top token", f"{100 * quality.same_top:.2f}%")))
-    screen.note(f"{made.folder}: {about(made.seconds)}; effllm run {made.folder}")
+    screen.note(f"{made.folder}: made in {about(made.seconds)}; effllm run {made.folder}")

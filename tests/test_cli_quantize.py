@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -107,6 +108,7 @@ def test_the_table_has_sizes_bits_and_errors_by_class(tmp_path: Path) -> None:
     assert {"q", "k", "v", "o", "gate", "up", "down", "embed", "other", "all"} <= set(rows)
     assert "affine4:64" in rows["gate"] and str(QuantSpec.parse("8bit")) in rows["down"] and rows["q"].endswith(" dB")
     assert "threads" in ran.err and "affine4:64 down_proj=8bit with rtn: 5.767 M weights take about" in ran.err
+    assert re.search(rf"{tmp_path}/out: made in \d+ s; effllm run {tmp_path}/out$", ran.err, re.MULTILINE)
     finer = Ran("quantize", "fable", "-o", tmp_path / "two", "--bits", "8", "--json").json
     errors = {row["class"]: row["error_db"] for row in finer["classes"]}
     assert errors["q"] < -35 and errors["other"] is None
