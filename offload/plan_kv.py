@@ -19,8 +19,8 @@ PAGE = 128  # tokens
 @dataclass(frozen=True)
 class Spill:
     """What pages on the disk ask for, in bytes: memory for reads and for a page on its way (`ring`) and more working memory. `ram`: the
-    most memory for the cache, None for what is left; `disk`: the most that the file may take, `where` says by whose word. `picks`: a token
-    reads few of them."""
+    most memory for the cache, None for what is left; `disk`: the most that the file may take, `where` says by whose word, and `capped` that
+    it was asked for. `picks`: a token reads few of them."""
 
     ring: int
     workspace: int
@@ -28,6 +28,7 @@ class Spill:
     disk: int
     where: str
     picks: bool = False
+    capped: bool = False
 
 
 def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
@@ -129,8 +130,9 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
     if on_disk * page > spill.disk:
         fitting = min(ctx_max, (pages + spill.disk // page) * PAGE)
         if ctx_wanted is not None or spill.disk < page:
+            more = f"--disk {-(-on_disk * page // 2**20)}Mi" if spill.capped else "--spill-dir DIR for another disk"
             raise DoesNotFit(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would lie on the disk, {spill.where} "
-                             f"{format_size(spill.disk)}", f"-c {fitting} fits" if fitting else "--spill-dir DIR for another disk")
+                             f"{format_size(spill.disk)}", f"-c {fitting} fits, or {more}" if fitting else more)
         ctx, on_disk = fitting, kv_pages(demand, fitting, PAGE) - pages
     held = demand.kv_fixed + spill.ring + pages * page
     read = "of which a token reads few pages" if spill.picks else "read for every token"

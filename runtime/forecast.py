@@ -221,7 +221,7 @@ def _is_wide(prepared: Prepared) -> bool:
 
 
 def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
-    """Plans with one flag changed, in the process as the plan found it."""
+    """Plans with one flag changed, the context kept, in the process as the plan found it."""
     config, own, options, placement = prepared.config, prepared.store, prepared.options, prepared.placement
     program = weighed(prepared)
 
@@ -234,7 +234,7 @@ def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
     if _is_wide(prepared):
         for bits in (8, 4):
             smaller = ExpectedStore(config, QuantSpec.parse(f"{bits}bit"))
-            yield from tried(f"--bits {bits}", smaller, smaller.container)
+            yield from tried(f"--bits {bits}", smaller, smaller.container, ctx=placement.ctx)
     for kv in ("8bit", "4bit"):
         if options.kv != kv:
             for flag, other in tried(f"--kv {kv}", kv=kv, ctx=placement.ctx):

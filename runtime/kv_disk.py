@@ -47,10 +47,10 @@ def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layo
     folder = spill_folder(options)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk, where = shutil.disk_usage(there).free, f"{folder} has"
-    if options.disk and parse_size(options.disk) < disk:
+    if capped := bool(options.disk) and parse_size(options.disk) < disk:
         disk, where = parse_size(options.disk), "--disk allows"
     ram = parse_size(options.kv_ram) if options.kv_ram else None
-    return Spill(memory, workspace, ram, disk, where, options.kv_read == SPARSE)
+    return Spill(memory, workspace, ram, disk, where, options.kv_read == SPARSE, capped)
 
 
 def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | None:

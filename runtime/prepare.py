@@ -18,7 +18,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.plan import Budget, Placement
-from ..offload.size import format_size, parse_size
+from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import devices, kv_disk
 from .bundles import is_bundled, is_lossy
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
 
 COLD_ALLOWANCE = 64 << 20
+BESIDE_KERNELS = 2 << 20  # at most: what a run that needs kernels of another kind imports with them
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
 
@@ -125,7 +126,7 @@ class Program:
         for kind in kinds:
             if kind not in self.kinds and kind not in self.more:
                 before = hardware.rss()
-                self.more[kind] = max(0, _baseline((kind,)) - before)
+                self.more[kind] = max(0, _baseline((kind,)) - before) + BESIDE_KERNELS
         return self.nbytes + sum(self.more[kind] for kind in kinds if kind not in self.kinds)
 
 
@@ -336,8 +337,8 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 
 
 def weighed(prepared: Prepared) -> Program:
-    """The program as a plan counted it, for plans that are compared with that one."""
-    return Program(prepared.placement.baseline_bytes, _kinds(prepared.store, prepared.container, prepared.options))
+    """The program as a plan counted it, for plans that are compared with that one, with what it may take more when one of them is run."""
+    return Program(prepared.placement.baseline_bytes + SPARE, _kinds(prepared.store, prepared.container, prepared.options))
 
 
 def _kinds(store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:

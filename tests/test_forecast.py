@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -14,7 +13,7 @@ import pytest
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.cli.plan import bar, speeds
+from effllm.cli.plan import bar
 from effllm.cli.screen import rounded
 from effllm.kernels import warm
 from effllm.offload.direct import Traffic
@@ -34,7 +33,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Counts
 
 sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import larger_than_memory, long_context, long_context_mixture, streaming
+from streamed_models import larger_than_memory, streaming
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 CPU = EngineOptions(device="cpu", threads=2)
@@ -104,74 +103,6 @@ def test_what_is_not_known_is_said() -> None:
     padded = fable().placement.weights_bytes + 500_000
     streams = replace(fable(), placement=replace(fable().placement, residency=Residency((), (0,), 0, padded, 1000)))
     assert forecast(streams, KNOWN).load_s == 0, "what streams is counted with its alignment"
-
-
-def test_fewer_bits_are_advised_where_they_help() -> None:
-    found = suggest(fable(), KNOWN)
-    assert found.flag == "--bits 4" and not found.full
-    after = forecast(fable(spec="4bit"), KNOWN)
-    assert found.tokens_per_s == pytest.approx(after.start.tokens_per_s)
-    assert found.gain == pytest.approx(forecast(fable(), KNOWN).start.seconds / after.start.seconds) and found.gain > 1.5
-    slow = replace(MACHINE, kinds={**KINDS, "codebook4:16": KindRate(1e9, 1e9), "symmetric6:32": KindRate(1e9, 1e9)})
-    assert suggest(fable(), Roofs(slow, DISK)) is None, "bits that make it slower"
-    raw = replace(MACHINE, kinds={"bf16": KINDS["bf16"]})
-    assert suggest(fable(), Roofs(raw, DISK)) is None, "a guess is no advice"
-    assert suggest(fable(spec="4bit"), KNOWN) is None
-
-
-def test_a_smaller_cache_is_advised_where_depth_costs() -> None:
-    deep = replace(MACHINE, kinds={"bf16": KINDS["bf16"]}, attention={"16bit": KindRate(1e9, 1e9), "4bit": KindRate(4e9, 4e9)})
-    found = suggest(fable(), Roofs(deep, DISK))
-    assert (found.flag, found.full) == ("--kv 4bit", True) and found.gain > 2
-
-
-def test_memory_is_advised_where_a_full_context_would_read_the_cache_from_the_disk(tmp_path: Path) -> None:
-    capped = fable(replace(CPU, ctx=2048, kv_ram="9M"))
-    assert capped.placement.kv_disk_bytes > 0
-    found = forecast(capped, KNOWN)
-    assert (found.start.limit, found.full.limit) == ("memory", "disk")
-    assert speeds(found)[0][1].endswith("; the memory limits it at the start, the disk then")
-    better = suggest(capped, KNOWN)
-    assert better.flag.startswith("--kv-ram ") and better.full and better.gain > 2
-    whole = fable(replace(CPU, ctx=2048, kv_ram=better.flag.split()[1]))
-    assert not whole.placement.kv_disk_bytes and better.tokens_per_s == pytest.approx(forecast(whole, KNOWN).full.tokens_per_s)
-    folder = long_context(tmp_path / "long")
-    most = prepare(folder, replace(CPU, ctx=16_384)).placement.total_bytes
-    tight = prepare(folder, replace(CPU, ctx=16_384, ram=str(most - (60 << 20))))
-    assert tight.placement.kv_disk_bytes and tight.placement.residency is None
-    advised = suggest(tight, KNOWN)
-    assert advised.flag.startswith("--ram ") and advised.full
-    assert not prepare(folder, replace(CPU, ctx=16_384, ram=advised.flag[6:])).placement.kv_disk_bytes
-
-
-def test_memory_or_a_shorter_context_is_advised_where_weights_do_not_fit(tmp_path: Path) -> None:
-    """In a budget to the last megabyte, in a process that has loaded nothing but what the plan needs: what other plans load while they are
-    compared, kernels of packed weights and caches, is none of its own."""
-    script = tmp_path / "advice.py"
-    script.write_text(f"""import sys
-from effllm import DoesNotFit
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_forecast import CPU, KNOWN, fable, replace, suggest
-try:
-    fable(replace(CPU, ram="1M"))
-except DoesNotFit as error:
-    tight = fable(replace(CPU, ram=error.hint.split("--ram ")[1].split(",")[0]))
-assert tight.placement.streamed_bytes
-advised = suggest(tight, KNOWN)
-assert advised.flag.startswith(("-c ", "--ram ")) and advised.gain > 5, advised
-""")
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_memory_is_advised_for_a_mixture_whose_experts_come_from_the_disk(tmp_path: Path) -> None:
-    raw, folder = Roofs(replace(MACHINE, kinds={"bf16": KINDS["bf16"]}), DISK), long_context_mixture(tmp_path / "mixture")
-    whole = prepare(folder, replace(CPU, ctx=1024)).placement.total_bytes
-    paged = prepare(folder, replace(CPU, ctx=1024, ram=str(whole - (30 << 20))))
-    assert 0 < paged.placement.expert_slots < 32
-    advised = suggest(paged, raw)
-    assert advised.flag.startswith("--ram ") and advised.gain > 1.5, advised
-    assert prepare(folder, replace(CPU, ctx=1024, ram=advised.flag[6:])).streams is None
 
 
 def test_kinds_are_named_by_how_they_are_multiplied() -> None:

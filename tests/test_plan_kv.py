@@ -10,6 +10,7 @@ from effllm import DoesNotFit
 from effllm.offload.plan import BlockBytes, Budget, Demand, Experts, Placement, Units, plan
 from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
 from effllm.offload.predict import KindRate, Part, Rates, Work, decode, prompt
+from effllm.offload.size import parse_size
 
 MB = 10**6
 BLOCK = 8 * MB
@@ -88,6 +89,21 @@ def test_the_disk_is_a_budget_too() -> None:
     placed = tiers(3000, None, replace(SPILL, ram=100 * MB, disk=100 * MB))
     assert placed.ctx < 32_768 and placed.kv_disk_bytes <= 100 * MB
     assert placed.notes[-1] == f"context {placed.ctx} of the model's 32768: the most that the disk holds"
+
+
+def test_a_disk_that_was_capped_is_told_by_how_much_and_a_full_one_by_another() -> None:
+    capped = replace(SPILL, ram=100 * MB, disk=1000, where="--disk allows", capped=True)
+    with pytest.raises(DoesNotFit) as caught:
+        tiers(3000, None, capped)
+    assert caught.value.hint.startswith("-c ") and " fits, or --disk " in caught.value.hint
+    more = parse_size(caught.value.hint.split("--disk ")[1])
+    assert tiers(3000, None, replace(capped, disk=more)).ctx == 32_768
+    with pytest.raises(DoesNotFit) as caught:
+        tiers(3000, None, replace(capped, ram=26 << 20))
+    assert caught.value.hint.startswith("--disk "), "no page in memory, and none on the disk"
+    with pytest.raises(DoesNotFit) as caught:
+        tiers(3000, None, replace(capped, ram=26 << 20, where="/spill has", capped=False))
+    assert caught.value.hint == "--spill-dir DIR for another disk"
 
 
 def test_a_small_cache_is_not_worth_a_ring() -> None:
