@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import EffllmError
 from .loading import follow, last
 from .screen import Screen
 
@@ -29,6 +30,8 @@ class Keeper:
         self.sessions = SavedSessions(self.store, ref.text, parse_size(flags.session_disk or DISK))
         self._keeps = self.name is not None
         self._saved: tuple[object, ...] = ()
+        self._there: tuple[int, int] | None = None  # the session's file, as this process knows it
+        self.others: set[str] = set()  # names that another process saved meanwhile
         if self.name is not None:
             check_name(self.name)
             self.sessions.check(self.name, ref.folder, strict)
@@ -43,22 +46,23 @@ class Keeper:
             session.system = session.system if given is None else given
         else:
             self.screen.note(f"session {self.name} is new")
-        self._saved = state(session)
+            self._know(session)
         self.sessions.lend_to(session.engine)
 
     def load(self, session: Session, name: str, settings: bool = True) -> None:
         for _ in follow(self.sessions.load(session, name, settings), self.screen, type(None)):
             continue
-        self._saved = state(session)
+        self._know(session, name)
 
     def save(self, session: Session, name: str) -> SavedSession:
         from ..runtime.saved_format import SavedSession
 
         saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
+        self.others.discard(name)
         if self.name is None:
             self.go_on_as(name)
         if name == self.name:
-            self._saved = state(session)
+            self._know(session)
         return saved
 
     def keep(self, session: Session) -> None:
@@ -67,7 +71,38 @@ class Keeper:
         if self.name is None or state(session) == self._saved:
             return
         if session.messages or (session.system and not self.store.has(self.name)):
+            if self._is_anothers(self.name):
+                self._make_way()
             self.save(session, self.name)
+
+    def _is_anothers(self, name: str) -> bool:
+        """Has another process saved another conversation there since? Its cache may be gone from a session that is the same."""
+        from ..runtime.conversation_file import parse_conversation
+
+        if self.store.version(name) in (None, self._there):
+            return False
+        try:
+            return parse_conversation(self.store.read(name).conversation, f"session {name}").messages != self._saved[0]
+        except EffllmError:  # damaged: nobody's
+            return False
+
+    def _know(self, session: Session, name: str | None = None) -> None:
+        """What is kept under the name is this, in the file that is there now."""
+        self._saved = state(session)
+        if (name or self.name) is not None:
+            self._there = self.store.version(name or self.name)
+
+    def _make_way(self) -> None:
+        """Go on under a name that is free: what another process saved under this one since is not this conversation's past."""
+        from itertools import count
+
+        from ..runtime.session_store import LONGEST_NAME
+
+        theirs = self.name
+        self.others.add(theirs)
+        stem = theirs.encode()[: LONGEST_NAME - len("-999")].decode(errors="ignore")
+        self.name = next(name for number in count(2) if not self.store.has(name := f"{stem}-{number}"))
+        self.screen.note(f"another process saved session {theirs} meanwhile: what is said here is kept as {self.name}")
 
     def leave(self) -> str | None:
         """The conversation is another one now: nothing is saved by itself any more. Returns the name that was kept, if one was."""

@@ -264,7 +264,7 @@ def export(chat: Conversation, rest: str) -> None:
 
 def may_save(chat: Conversation, place: str | Path, is_there: bool, called: str) -> bool:
     """Whether a conversation may go to `place`: what this chat has neither saved nor taken up is somebody's other work."""
-    return place in chat.own or not is_there or may_overwrite(chat, called)
+    return (place in chat.own and place not in chat.keeper.others) or not is_there or may_overwrite(chat, called)
 
 
 def may_overwrite(chat: Conversation, called: str) -> bool:

@@ -89,6 +89,14 @@ class SessionStore:
     def has(self, name: str) -> bool:
         return self.path(name).is_file()
 
+    def version(self, name: str) -> tuple[int, int] | None:
+        """What tells a session's file from the one before it: each is another file in the same place. None where there is none."""
+        try:
+            found = self.path(name).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
     def read(self, name: str, mentions: str = "") -> SavedSession | None:
         """Raises NoSession, UsageError for a file of another version, EffllmError for one that is damaged or cannot be read. None, without
         a look at what it says, for a file that does not mention some text."""

@@ -259,6 +259,25 @@ def test_a_chat_is_kept_after_every_turn_and_comes_back(home: Path, told: list[s
     assert saved["tale"] == saved["copy"][:2], "what was taken back is gone from the session too"
 
 
+def test_of_two_chats_under_one_name_none_loses_the_others_words(home: Path) -> None:
+    chat = Chat("--session", "tale")
+    chat.say(STORY)
+    assert Ran("session", "rm", "tale", "--cache").code == 0
+    assert "meanwhile" not in chat.say(MORE), "the same conversation, without its cache"
+    assert Ran("run", "fable", THIRD, "--session", "tale", *FLAGS).code == 0
+    theirs = (home / "tale.json").read_bytes()
+    assert "another process saved session tale meanwhile: what is said here is kept as tale-2" in chat.say("What then?")
+    assert "meanwhile" not in chat.say("And at last?")
+    chat.terminal.send("/save tale\r")
+    chat.terminal.expect_exact("session tale is there already. Overwrite it?")
+    chat.terminal.send("n\r")
+    assert "session tale stays as it is" in chat._until(WAITS)
+    chat.leave()
+    assert (home / "tale.json").read_bytes() == theirs
+    said = [message["content"] for message in json.loads((home / "tale-2.json").read_text())["conversation"]["messages"]]
+    assert said[::2] == [STORY, MORE, "What then?", "And at last?"]
+
+
 @pytest.mark.slow
 def test_a_chat_takes_up_another_session_and_goes_on_with_that(home: Path) -> None:
     assert Ran("run", "fable", STORY, "--session", "other", *FLAGS).code == 0
