@@ -80,7 +80,7 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
             return None
         with np.load(folder / FILE, allow_pickle=False) as stored:
             into, out, thresholds = (np.ascontiguousarray(stored[name], np.float32) for name in ("into", "out", "thresholds"))
-    except (OSError, ValueError, KeyError, EOFError, MemoryError, TypeError, NotImplementedError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, TypeError, RuntimeError, zipfile.BadZipFile):
         return None
     rank = into.shape[-1] if into.ndim else 0
     fits = (into.shape, out.shape, thresholds.shape) == ((layers, width, rank), (layers, rank, neurons), (layers, neurons))
@@ -91,7 +91,7 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
 def _is_plain(path: Path) -> bool:
     """Whether a file is an archive of arrays as they lie in memory, as `save` writes it: what is packed may unfold to any size."""
     with zipfile.ZipFile(path) as archive:
-        return all(each.compress_type == zipfile.ZIP_STORED and not each.flag_bits & 1 for each in archive.infolist())
+        return all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
 
 
 def scaled(x: np.ndarray) -> np.ndarray:
