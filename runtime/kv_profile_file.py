@@ -105,6 +105,8 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     if not np.isfinite(values).all():  # bits would be shared by what cannot be compared, without end
         raise UsageError(f"{arrays} holds NaN or infinity", again)
     bases = _bases(values, shape, [cost is None for cost in costs])
+    if not all(map(_is_turned_back, bases)):
+        raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
     return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto)
 
 
@@ -158,6 +160,14 @@ def _bases(values: np.ndarray, shape: tuple[int, int, int], even: Sequence[bool]
         k_scale, k_matrix, v_matrix, *strengths = parts
         bases.append(KVBasis(k_scale, k_matrix, v_matrix, None, *([None, None] if even[layer] else strengths)))
     return bases
+
+
+def _is_turned_back(basis: KVBasis) -> bool:
+    """Can queries and outputs undo what keys and values go through?"""
+    try:
+        return bool(np.isfinite(basis.k_inverse).all() and np.isfinite(basis.v_inverse).all() and (basis.k_scale > 0).all())
+    except np.linalg.LinAlgError:
+        return False
 
 
 def _costs(raw: object, shape: tuple[int, int, int]) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:

@@ -143,6 +143,10 @@ def test_profiles_of_the_cache(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="NaN or infinity") as caught:
             load_profile(folder, config)
         assert caught.value.hint
+    profile(folder, lambda values: values.fill(0))
+    with pytest.raises(UsageError, match="no inverse") as caught:  # was found while a prompt was read
+        load_profile(folder, config)
+    assert caught.value.hint
     profile(folder, lambda values: None, BEYOND)
     with pytest.raises(UsageError, match="damaged"):
         load_profile(folder, config)
