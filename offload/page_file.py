@@ -77,13 +77,13 @@ def write_page_file(folder: Path, file: PageFile, parts: Sequence[bytes | memory
 def read_page_file(folder: Path, file: PageFile) -> memoryview:
     """The bytes behind the header. Raises DamagedPage for a file that is absent, cut short, altered, or of another version."""
     path = folder / file.name
-    raw = bytearray(file.stored_nbytes)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             size = os.fstat(descriptor).st_size
-            if size != len(raw):
-                raise DamagedPage(f"has {size} bytes instead of {len(raw)}")
+            if size != file.stored_nbytes:  # before as much is asked for as a session says
+                raise DamagedPage(f"has {size} bytes instead of {file.stored_nbytes}")
+            raw = bytearray(size)
             with open(descriptor, "rb", closefd=False) as source:
                 source.readinto(raw)
         finally:

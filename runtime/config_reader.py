@@ -7,7 +7,6 @@ code really reads. A JSON `true` is no number here, nor is NaN (which Python's p
 from __future__ import annotations
 
 import json
-import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from .. import EffllmError, ModelNotFound
 
 FILE_LIMIT = 10 * 2**20
+LEAST, MOST = 1e-30, 1e30  # of a positive number: its inverse is a float32 too
 REQUIRED = object()
 
 
@@ -89,7 +89,7 @@ class Keys:
         value = self._get(name, default)
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < 1e30 or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not max(above, LEAST) < value < MOST:
             raise self.fail(name, f"a number above {above:g}")
         return float(value)
 
@@ -123,7 +123,7 @@ class Keys:
         value = self._get(name, REQUIRED)
         if not isinstance(value, list) or len(value) != length:
             raise self.fail(name, f"a list of {length} numbers")
-        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < 1e30 for v in value):
+        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not LEAST < v < MOST for v in value):
             raise self.fail(name, f"a list of {length} positive numbers")
         return tuple(float(v) for v in value)
 

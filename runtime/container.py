@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 
 from .. import ModelNotFound, UsageError
@@ -155,7 +155,7 @@ def _tensor(name: str, entry: object, path: Path) -> StoredTensor:
         damaged(path, f"has tensor {shown(name)} of format {spec} with shape {shown(shape)}, expected rows and columns")
     if not _is_count(crc32) or crc32 >= 1 << 32:
         damaged(path, f"has tensor {shown(name)} with an impossible checksum {shown(crc32)}")
-    if error is not None and (isinstance(error, bool) or not isinstance(error, int | float) or not isfinite(error)):
+    if error is not None and (isinstance(error, bool) or not isinstance(error, int | float) or not abs(error) < 1e6):
         damaged(path, f"has tensor {shown(name)} with an impossible error {shown(error)}")
     return StoredTensor(name, parsed, tuple(shape), crc32, None if error is None else float(error))
 

@@ -57,6 +57,8 @@ def parse_conversation(content: object, where: str) -> History:
         settings = SamplerSettings(**content.get("settings", {}))
     except TypeError as error:
         raise EffllmError(f"{where}: unknown setting ({error})", HINT) from None
+    except OverflowError:  # a whole number beyond any float
+        raise EffllmError(f"{where}: a setting is too large", HINT) from None
     return History(messages, content.get("system"), settings)
 
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ from .written import KV_ARRAYS, KV_PROFILE
 
 FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
 FORMAT, VERSION = "effllm-kv-profile", 1
+MOST_COST = 1e30  # sums of them are floats too
 SAMPLE_NBYTES = 4096  # of a tensor, for the weights' name
 REMEDY = "effllm eval kv-profile {}"
 
@@ -101,7 +101,12 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     whole = costs is not None and raw.get("bits") == list(SIDES) and isinstance(tokens, int) and _are_rows(checks, 3)
     if not whole or not (auto is None or auto in SIDES):
         raise UsageError(f"{target} is damaged", again)
-    bases = _bases(_array_bytes(arrays, raw.get("arrays"), shape, again), shape, [cost is None for cost in costs])
+    values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shape, again), "<f4")
+    if not np.isfinite(values).all():  # bits would be shared by what cannot be compared, without end
+        raise UsageError(f"{arrays} holds NaN or infinity", again)
+    bases = _bases(values, shape, [cost is None for cost in costs])
+    if not all(map(_is_turned_back, bases)):
+        raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
     return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto)
 
 
@@ -144,8 +149,8 @@ def _array_bytes(path: Path, said: object, shape: tuple[int, int, int], again: s
     return data
 
 
-def _bases(data: bytes, shape: tuple[int, int, int], even: Sequence[bool]) -> list[KVBasis]:
-    values, at, bases = np.frombuffer(data, "<f4"), 0, []
+def _bases(values: np.ndarray, shape: tuple[int, int, int], even: Sequence[bool]) -> list[KVBasis]:
+    at, bases = 0, []
     for layer in range(shape[0]):
         parts = []
         for part in _shapes(shape):
@@ -155,6 +160,14 @@ def _bases(data: bytes, shape: tuple[int, int, int], even: Sequence[bool]) -> li
         k_scale, k_matrix, v_matrix, *strengths = parts
         bases.append(KVBasis(k_scale, k_matrix, v_matrix, None, *([None, None] if even[layer] else strengths)))
     return bases
+
+
+def _is_turned_back(basis: KVBasis) -> bool:
+    """Can queries and outputs undo what keys and values go through?"""
+    try:
+        return bool(np.isfinite(basis.k_inverse).all() and np.isfinite(basis.v_inverse).all() and (basis.k_scale > 0).all())
+    except np.linalg.LinAlgError:
+        return False
 
 
 def _costs(raw: object, shape: tuple[int, int, int]) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:
@@ -183,4 +196,4 @@ def _are_rows(raw: object, width: int) -> bool:
 
 
 def _is_amount(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x) and x >= 0
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < MOST_COST

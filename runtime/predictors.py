@@ -76,14 +76,22 @@ class Predictors:
 def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | None:
     """Those of a folder's model; None where there are none, or what lies there does not fit it."""
     try:
+        if not _is_plain(folder / FILE):
+            return None
         with np.load(folder / FILE, allow_pickle=False) as stored:
             into, out, thresholds = (np.ascontiguousarray(stored[name], np.float32) for name in ("into", "out", "thresholds"))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, TypeError, RuntimeError, zipfile.BadZipFile):
         return None
-    rank = into.shape[-1]
+    rank = into.shape[-1] if into.ndim else 0
     fits = (into.shape, out.shape, thresholds.shape) == ((layers, width, rank), (layers, rank, neurons), (layers, neurons))
     whole = fits and all(np.isfinite(own).all() for own in (into, out)) and not np.isnan(thresholds).any()
     return Predictors(tuple(map(Predictor, into, out, thresholds))) if whole else None
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether a file is an archive of arrays as they lie in memory, as `save` writes it: what is packed may unfold to any size."""
+    with zipfile.ZipFile(path) as archive:
+        return all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
 
 
 def scaled(x: np.ndarray) -> np.ndarray:

@@ -104,7 +104,7 @@ def parse_saved(data: bytes, name: str) -> SavedSession:
     if content.get("name") != name:
         raise Malformed(f"it is of session {content.get('name')!r}")
     model, saved, conversation = (content.get(key) for key in ("model", "saved", "conversation"))
-    if not isinstance(model, str) or not isinstance(saved, int | float) or not isinstance(conversation, dict):
+    if not isinstance(model, str) or not _is_date(saved) or not isinstance(conversation, dict):
         raise Malformed("it lacks its model, its date or its conversation")
     raw = content.get("cache")
     return SavedSession(name, model, float(saved), conversation, None if raw is None else _cache(raw))
@@ -154,6 +154,10 @@ def _file(raw: object) -> PageFile:
 
 def _is_hex(value: object, digits: int) -> bool:
     return isinstance(value, str) and len(value) == digits and HEX.fullmatch(value) is not None
+
+
+def _is_date(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 40
 
 
 def _is_count(value: object, optional: bool = False) -> bool:

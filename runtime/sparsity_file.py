@@ -102,7 +102,7 @@ def load(folder: Path | None, layers: int) -> Sparsity | None:
         rates = raw.get("predictor")
         predictor = rates and PredictorRates(int(rates["rank"]), tuple(map(float, rates["recall"])), tuple(map(float, rates["named"])))
         found = Sparsity(int(raw["tokens"]), tuple(map(float, raw["active"])), missed, predictor)
-    except (EffllmError, KeyError, TypeError, ValueError):
+    except (EffllmError, KeyError, TypeError, ValueError, OverflowError):
         return None
     named = () if predictor is None else (predictor.recall, predictor.named)
     every = [*found.active, *(value for own in (*missed.values(), *named) for value in own)]
