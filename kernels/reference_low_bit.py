@@ -5,7 +5,7 @@ weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its group
 [N, G], where given, are taken off f * v, as products with the sums of rounded activations. Shapes: T tokens, N out, K in, G groups.
 
     up to 16 tokens    `packed_linear`    a scale per token and 32 inputs
-    more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks)
+    more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks; on AVX2 linear codes of any width)
     more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, a scale per token and 128 inputs
 """
 

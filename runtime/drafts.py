@@ -6,6 +6,7 @@ its own, and for as many columns gains little over the chain that follows the li
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,7 @@ import numpy as np
 PAIR = 2  # tokens that must agree before what followed them is worth a guess
 LONGEST = 32  # agreement beyond this is not told apart
 PLACES = 64  # earlier places that are looked at
+HEADS, SPREAD = 1 << 16, 0x9E3779B1  # chains of places, and what spreads pairs over them
 CANDIDATES = 4  # kept for a token
 
 
@@ -43,24 +45,28 @@ class SuffixMatch:
     """What followed the longest suffix that occurred before (CopySpec, prompt lookup); of several places the one that goes on from the last
     match, else the latest. Where nothing matches, the text may have been changed in one word: then the guess is that it goes on as it went.
 
-    Every pair of neighbours knows where it stood last, every place where the same pair stood before. At most PLACES are compared.
+    Every pair of neighbours belongs to one of HEADS chains, which knows where its last pair stood, and every place where the one before it
+    did. At most PLACES are compared; that another pair may share the chain only costs one of them. A long context takes 8 bytes a token.
     """
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._latest: dict[tuple[int, int], int] = {}  # pair -> place of its second token
-        self._before: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens = array("i")
+        self._latest = array("i", [-1]) * HEADS  # the place of a pair's second token
+        self._before = array("i")
         self._shift = 0  # how far back the last match lay; 0: there was none
 
     def follow(self, history: Sequence[int], known: int) -> None:
         if known < len(self._tokens):
-            self._tokens, self._latest, self._before, self._shift = [], {}, [], 0
+            self._begin()
         tokens, latest, before = self._tokens, self._latest, self._before
         for token in history[len(tokens) :]:
+            chain = ((tokens[-1] if tokens else -1) * SPREAD + token) % HEADS
+            before.append(latest[chain])
+            latest[chain] = len(tokens)
             tokens.append(token)
-            pair = (tokens[-2] if len(tokens) > 1 else -1), token
-            before.append(latest.get(pair, -1))
-            latest[pair] = len(tokens) - 1
 
     def match(self) -> tuple[int, int]:
         """(length, place) of the longest suffix, from PAIR to LONGEST tokens, that also ends at an earlier `place`; (0, -1) for none."""
@@ -107,7 +113,7 @@ class SuffixMatch:
 
     def _from(self, place: int, most: int) -> tuple[int, ...]:
         """What followed `place`; the end of the text follows itself: what came once comes again."""
-        drafted = self._tokens[place + 1 : place + 1 + most]
+        drafted = self._tokens[place + 1 : place + 1 + most].tolist()
         period = len(self._tokens) - 1 - place
         while len(drafted) < most:
             drafted.append(drafted[len(drafted) - period])
