@@ -137,11 +137,18 @@ class Reader:
         """Have reads made, in this order, after those that were submitted before; `urgent` before all that are not. A thread takes
         `together` of them at a time: handing over a small read costs as much as making it."""
         ticket = Ticket(len(reads))
+        self.to_threads(reads, ticket, urgent, together)
+        return ticket
+
+    def to_threads(self, reads: Sequence[Job], ticket: Ticket, urgent: bool = False, together: int = 1) -> None:
+        """`submit` for reads that a ticket counts already."""
         queued = [_Queued(tuple(reads[i : i + together]), ticket) for i in range(0, len(reads), together)]
         with self._lock:
             (self._urgent if urgent else self._later).extend(queued)
             self._work.notify(len(queued))
-        return ticket
+
+    def poll(self) -> None:
+        """Take note of what was read, and see to it that more is; threads do both by themselves."""
 
     def wait(self, ticket: Ticket, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Until all reads of a ticket are made; those still queued become urgent.
@@ -168,10 +175,16 @@ class Reader:
                 queue.clear()
                 queue.extend(kept)
 
-    def add(self, more: Traffic) -> None:
-        """Count what was read otherwise."""
+    def add(self, more: Traffic, done: Sequence[Ticket] = ()) -> None:
+        """Count what was read otherwise: a read of each ticket that is `done`."""
         with self._lock:
             self.traffic.add(more)
+            for ticket in done:
+                ticket.left -= 1
+
+    def direct(self, file: Path) -> int | None:
+        """The descriptor for direct reads of a file, open until `close`; None where they do not work."""
+        return self._sources[file].direct
 
     @property
     def idle(self) -> bool:

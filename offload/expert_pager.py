@@ -21,6 +21,7 @@ from .experts import Policy, Slots
 from .foresight import Foresight
 from .memory import anonymous, discard
 from .placement import Residency
+from .queued_reader import QueuedReader
 from .streaming import Part, StreamingPager, reads_of, views
 
 ONE_READ_NBYTES = 4 << 20  # an expert of up to so many bytes is one read, a larger one several side by side
@@ -62,6 +63,7 @@ class ExpertPager(StreamingPager):
     layers. Guesses are made up to `farthest` layers ahead. The rest is as in `StreamingPager`, with no other parts."""
 
     stays = True
+    reads_with = QueuedReader
 
     def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], experts: int,
                  per_token: int, slots: int, policy: Policy, cancelled: Callable[[], bool] = lambda: False, direct: bool = True,
@@ -105,6 +107,7 @@ class ExpertPager(StreamingPager):
         """Have a layer's experts `needed` read where they are not in memory. `tokens` [experts]: how many tokens of a chunk go to each;
         None: these are one token's. Everything of earlier visits may be given up."""
         base, one = layer * self.experts, tokens is None
+        self._reader.poll()
         if layer > self._layer:  # guesses for layers that are still to come stay
             self._settle(frozenset(base + expert for expert in needed), base + self.experts)
         else:

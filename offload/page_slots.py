@@ -10,7 +10,6 @@ are asked for together are handed over in portions of a few, and given out in ha
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
@@ -20,99 +19,31 @@ from functools import partial
 import numpy as np
 
 from .checkpoint import CheckpointError
-from .direct import BLOCK, POLL_S, Interrupted, Read, Reader, Ticket, Traffic
+from .direct import BLOCK, Read, Reader
+from .direct_queue import DirectQueue, Wanted
 from .memory import anonymous
-from .read_queue import Asked, ReadQueue
+from .read_queue import Asked
 
 PORTION = 3  # pages that a thread reads before it says so, at most
-CHANCE = 8  # times that a thread may have been put aside for just so long
 FEW = 6  # pages that are waited for together; of more, half
 
 
-@dataclass(slots=True)
-class _Page:
-    """A page in a slot: where it begins, what a thread reads for it, what a queue is asked for and how many bytes of that must come, what
-    tells that it is read. `there`: it is read. `queued`: a queue reads it. `dropped`: nobody wants it any more, so it need not be read."""
+@dataclass(slots=True, kw_only=True)
+class _Page(Wanted):
+    """A page in a slot, and where it begins."""
 
     slot: int
     address: int
-    reads: Callable[[], list[Read]]
-    asked: Asked
-    needed: int
-    ticket: Ticket | None = None
-    there: bool = False
-    queued: bool = False
-    dropped: bool = False
-
-    def run(self, fill: Callable[[Read], int]) -> int:
-        if self.dropped:
-            return 0
-        count = sum(fill(read) for read in self.reads())
-        self.there = True
-        return count
-
-
-class PageQueue:
-    """Pages of all layers that a `queue` reads. One that it fails with is left to the reader, which says why; from then on all are, and
-    where the queue only looks like one: reads that are all made when they have been handed over, time after time, were made by that
-    call."""
-
-    def __init__(self, queue: ReadQueue, reader: Reader) -> None:
-        self._queue, self._reader, self._serves, self._at_once = queue, reader, True, 0
-
-    def submit(self, pages: Sequence[_Page]) -> int:
-        """Begin to read pages; returns how many, the first of them, are taken."""
-        if not self._serves:
-            return 0
-        idle, started = not self._queue.under_way, time.perf_counter()
-        taken = self._queue.submit([(page, page.asked) for page in pages])
-        for page in pages[:taken]:
-            page.ticket, page.queued = Ticket(1), True
-        if idle:
-            self._since = started
-            at_once = self.collect() and not self._queue.under_way and taken >= FEW
-            self._at_once = self._at_once + 1 if at_once else 0
-            self._serves = self._serves and self._at_once < CHANCE
-        return taken
-
-    def collect(self, least: int = 0, patience_s: float = 0.0) -> bool:
-        """Note which pages were read; waits for `least` of them, no longer than `patience_s`. Were there any?"""
-        if not self._queue.under_way:
-            return False
-        done, reads, nbytes = self._queue.collect(least, patience_s), 0, 0
-        for page, result in done:
-            page.queued = False
-            if result >= page.needed:
-                page.there, reads, nbytes = True, reads + 1, nbytes + result
-            elif not page.dropped:
-                self._serves, page.ticket = False, self._reader.submit([page], urgent=True)
-                continue
-            page.ticket.left = 0
-        now = time.perf_counter()
-        self._reader.add(Traffic(reads, nbytes, busy_s=now - self._since))
-        self._since = now
-        return bool(done)
-
-    def wait(self, pages: Sequence[_Page], cancelled: Callable[[], bool]) -> None:
-        """Until the queue is done with pages. Raises Interrupted."""
-        started = time.perf_counter()
-        while left := sum(page.queued for page in pages):
-            if cancelled():
-                raise Interrupted
-            self.collect(left, POLL_S)
-        self._reader.add(Traffic(wait_s=time.perf_counter() - started))
-
-    def close(self) -> None:
-        self._queue.close()
 
 
 class PageSlots:
     """`slots` pages of `nbytes` bytes. `place(page)` is where a page lies in the file, `reads(page, memory)` says what to read for it.
-    Pages that are waited for are read by the `queue`, if there is one."""
+    Pages that are waited for are read by the `queue` from a `descriptor`, if there is one."""
 
     def __init__(self, nbytes: int, slots: int, reader: Reader, reads: Callable[[int, np.ndarray], list[Read]],
-                 place: Callable[[int], int], cancelled: Callable[[], bool], queue: PageQueue | None = None) -> None:
-        self._nbytes, self._queue, self._place = nbytes, queue, place
+                 place: Callable[[int], int], cancelled: Callable[[], bool], queue: DirectQueue | None = None,
+                 descriptor: int = -1) -> None:
+        self._nbytes, self._queue, self._place, self._descriptor = nbytes, queue, place, descriptor
         self._size = slot_nbytes(nbytes)
         self._memory, self._reader, self._reads, self._cancelled = anonymous(slots * self._size), reader, reads, cancelled
         self._at = self._memory.ctypes.data
@@ -213,9 +144,9 @@ class PageSlots:
     def _page(self, number: int, slot: int) -> _Page:
         begin, offset = slot * self._size, self._place(number)
         skip = offset % BLOCK
-        asked = Asked(self._at + begin, offset - skip, -(-(skip + self._nbytes) // BLOCK) * BLOCK)
-        return _Page(slot, self._at + begin + skip, partial(self._reads, number, self._memory[begin : begin + self._size]), asked,
-                     skip + self._nbytes)
+        asked = Asked(self._descriptor, self._at + begin, offset - skip, -(-(skip + self._nbytes) // BLOCK) * BLOCK)
+        reads = partial(self._reads, number, self._memory[begin : begin + self._size])
+        return _Page(slot=slot, address=self._at + begin + skip, reads=reads, asked=asked, needed=skip + self._nbytes)
 
     def _empty(self, count: int, wanted: Set[int], wait: bool) -> list[int]:
         """So many slots, of the pages that were not asked for longest and are not `wanted`; fewer where there are none without a wait and

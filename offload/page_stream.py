@@ -8,17 +8,17 @@ moved) keeps what fits.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
-from .direct import BLOCK, READ_NBYTES, THREADS, Read, Reader, Traffic, direct_descriptor
+from .direct import BLOCK, READ_NBYTES, THREADS, Read, Reader, Traffic
+from .direct_queue import DirectQueue
 from .memory import anonymous
-from .page_slots import PageQueue, PageSlots
+from .page_slots import PageSlots
 from .read_queue import ReadQueue
 from .spill import SpillFile
 from .turns import Turns
@@ -77,7 +77,7 @@ class PageStream:
         self._ring = anonymous(ring_nbytes(page_nbytes, pages, budget))
         self._at, self._most = self._ring.ctypes.data, max(1, len(self._ring) // self._slot // 2)
         self._reader = Reader({spill.path: spill.descriptor}, THREADS if slots else RUN_THREADS, direct, "the KV cache is")
-        self._descriptor, self._queue = self._queue_of(direct) if slots else (None, None)
+        self._queue = self._queue_for(slots)
         self.slots = [self._slots_of(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
         self.staging = [np.zeros(nbytes, np.uint8) for nbytes in page_nbytes]
         self._wanted: tuple[tuple[int, int], ...] = ()
@@ -100,10 +100,9 @@ class PageStream:
         return self._reader.announcements()
 
     def close(self) -> None:
-        self._reader.close()
         if self._queue is not None:
             self._queue.close()
-            os.close(self._descriptor)
+        self._reader.close()
         self.spill.close()
 
     # -- writing ---------------------------------------------------------------------------------------------------------------
@@ -176,18 +175,15 @@ class PageStream:
     def _slots_of(self, layer: int, count: int) -> PageSlots:
         start, nbytes = self._starts[layer], self.page_nbytes[layer]
         return PageSlots(nbytes, count, self._reader, lambda page, memory: self._reads(start + page * nbytes, nbytes, memory),
-                         lambda page: start + page * nbytes, self._cancelled, self._queue)
+                         lambda page: start + page * nbytes, self._cancelled, self._queue, self._reader.direct(self.spill.path) or -1)
 
-    def _queue_of(self, direct: bool) -> tuple[int | None, PageQueue | None]:
-        """A queue for pages that are waited for, and its descriptor, where the system and the file system have one."""
-        descriptor = direct_descriptor(self.spill.descriptor) if direct else None
-        if descriptor is None:
-            return None, None
-        try:
-            return descriptor, PageQueue(ReadQueue(descriptor, QUEUED), self._reader)
-        except OSError:
-            os.close(descriptor)
-            return None, None
+    def _queue_for(self, slots: int) -> DirectQueue | None:
+        """For pages that are waited for, where there are some and the system and the file system have such a queue."""
+        if not slots or self._reader.direct(self.spill.path) is None:
+            return None
+        with suppress(OSError):
+            return DirectQueue(ReadQueue(QUEUED), self._reader)
+        return None
 
     def _cut(self, layer: int, begin: int, end: int) -> Iterator[Run]:
         """Runs on a fixed grid, so that one page more, or one less, changes one run."""

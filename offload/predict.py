@@ -80,9 +80,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Paged:
-    """Experts of which the share `kept` is in memory, and a token finds the share `hit_rate` of those that it visits. Which ones it needs
-    is known only when a layer's router has spoken, so the disk works beside the products of experts alone, and of layers alone that miss
-    any. `expert_s`: seconds that putting one in order takes of the processor, each time it is read."""
+    """Experts of which the share `kept` is in memory, and a token finds the share `hit_rate` of those that it visits. Which ones a layer
+    needs is known only when its router has spoken. What guesses then hide of the disk's seconds is as much as handing reads over, and
+    memory that is written while it is read, add to the processor's: one token takes both, one after the other. A prompt's pass, which
+    visits most experts, reads beside the products of experts. `expert_s`: seconds that putting one in order takes of the processor, each
+    time it is read."""
 
     layers: int
     experts: int
@@ -96,11 +98,6 @@ class Paged:
     def missed(self) -> float:
         """Experts of a layer that a token has read."""
         return self.per_token * (1 - self.hit_rate)
-
-    @property
-    def missing(self) -> float:
-        """The share of layers in which a token misses an expert, if it misses them here and there."""
-        return 1 - self.hit_rate**self.per_token
 
     def reads(self, tokens: int) -> float:
         """Experts from the disk for a chunk of so many tokens, routed without any pattern where they are several."""
@@ -195,10 +192,9 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     pages, ordered = work.kv_disk_bytes(depth), work.kv_disk_bytes(depth) + (work.streamed if work.paged is None else 0)
     weights_s = work.streamed / _disk(work, rates, 1, ordered) if work.streamed else 0.0
     pages_s = pages / _again(rates, ordered) if pages else 0.0
-    routed = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts if part.routed)
-    routed *= 1.0 if work.paged is None else work.paged.missing
-    made = 0.0 if work.paged is None else work.paged.made_s(1)
-    return _made(work, rates, weights + attention + fixed + made, memory, weights_s, pages_s, waits, routed)
+    if work.paged is not None:
+        fixed, waits, weights_s = fixed + work.paged.made_s(1), waits + weights_s, 0.0
+    return _made(work, rates, weights + attention + fixed, memory, weights_s, pages_s, waits)
 
 
 def window_gain(work: Work, rates: Rates) -> float | None:

@@ -12,7 +12,7 @@ import errno
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,18 +27,19 @@ EVENT_COLUMNS, RESULT = 4, 2
 
 @dataclass(frozen=True)
 class Asked:
-    """A read of `nbytes` at `offset` to an address: whole blocks, all of them."""
+    """A read of `nbytes` at `offset` from a descriptor for direct reads to an address: whole blocks, all of them."""
 
+    descriptor: int
     address: int
     offset: int
     nbytes: int
 
 
 class ReadQueue:
-    """At most `most` reads at a time from a descriptor for direct reads, which must stay open until `close`."""
+    """At most `most` reads at a time."""
 
-    def __init__(self, descriptor: int, most: int) -> None:
-        """Raises OSError where the system has no such queue for it."""
+    def __init__(self, most: int) -> None:
+        """Raises OSError where the system has no such queue."""
         if sys.platform != "linux" or platform.machine() not in CALLS or sys.byteorder != "little":
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self._setup, self._destroy, self._submit, self._collect = CALLS[platform.machine()]
@@ -48,16 +49,16 @@ class ReadQueue:
         self._call(self._setup, most, ctypes.addressof(context))
         self._context = context.value
         self._blocks, self._events = np.zeros((most, BLOCK_COLUMNS), np.int64), np.zeros((most, EVENT_COLUMNS), np.int64)
-        self._blocks[:, DATA], self._blocks[:, DESCRIPTOR] = range(most), descriptor << 32
+        self._blocks[:, DATA] = range(most)
         self._first = self._blocks.ctypes.data
         self._patience = np.zeros(2, np.int64)  # seconds, nanoseconds
         self._at = self._events.ctypes.data, self._patience.ctypes.data
         self._free, self._kept = list(range(most)), {}
 
     @property
-    def under_way(self) -> int:
-        """Reads that were not collected yet."""
-        return len(self._kept)
+    def under_way(self) -> Collection[object]:
+        """What is to be told of the reads that were not collected yet."""
+        return self._kept.values()
 
     def submit(self, reads: Sequence[tuple[object, Asked]]) -> int:
         """Begin reads, each with what `collect` is to call it; returns how many, the first of them, were taken."""
@@ -65,7 +66,7 @@ class ReadQueue:
         if not reads:
             return 0
         places = self._free[-len(reads) :]
-        self._blocks[places, MEMORY : OFFSET + 1] = [(asked.address, asked.nbytes, asked.offset) for _, asked in reads]
+        self._blocks[places, DESCRIPTOR : OFFSET + 1] = [(own.descriptor << 32, own.address, own.nbytes, own.offset) for _, own in reads]
         addresses = self._first + 8 * BLOCK_COLUMNS * np.array(places, np.int64)
         try:
             taken = self._call(self._submit, self._context, len(reads), addresses.ctypes.data)

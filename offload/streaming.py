@@ -125,12 +125,13 @@ class StreamingPager:
 
     resident = False
     stays = False  # leased memory may hold something else after the lease
+    reads_with: type[Reader] = Reader
 
     def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], residency: Residency,
                  cancelled: Callable[[], bool] = lambda: False, direct: bool = True) -> None:
         self._store, self._parts, self._residency = store, parts, residency
         self._always = ResidentPager(store, always)
-        self._reader = Reader({file: store.descriptor(file) for file in store.files}, direct=direct)
+        self._reader = self.reads_with({file: store.descriptor(file) for file in store.files}, direct=direct)
         self._views: dict[int, tuple[np.ndarray, ...]] = {}
         self._pinned: list[np.ndarray] = []
         self._ring = anonymous(residency.ring_nbytes)

@@ -1,5 +1,6 @@
 """Pagers of experts over small files: what they are asked, and what must be true of them afterwards."""
 
+import errno
 import os
 import threading
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from effllm.offload import queued_reader
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.expert_pager import Brought, ExpertPager
 from effllm.offload.experts import policy
@@ -72,13 +74,23 @@ def sound(pager: ExpertPager) -> None:
     assert pager._guessed <= set(pager.pool._slots)
 
 
+def threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system without a queue for reads."""
+
+    def without_queue(*more: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(queued_reader, "ReadQueue", without_queue)
+
+
 class Gate:
-    """Reads that are let through one by one, and in what order they were asked for."""
+    """Reads of threads that are let through one by one, and in what order they were asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.offsets: list[int] = []
         self.free = threading.Semaphore(0)
         self.shut = False
+        threads_alone(monkeypatch)
         monkeypatch.setattr(os, "preadv", self.read)
 
     def read(self, fd: int, buffers: list, offset: int) -> int:

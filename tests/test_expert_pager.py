@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_samples import EXPERTS, LAYERS, LEAST, PREADV, TOP, Gate, check, opened, parts_of, sound, use, write
-from hypothesis import given, settings
+from expert_samples import EXPERTS, LAYERS, LEAST, PREADV, TOP, Gate, check, opened, parts_of, sound, threads_alone, use, write
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from effllm.offload import expert_pager
@@ -31,11 +31,15 @@ STEPS = st.lists(st.tuples(
     min_size=1, max_size=30)
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("queued", (True, False), ids=("queue", "threads"))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, slots=st.integers(2 * TOP, LAYERS * EXPERTS), name=st.sampled_from(POLICIES))
-def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathFactory, steps, slots: int, name: str) -> None:
+def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, queued: bool,
+                                              steps, slots: int, name: str) -> None:
     """Tokens and chunks in turn, guesses that come true and that do not, visits broken off, memory that grows short; down to fewer slots
     than a plan allows."""
+    if not queued:
+        threads_alone(monkeypatch)
     with write(tmp_path_factory.mktemp("any")) as store:
         pager = opened(store, slots, name, farthest=2)
         for layer, experts, one, broken, short in steps:
@@ -133,6 +137,7 @@ def test_the_trace_holds_the_newest_tokens(store: TensorStore) -> None:
 
 @pytest.mark.parametrize("counts", (None, np.ones(EXPERTS, int)), ids=("token", "chunk"))
 def test_a_read_that_fails_is_one_error_and_can_be_tried_again(store: TensorStore, monkeypatch: pytest.MonkeyPatch, counts) -> None:
+    threads_alone(monkeypatch)
     pager = opened(store)
     needed = (1, 3) if counts is None else tuple(range(EXPERTS))
 
@@ -164,6 +169,7 @@ def test_a_file_that_becomes_shorter(store: TensorStore) -> None:
 
 
 def test_a_file_system_that_refuses_direct_reads_half_way(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads_alone(monkeypatch)
     pager = opened(store)
     use(pager, 0, (0, 1))
     refused = []

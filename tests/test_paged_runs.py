@@ -156,9 +156,29 @@ def writing(model: Path, least: int, before: str = "") -> subprocess.Popen:
     return child
 
 
+# The same where the system queues reads; and a system that does not.
+QUEUE_HANGS = """
+from effllm.offload.read_queue import ReadQueue
+collect = ReadQueue.collect
+def hanging(queue, least=0, patience_s=0.0):
+    if os.path.exists({file!r}) and least:
+        print("hangs", file=sys.stderr, flush=True)
+        threading.Event().wait(patience_s)
+    return [] if os.path.exists({file!r}) else collect(queue, least, patience_s)
+ReadQueue.collect = hanging
+"""
+NO_QUEUE = """
+from effllm.offload import queued_reader
+def without_queue(*more):
+    raise OSError(38, "Function not implemented")
+queued_reader.ReadQueue = without_queue
+"""
+
+
 @pytest.mark.slow
-def test_ctrl_c_while_the_disk_hangs_keeps_what_was_written(model: Path, least: int, tmp_path: Path) -> None:
-    child = writing(model, least, HANGS.format(file=str(tmp_path / "hang")))
+@pytest.mark.parametrize("hangs", (QUEUE_HANGS, NO_QUEUE + HANGS), ids=("queue", "threads"))
+def test_ctrl_c_while_the_disk_hangs_keeps_what_was_written(model: Path, least: int, tmp_path: Path, hangs: str) -> None:
+    child = writing(model, least, hangs.format(file=str(tmp_path / "hang")))
     (tmp_path / "hang").touch()
     while "hangs" not in child.stderr.readline():
         continue

@@ -10,8 +10,9 @@ import pytest
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.direct import BLOCK, Interrupted, Read, Reader, direct_descriptor
+from effllm.offload.direct_queue import CHANCE, FEW, DirectQueue
 from effllm.offload.memory import anonymous
-from effllm.offload.page_slots import CHANCE, FEW, PageQueue, PageSlots
+from effllm.offload.page_slots import PageSlots
 from effllm.offload.read_queue import CALLS, Asked, ReadQueue
 
 PAGES = 24
@@ -38,7 +39,7 @@ def descriptor(file: Path) -> Iterator[int]:
 @pytest.fixture
 def queue(descriptor: int) -> Iterator[ReadQueue]:
     try:
-        made = ReadQueue(descriptor, 16)
+        made = ReadQueue(16)
     except OSError as error:
         pytest.skip(f"no queue for reads here: {error}")
     yield made
@@ -57,15 +58,15 @@ def reader(file: Path) -> Iterator[Reader]:
 def collected(queue: ReadQueue) -> dict[object, int]:
     done: dict[object, int] = {}
     while queue.under_way:
-        done |= dict(queue.collect(queue.under_way, 1.0))
+        done |= dict(queue.collect(len(queue.under_way), 1.0))
     return done
 
 
-def test_the_bytes_are_those_of_the_file(file: Path, queue: ReadQueue) -> None:
+def test_the_bytes_are_those_of_the_file(file: Path, queue: ReadQueue, descriptor: int) -> None:
     memory, content = anonymous(PAGES * BLOCK), file.read_bytes()
     pages = [7, 0, 23, 8, 3, 21]
     for _ in range(5):  # places are used again
-        reads = [(page, Asked(memory.ctypes.data + i * BLOCK, page * BLOCK, BLOCK)) for i, page in enumerate(pages)]
+        reads = [(page, Asked(descriptor, memory.ctypes.data + i * BLOCK, page * BLOCK, BLOCK)) for i, page in enumerate(pages)]
         assert queue.submit(reads) == len(pages)
         assert collected(queue) == dict.fromkeys(pages, BLOCK)
         for i, page in enumerate(pages):
@@ -74,38 +75,35 @@ def test_the_bytes_are_those_of_the_file(file: Path, queue: ReadQueue) -> None:
     assert not queue.collect() and not queue.collect(3, 1.0), "nothing is waited for that was not asked"
 
 
-def test_no_more_are_taken_than_there_is_room_for(queue: ReadQueue) -> None:
+def test_no_more_are_taken_than_there_is_room_for(queue: ReadQueue, descriptor: int) -> None:
     memory = anonymous(PAGES * BLOCK)
-    reads = [(page, Asked(memory.ctypes.data + page * BLOCK, page * BLOCK, BLOCK)) for page in range(PAGES)]
-    assert queue.submit(reads) == 16 and queue.under_way == 16 and queue.submit(reads[16:]) == 0
+    reads = [(page, Asked(descriptor, memory.ctypes.data + page * BLOCK, page * BLOCK, BLOCK)) for page in range(PAGES)]
+    assert queue.submit(reads) == 16 and len(queue.under_way) == 16 and queue.submit(reads[16:]) == 0
     assert collected(queue) == dict.fromkeys(range(16), BLOCK)
     assert queue.submit(reads[16:]) == 8 and len(collected(queue)) == 8
 
 
-def test_what_lies_behind_the_end_is_told_as_missing(queue: ReadQueue) -> None:
+def test_what_lies_behind_the_end_is_told_as_missing(queue: ReadQueue, descriptor: int) -> None:
     memory = anonymous(4 * BLOCK)
-    assert queue.submit([("across", Asked(memory.ctypes.data, (PAGES - 1) * BLOCK, 2 * BLOCK))]) == 1
+    assert queue.submit([("across", Asked(descriptor, memory.ctypes.data, (PAGES - 1) * BLOCK, 2 * BLOCK))]) == 1
     assert collected(queue) == {"across": BLOCK}
 
 
 def test_a_read_that_the_system_refuses_is_not_taken(queue: ReadQueue, descriptor: int) -> None:
-    closed = os.dup(descriptor)
-    other = ReadQueue(closed, 4)
+    closed, memory = os.dup(descriptor), anonymous(BLOCK)
     os.close(closed)
-    memory = anonymous(BLOCK)
-    assert other.submit([(0, Asked(memory.ctypes.data, 0, BLOCK))]) == 0 and other.under_way == 0
-    other.close()
+    assert queue.submit([(0, Asked(closed, memory.ctypes.data, 0, BLOCK))]) == 0 and not queue.under_way
 
 
-def test_systems_without_a_queue_say_so(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_without_a_queue_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(OSError) as caught:
-        ReadQueue(descriptor, 4)
+        ReadQueue(4)
     assert caught.value.errno == errno.ENOSYS
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(OSError):
-        ReadQueue(descriptor, 4)
+        ReadQueue(4)
     assert "riscv64" not in CALLS
 
 
@@ -116,7 +114,7 @@ def slots_of(file: Path, reader: Reader, queue: object, count: int = 12, nbytes:
     def reads(page: int, memory: np.ndarray) -> list[Read]:
         return [Read(file, page * BLOCK, memoryview(memory)[: -(-nbytes // BLOCK) * BLOCK], nbytes)]
 
-    return PageSlots(nbytes, count, reader, reads, lambda page: page * BLOCK, cancelled, PageQueue(queue, reader))
+    return PageSlots(nbytes, count, reader, reads, lambda page: page * BLOCK, cancelled, DirectQueue(queue, reader), reader.direct(file))
 
 
 def fetched(slots: PageSlots, pages: list[int]) -> dict[int, bytes]:
@@ -145,7 +143,7 @@ def test_a_file_that_became_shorter_is_named(file: Path, reader: Reader, queue: 
     with pytest.raises(CheckpointError, match="became shorter while it was being read"):
         fetched(slots, [2, 17, 4])
     assert fetched(slots, [2, 4, 9]) == blocks(file, [2, 4, 9])
-    assert queue.under_way == 0 and reader.traffic.read_s > 0, "threads have taken over"
+    assert not queue.under_way and reader.traffic.read_s > 0, "threads have taken over"
 
 
 def test_the_last_page_may_end_within_a_block(file: Path, reader: Reader, queue: ReadQueue) -> None:
@@ -164,8 +162,8 @@ class Failing:
         self.result, self.names, self.calls = result, [], 0
 
     @property
-    def under_way(self) -> int:
-        return len(self.names)
+    def under_way(self) -> list[object]:
+        return self.names
 
     def submit(self, reads: list[tuple[object, Asked]]) -> int:
         self.names += [name for name, _ in reads]

@@ -1,0 +1,95 @@
+"""Direct reads by the system's own queue as far as it has one, and by threads where that fails or only looks like one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from .direct import POLL_S, Interrupted, Read, Reader, Ticket, Traffic
+from .read_queue import Asked, ReadQueue
+
+CHANCE = 8  # times that a thread may have been put aside for just so long
+FEW = 6  # small reads that may all be made by the time they have been handed over, or
+LARGE_NBYTES = 1 << 20  # so many bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Wanted:
+    """What a queue is asked for and how many bytes of that must come; what a thread reads instead, and who counts it. `there`: it is
+    read. `queued`: a queue reads it. `dropped`: nobody wants it any more, so it need not be read."""
+
+    asked: Asked
+    needed: int
+    reads: Callable[[], list[Read]]
+    ticket: Ticket | None = None
+    there: bool = False
+    queued: bool = False
+    dropped: bool = False
+
+    def run(self, fill: Callable[[Read], int]) -> int:
+        if self.dropped:
+            return 0
+        count = sum(fill(read) for read in self.reads())
+        self.there = True
+        return count
+
+
+class DirectQueue:
+    """Reads that a `queue` makes. One that it fails with is left to the `reader`'s threads, which say why; from then on all are, and where
+    the queue only looks like one: reads that are all made when they have been handed over, time after time, were made by that call."""
+
+    def __init__(self, queue: ReadQueue, reader: Reader) -> None:
+        self._queue, self._reader, self._serves, self._at_once = queue, reader, True, 0
+
+    @property
+    def under_way(self) -> Collection[Wanted]:
+        """What was not collected yet."""
+        return self._queue.under_way
+
+    def submit(self, wanted: Sequence[Wanted]) -> int:
+        """Begin reads; returns how many, the first of them, are taken. What has no ticket is given one."""
+        if not self._serves or not wanted:
+            return 0
+        idle, started = not self._queue.under_way, time.perf_counter()
+        taken = self._queue.submit([(each, each.asked) for each in wanted])
+        for each in wanted[:taken]:
+            each.ticket, each.queued = each.ticket or Ticket(1), True
+        if idle:
+            self._since = started
+            telling = taken >= FEW or sum(each.needed for each in wanted[:taken]) >= LARGE_NBYTES
+            at_once = self.collect() and not self._queue.under_way and telling
+            self._at_once = self._at_once + 1 if at_once else 0
+            self._serves = self._serves and self._at_once < CHANCE
+        return taken
+
+    def collect(self, least: int = 0, patience_s: float = 0.0) -> bool:
+        """Note what was read; waits for `least` reads, no longer than `patience_s`. Were there any?"""
+        if not self._queue.under_way:
+            return False
+        done, nbytes, reads, tickets = self._queue.collect(least, patience_s), 0, 0, []
+        for each, result in done:
+            each.queued = False
+            if result >= each.needed:
+                each.there, reads, nbytes = True, reads + 1, nbytes + result
+            elif not each.dropped:
+                self._serves = False
+                self._reader.to_threads([each], each.ticket, urgent=True)
+                continue
+            tickets.append(each.ticket)
+        now = time.perf_counter()
+        self._reader.add(Traffic(reads, nbytes, busy_s=now - self._since), tickets)
+        self._since = now
+        return bool(done)
+
+    def wait(self, wanted: Sequence[Wanted], cancelled: Callable[[], bool]) -> None:
+        """Until the queue is done with reads. Raises Interrupted."""
+        started = time.perf_counter()
+        while left := sum(each.queued for each in wanted):
+            if cancelled():
+                raise Interrupted
+            self.collect(left, POLL_S)
+        self._reader.add(Traffic(wait_s=time.perf_counter() - started))
+
+    def close(self) -> None:
+        self._queue.close()
