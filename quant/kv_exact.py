@@ -30,6 +30,12 @@ def pack_exact(pages: Sequence[Sequence[np.ndarray]], counts: Sequence[int], lay
     return b"".join(LENGTH.pack(len(plane)) + plane for plane in planes)
 
 
+def most_exact(layers: int, counts: Sequence[int], layout: PageLayout) -> int:
+    """No more bytes than these does `pack_exact` make: what cannot be packed takes a hundredth more for where its blocks begin."""
+    plane, kind = 2 * sum(counts) * layers * layout.kv_heads * layout.head_dim, _kind(layout)
+    return kind.itemsize * (LENGTH.size + plane + plane // 100 + 64)
+
+
 def unpack_exact(data: bytes | memoryview, layers: int, counts: Sequence[int], layout: PageLayout) -> list[list[np.ndarray]]:
     """What `pack_exact` was given; rows behind the counted ones are zero. Raises ValueError for bytes that are not of that many tokens."""
     kind = _kind(layout)

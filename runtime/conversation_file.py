@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from .. import EffllmError
+from .. import EffllmError, UsageError
 from .sampler import SamplerSettings
 from .whole_file import write_whole
 
@@ -46,19 +46,23 @@ def load_conversation(path: Path) -> History:
     return parse_conversation(content, str(path))
 
 
-def parse_conversation(content: object, where: str) -> History:
-    """`where` begins the errors."""
+def parse_conversation(content: object, where: str, hint: str = HINT) -> History:
+    """`where` begins the errors, `hint` is their next step."""
     if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise EffllmError(f"{where} is not a conversation of this version", HINT)
+        raise EffllmError(f"{where} is not a conversation of this version", hint)
     messages = content.get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)) or not isinstance(content.get("system"), str | None):
-        raise EffllmError(f"{where}: the messages are malformed", HINT)
+        raise EffllmError(f"{where}: the messages are malformed", hint)
+    settings = content.get("settings", {})
+    if not isinstance(settings, Mapping) or (unknown := set(settings) - {field.name for field in fields(SamplerSettings)}):
+        what = f"unknown setting {min(unknown)!r:.80}" if isinstance(settings, Mapping) else "the settings are malformed"
+        raise EffllmError(f"{where}: {what}", hint)
     try:
-        settings = SamplerSettings(**content.get("settings", {}))
-    except TypeError as error:
-        raise EffllmError(f"{where}: unknown setting ({error})", HINT) from None
+        settings = SamplerSettings(**settings)
+    except UsageError as error:
+        raise EffllmError(f"{where}: {error.message}", hint) from None
     except OverflowError:  # a whole number beyond any float
-        raise EffllmError(f"{where}: a setting is too large", HINT) from None
+        raise EffllmError(f"{where}: a setting is too large", hint) from None
     return History(messages, content.get("system"), settings)
 
 

@@ -48,7 +48,9 @@ class SamplerSettings:
                 raise UsageError(f"{name} must be a whole number, not {value!r}", HINT)
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)):
+            if field.name == "seed" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise UsageError(f"{field.name} must be a number, not {value!r}", HINT)
         self._demand(self.temperature == 0 or self.temperature >= SMALLEST_TEMPERATURE, "temperature", "0 (greedy) or positive")
         self._demand(self.top_k >= 0, "top_k", "0 (off) or more")

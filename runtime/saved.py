@@ -33,7 +33,7 @@ class SavedSessions:
         """Take up a saved session, with its `settings` of sampling or without. Raises NoSession, UsageError for one that was saved with
         something else than this run has, EffllmError for one that is damaged; the conversation is then what it was."""
         saved, engine = self.store.read(name), session.engine
-        history = parse_conversation(saved.conversation, f"session {name}")
+        history = parse_conversation(saved.conversation, f"session {name}", f"effllm session rm {name}, or another --session NAME")
         refuse_other(saved, self._identity(engine))
         if saved.cache is None:
             engine.reset()

@@ -21,7 +21,7 @@ from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.compile import cache_key
 from ..kernels.layout import PAGE
 from ..offload.page_file import KEY_NBYTES, VERSION, DamagedPage, PageFile
-from ..quant.kv_exact import pack_exact, unpack_exact
+from ..quant.kv_exact import most_exact, pack_exact, unpack_exact
 from ..quant.kv_stored import check_stored
 from .cache import KVCache
 from .config import ModelConfig, read_config
@@ -150,7 +150,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
         raise ContextOverflow(f"session {session.name} holds {len(tokens)} tokens and the context {engine.n_ctx}",
                               f"-c {len(tokens) + 1} or more")
     try:
-        if any(token >= engine.config.vocab_size for token in tokens):
+        if any(token >= engine.config.vocab_size for token in (*tokens, *(saved.spoken.ids if saved.spoken else ()))):
             raise ValueError("tokens that the model does not have")
         keys = page_keys(saved.identity, tokens, cache.shape.sinks, saved.sealed)
         keys.append(tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * saved.sealed :]))
@@ -178,6 +178,8 @@ def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> 
     cache = engine.cache
     first = cache.shape.sinks + PAGE * page
     try:
+        if file.nbytes != cache.sealed_nbytes:  # before as much is read as the session says
+            raise ValueError(f"{file.nbytes} bytes for a page of {cache.sealed_nbytes}")
         data = np.frombuffer(store.read_page(file), np.uint8)
         layers, at = [], 0
         for layer, codec in enumerate(cache.codecs):
@@ -185,8 +187,6 @@ def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> 
             layers.append(data[at : at + nbytes])
             check_stored(codec, layers[-1], cache.layout, layer, first)
             at += nbytes
-        if at != len(data):
-            raise ValueError("more bytes than pages")
     except (DamagedPage, ValueError) as error:
         raise DamagedPage(f"the page of tokens {first} to {first + PAGE - 1} {_said(error)}") from error
     cache.write(page, layers)
@@ -199,10 +199,13 @@ def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks
     if file is None:
         return
     cache = engine.cache
+    counts = [count for _, count in blocks]
     try:
-        pages = unpack_exact(store.read_page(file), len(cache.codecs), [count for _, count in blocks], cache.layout)
+        if file.nbytes > most_exact(len(cache.codecs), counts, cache.layout):
+            raise ValueError(f"{file.nbytes} bytes are more than they take")
+        pages = unpack_exact(store.read_page(file), len(cache.codecs), counts, cache.layout)
     except (DamagedPage, ValueError) as error:
-        raise DamagedPage(f"the file of {sum(count for _, count in blocks)} exact tokens {_said(error)}") from error
+        raise DamagedPage(f"the file of {sum(counts)} exact tokens {_said(error)}") from error
     for (page, _), layers in zip(blocks, pages, strict=True):
         cache.write(page, layers)
 

@@ -92,17 +92,18 @@ def parse_saved(data: bytes, name: str) -> SavedSession:
     """Raises Malformed for what is cut short, altered or no saved session, OtherVersion for one of another version."""
     try:
         content = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        stated = content.pop("checksum", None) if isinstance(content, dict) else None
+        checksum = _checksum(content)
+    except (ValueError, RecursionError) as error:  # what can just be read may be nested too deeply to be written
         raise Malformed("it is cut short, or was altered") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Malformed("it is no saved session")
     if content.get("version") != VERSION:
         raise OtherVersion(content.get("version"))
-    checksum = content.pop("checksum", None)
-    if checksum != _checksum(content):
+    if stated != checksum:
         raise Malformed("it was altered: its checksum differs")
     if content.get("name") != name:
-        raise Malformed(f"it is of session {content.get('name')!r}")
+        raise Malformed(f"it is of session {content.get('name')!r:.80}")
     model, saved, conversation = (content.get(key) for key in ("model", "saved", "conversation"))
     if not isinstance(model, str) or not _is_date(saved) or not isinstance(conversation, dict):
         raise Malformed("it lacks its model, its date or its conversation")
@@ -125,19 +126,23 @@ def _of_file(file: PageFile | None) -> list[object] | None:
 
 
 def _cache(raw: object) -> SavedCache:
-    if not isinstance(raw, dict) or not isinstance(raw.get("identity"), dict) or not isinstance(raw.get("pages"), list):
+    if not isinstance(raw, dict) or not _is_identity(raw.get("identity")) or not isinstance(raw.get("pages"), list):
         raise Malformed("it describes no cache")
     spoken, tokens = raw.get("spoken"), _ids(raw.get("tokens"))
     if spoken is not None:
         if not isinstance(spoken, dict) or not isinstance(spoken.get("text"), str) or not _is_count(spoken.get("prompt"), True):
             raise Malformed("it does not say what was spoken")
         same, *others = _ids(spoken.get("ids")) or (0,)
-        spoken = Spoken(spoken["text"], (*tokens[:same], *others), spoken["prompt"])
+        spoken = Spoken(spoken["text"], (*tokens[:same], *others), spoken.get("prompt"))
     sinks, tail = (None if raw.get(key) is None else _file(raw[key]) for key in ("sinks", "tail"))
     read = raw.get("read", [0, ""])
     if not (isinstance(read, list) and len(read) == 2 and _is_count(read[0]) and read[0] <= len(tokens) and isinstance(read[1], str)):
         raise Malformed("it does not say what was read")
     return SavedCache(raw["identity"], tokens, tuple(map(_file, raw["pages"])), sinks, tail, spoken, *read)
+
+
+def _is_identity(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(part, str | int) for part in value.values())
 
 
 def _ids(raw: object) -> tuple[int, ...]:

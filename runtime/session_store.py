@@ -13,9 +13,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,7 +88,7 @@ class SessionStore:
         return self.folder / f"{check_name(name)}{SUFFIX}"
 
     def has(self, name: str) -> bool:
-        return self.path(name).is_file()
+        return self.path(name).exists()
 
     def version(self, name: str) -> tuple[int, int] | None:
         """What tells a session's file from the one before it: each is another file in the same place. None where there is none."""
@@ -102,8 +103,9 @@ class SessionStore:
         a look at what it says, for a file that does not mention some text."""
         path = self.path(name)
         try:
-            with path.open("rb") as file:
-                data = file.read(LARGEST + 1)
+            data = _content(path)
+        except Malformed as error:
+            raise _damaged(name, path, error) from None
         except FileNotFoundError as error:
             there = self.names()
             raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
@@ -114,11 +116,10 @@ class SessionStore:
         try:
             return parse_saved(data, name)
         except OtherVersion as error:
-            raise UsageError(f"session {name} is of version {error.args[0]!r}, which this effllm does not read",
+            raise UsageError(f"session {name} is of version {error.args[0]!r:.40}, which this effllm does not read",
                              f"the effllm that wrote it, another --session NAME, or effllm session rm {name}") from None
         except Malformed as error:
-            raise DamagedSession(f"session {name} is damaged: {error} ({path})",
-                                 f"effllm session rm {name}, or another --session NAME") from None
+            raise _damaged(name, path, error) from None
 
     # -- pages -----------------------------------------------------------------------------------------------------------------
 
@@ -264,13 +265,13 @@ class SessionStore:
             except EffllmError:
                 return 0
             used.update(file.name for file in (cache.files if cache else ()))
-        unused = [path for path in self.pages.glob("*/*") if f"{path.parent.name}/{path.name}" not in used]
+        unused = [path for path in self._sizes() if f"{path.parent.name}/{path.name}" not in used]
         return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))
 
     @staticmethod
     def _unlink(path: Path) -> int:
         try:
-            size = path.stat().st_size
+            size = path.lstat().st_size
             path.unlink()
         except FileNotFoundError:
             return 0
@@ -306,17 +307,25 @@ class SessionStore:
         """Bytes of all files of pages."""
         return sum(self._sizes().values())
 
-    def _sizes(self) -> Mapping[str, int]:
-        """Bytes of every file of pages, by name."""
-        return {f"{path.parent.name}/{path.name}": path.stat().st_size for path in self.pages.glob("*/*")}
+    def _sizes(self) -> Mapping[Path, int]:
+        """Bytes of every file of pages. One that another process removes meanwhile is none; nor is a folder, which is not ours."""
+        found = {}
+        for path in self.pages.glob("*/*"):
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if not stat.S_ISDIR(status.st_mode):
+                    found[path] = status.st_size
+        return found
 
     def listed(self) -> list[Listed]:
         """All sessions, the newest first."""
-        sizes, read, found = self._sizes(), [], []
+        sizes, read, found = {f"{path.parent.name}/{path.name}": size for path, size in self._sizes().items()}, [], []
         users: dict[str, int] = {}
         for name in self.names():
             try:
                 read.append(self.read(name))
+            except NoSession:  # removed meanwhile
+                continue
             except EffllmError as error:
                 found.append(Listed(name, problem=error.message))
         for session in read:
@@ -330,6 +339,26 @@ class SessionStore:
                 str(cache.identity.get("kv", "")) if cache else "", sum(sizes.get(name, 0) for name in files),
                 sum(sizes.get(name, 0) for name in files if users[name] == 1)))
         return sorted(found, key=lambda each: (-each.saved, each.name))
+
+
+def _content(path: Path) -> bytes:
+    """All of a session's file. Raises Malformed for a pipe or a device, which would be waited for or have no end, and for what is larger
+    than any such file; OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Malformed("it is no regular file")
+        if status.st_size > LARGEST:
+            raise Malformed(f"it has {status.st_size} bytes, a session at most {LARGEST}")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def _damaged(name: str, path: Path, why: Malformed) -> DamagedSession:
+    return DamagedSession(f"session {name} is damaged: {why} ({path})", f"effllm session rm {name}, or another --session NAME")
 
 
 def worth(session: Listed) -> float:

@@ -18,12 +18,12 @@ from effllm.kernels.workspace import Dims
 from effllm.offload.page_file import PageFile
 from effllm.offload.pages import DiskTier
 from effllm.quant.kv import codec
-from effllm.quant.kv_exact import pack_exact, unpack_exact
+from effllm.quant.kv_exact import most_exact, pack_exact, unpack_exact
 from effllm.quant.kv_stored import check_stored
 from effllm.runtime.cache import AttnSpec, CacheShape, open_cache
 from effllm.runtime.engine import Engine
 from effllm.runtime.saved_cache import folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
-from effllm.runtime.saved_format import SavedCache, SavedSession
+from effllm.runtime.saved_format import SavedCache, SavedSession, Spoken
 from effllm.runtime.session_store import SessionStore
 
 LENGTHS = {"a page sealed": 400, "sinks alone": 40, "nothing sealed": 200, "on a page's end": 64 + 2 * PAGE}
@@ -240,18 +240,46 @@ def test_forged_sessions_reach_no_kernel(one, store):
     tried("groups of", pages=(forged(bytes(widths), key),))
     tried("not a KV page", pages=(forged(bytes(len(page)), key),))
     tried("bytes for a page of", pages=(forged(bytes(page[:-1]), key),))
-    tried("more bytes than pages", pages=(forged(bytes(page) + b"x", key),))
+    tried("bytes for a page of", pages=(forged(bytes(page) + b"x", key),))
     tried("pages of other tokens", pages=cache.pages * 2)
     tried("tokens that the model does not have", tokens=(*ids[:-1], 1 << 20))
     tried("exact tokens", tail=forged(b"\x01" * 100, cache.tail.key))
     tried("exact tokens", tail=forged(zlib.compress(bytes(10)), cache.tail.key))
     tried("exact tokens", tail=None)
+    tried("tokens that the model does not have", spoken=Spoken("a", (5, 1 << 20), None))
     tried("pages of other tokens", tokens=tuple(ids[:-1]))
     tail = tail_key(key, ids[192:-1])
     tried("another number of exact tokens", tokens=tuple(ids[:-1]), tail=forged(bytes(store.read_page(cache.tail)), tail))
     later = page_keys(own, ids[:300], 64, 3)
     tried("300 tokens with 3 packed pages in a cache for 1024", tokens=tuple(ids[:300]), tail=None,
           pages=tuple(replace(cache.pages[0], key=each) for each in later[1:]))
+
+
+@pytest.mark.parametrize("which", ["page", "sinks", "tail"])
+def test_no_more_is_read_than_pages_can_have(one, store, which):
+    """A file with a hole is as large as it likes, and costs who made it nothing: asked for, half a terabyte was a lack of memory."""
+    one.reset()
+    read(one, tokens(400))
+    session = save(one, store, "tale")
+    cache = session.cache
+    file = {"page": cache.pages[0], "sinks": cache.sinks, "tail": cache.tail}[which]
+    large = replace(file, nbytes=1 << 39)
+    with (store.pages / file.name).open("r+b") as out:
+        out.truncate(large.stored_nbytes)
+    changed = replace(cache, **{"pages": (large, *cache.pages[1:])} if which == "page" else {which: large})
+    with pytest.raises(EffllmError, match=f"session tale is damaged: .*{large.nbytes} bytes "):
+        list(restore_cache(one, store, replace(session, cache=changed)))
+    assert one.tokens == []
+
+
+@pytest.mark.parametrize("stored", [F16, F32])
+@pytest.mark.parametrize("layers", [1, 30])
+def test_exact_tokens_take_no_more_than_is_allowed_for_them(stored, layers):
+    """Noise, which nothing packs."""
+    layout = PageLayout(2, 64, stored)
+    pages = [[np.random.default_rng(layer).integers(0, 256, layout.layer_page_nbytes, np.uint8) for layer in range(layers)]]
+    for count in (1, PAGE):
+        assert len(pack_exact(pages, [count], layout)) <= most_exact(layers, [count], layout)
 
 
 def test_pages_say_what_they_are_of(one):
