@@ -122,7 +122,8 @@ def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Se
         if unit.names in known:
             yield unit.name, *known[unit.names]
     if len(left) < len(found):
-        yield Notice(f"what the bits of each tensor are worth was measured before, {len(found) - len(left)} of {several(len(found), 'run')}")
+        there = f"{len(found) - len(left)} of {several(len(found), 'run')}"
+        yield Notice(f"what the bits of each tensor are worth was measured before, {there}")
     if not left:
         return
     yield Progress("measuring tensors", 0, len(left), "runs")

@@ -1,6 +1,6 @@
-"""What `--target` measured of a model's tensors, kept as it comes: a search that was stopped goes on, one for another size begins at its end.
+"""What `--target` measured of a model's tensors, kept as it comes: a search that was stopped goes on, another size needs nothing.
 
-    <cache>/damage/<hash of the weights, the text and the formats>.jsonl    {"tensors": [names], "damage": nats, "errors": {name: {width: share}}}
+    <cache>/damage/<hash of the weights, the text and the formats>.jsonl    a line for each run
 
 A line that a kill has torn counts nothing.
 """
