@@ -18,7 +18,9 @@ from .. import __version__
 from .completion import own_script, whole_words
 from .environment import Environment
 from .errors import guarded
+from .habits import as_help
 from .help import PlainGroup
+from .interrupt import falling_apart_quietly
 
 # Command -> its module, in the order of the help page.
 COMMANDS = {"run": "run", "chat": "chat", "session": "session", "pull": "pull", "rm": "rm", "alias": "alias", "list": "list_",
@@ -107,14 +109,17 @@ def variables_of(command: Any) -> set[str]:
 
 
 def program(argv: Sequence[str], environment: Environment) -> int:
+    argv = as_help(argv)
     command = typer.main.get_command(build(named(argv, environment.variables)))
     say_unknown_variables(command, environment)
     own_script(argv)
     with whole_words():
-        code = command.main(args=list(argv), prog_name="effllm", standalone_mode=False, obj=environment)
+        code = command.main(args=argv, prog_name="effllm", standalone_mode=False, obj=environment)
     return code or 0
 
 
 def main(argv: Sequence[str] | None = None, environment: Environment | None = None) -> int:
-    environment = environment or Environment.of_process()
+    if environment is None:
+        falling_apart_quietly()
+        environment = Environment.of_process()
     return guarded(lambda: program(sys.argv[1:] if argv is None else argv, environment), environment)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from .flags import add_command
+from .habits import remark_on_number
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import AnswerFlags, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
@@ -36,6 +37,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
     screen = Screen(context.obj, show.markdown)
     found = find_or_absent(model, screen, yes)
     judge(answer, sampling, engine, saving)
+    remark_on_number(answer, screen)
     text = None if screen.environment.is_terminal(screen.environment.stdin) else read_prompt(None, "-", screen)
     if text is not None:
         screen.environment.demand_stdout()

@@ -90,6 +90,10 @@ def keys() -> KeyBindings:
     def next_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    @bindings.add("c-z")
+    def to_the_shell(event: KeyPressEvent) -> None:
+        event.app.suspend_to_background()
+
     @bindings.add(Keys.Vt100MouseEvent)
     def colour(event: KeyPressEvent) -> None:
         """Nobody asked for the mouse: this is a colour in text pasted without brackets, over which the library's own handler fails."""

@@ -6,6 +6,7 @@ Each stream is asked on its own whether it is a terminal: `effllm run fable > st
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import io
@@ -27,6 +28,23 @@ if TYPE_CHECKING:
 
 class OutputClosed(Exception):
     """The reader of stdout has gone. Not an OSError: the command-line library would take that for a failure of its own."""
+
+
+# What a terminal's encoding may lack -> what stands for it.
+PLAIN_LETTERS = str.maketrans({"█": "#", "▓": "=", "▒": "-", "·": ".", "±": "+-", "…": "...", "–": "-", "—": "--", "‘": "'", "’": "'",
+                               "“": '"', "”": '"', "→": "->", "×": "x"})
+PLAIN = "effllm.plain"
+
+
+def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    """The error handler of streams: a bar drawn of question marks would say nothing."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    plain = error.object[error.start : error.end].translate(PLAIN_LETTERS)
+    return "".join(letter if letter.isascii() else "?" for letter in plain), error.end
+
+
+codecs.register_error(PLAIN, in_plain_letters)
 
 
 class OutputFailed(EffllmError):
@@ -52,7 +70,7 @@ class Environment:
                    for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))]
         for stream in streams[1:]:
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a story in a Latin-1 terminal loses a dash, not the run
+                stream.reconfigure(errors=PLAIN)  # a story in a Latin-1 terminal loses a letter, not the run
         return cls(*streams, variables=os.environ, has_stdout=sys.stdout is not None)
 
     def write(self, text: str = "") -> None:

@@ -14,6 +14,7 @@ import typer
 
 from .. import DoesNotFit, EffllmError
 from .environment import Environment, OutputClosed, OutputFailed
+from .habits import flag_hint
 
 INTERRUPTED = 130
 
@@ -95,6 +96,8 @@ def usage_hint(error: typer.TyperException) -> str:
         return unset(variable)
     if context is None:
         return "effllm --help"
+    if (name := getattr(error, "option_name", None)) and (hint := flag_hint(context.command, name)):
+        return hint
     surplus = "unexpected extra argument" in error.format_message()
     return (surplus and UNQUOTED.get(context.info_name)) or f"{context.command_path} --help"
 

@@ -12,6 +12,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .. import UsageError
+from .habits import command_hint, understood
+
 COLUMN = 28  # where descriptions begin
 WIDEST, NARROW = 110, 60
 # Flags that the library adds, in our words.
@@ -89,7 +92,7 @@ class PlainCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """What is wrong with a line is said of this command, also where the library's parser does not know whose line it reads."""
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, args if ctx.resilient_parsing else understood(self, args))
         except typer.TyperException as error:
             if getattr(error, "ctx", None) is None:
                 error.ctx = ctx
@@ -103,6 +106,13 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """A command of another program is answered with the one here."""
+        if ctx.parent is None and not ctx.resilient_parsing and args[0] not in self.commands:
+            if hint := command_hint(args[0], ctx.obj.variables):
+                raise UsageError(f"no such command {args[0]!r}", hint)
+        return super().resolve_command(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         write_help(self, ctx, formatter)
 

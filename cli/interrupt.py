@@ -7,10 +7,11 @@ tokens and between chunks of a prompt, and ends the answer in order, with what w
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 
 class Ended(KeyboardInterrupt):
@@ -53,3 +54,19 @@ def unechoed(stream: TextIO) -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def falling_apart_quietly() -> None:
+    """What Python writes of an exception that a destructor raised is for nobody: a library's object that Ctrl-C left half made falls apart.
+    A Ctrl-C that arrived in a destructor itself was lost there, and is sent once more."""
+
+    def on_unraisable(what: Any) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            import _thread
+            from threading import Timer
+
+            again = Timer(0.01, _thread.interrupt_main)  # not now: it would be lost in here too
+            again.daemon = True
+            again.start()
+
+    sys.unraisablehook = on_unraisable

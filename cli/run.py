@@ -10,6 +10,7 @@ import typer
 from .. import UsageError
 from .errors import INTERRUPTED
 from .flags import add_command, flag, is_typed
+from .habits import remark_on_number
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
@@ -52,6 +53,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         answer, saving = beside_raw(answer, saving, screen)
     found = find_or_absent(model, screen, yes)
     judge(answer, sampling, engine, saving)
+    remark_on_number(answer, screen)
     text = read_prompt(prompt, file, screen)
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {model} "your prompt"')

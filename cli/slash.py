@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 # name in /set -> (field of SamplerSettings, type): the same names as on the command line
 SETTINGS = names_and_types(SamplingFlags)
 
+# What Ollama calls them after /set, and what it sets there that is no setting of an answer.
+OLLAMAS = {"temperature": "temp", "num_predict": "predict", "typical_p": "typical"}
+ELSEWHERE = {"system": "/system TEXT sets the system prompt", "num-ctx": "the context is chosen at the start: effllm chat MODEL -c 4096",
+             "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
+             "nothink": "/set think off"}
 
 EDITED_SHOWN = 12  # lines of a message from the editor
 
@@ -93,11 +98,14 @@ def system(chat: Conversation, rest: str) -> None:
 
 def change(chat: Conversation, rest: str) -> None:
     """`/set`, `/set NAME`, `/set NAME VALUE`."""
-    name, _, value = rest.strip().partition(" ")
+    name, _, value = rest.strip().removeprefix("parameter ").partition(" ")
+    name = OLLAMAS.get(name, name.replace("_", "-"))
     if not name:
         for each in settable():
             chat.screen.note(f"  {each:<18} {current(chat, each)}")
         return
+    if name in ELSEWHERE:
+        raise UsageError(f"/set does not change {name}", ELSEWHERE[name])
     if name not in settable():
         raise UsageError(f"there is no setting {name!r}{suggestion(name, settable())}", "/set lists them")
     if value:
@@ -298,7 +306,7 @@ COMMANDS = (
     SlashCommand("load", "/load NAME", "take up a saved conversation", load),
     SlashCommand("export", "/export FILE", "write the conversation as FILE.md or FILE.json", export),
 )
-ALIASES = {"bye": "exit", "quit": "exit", "?": "help", "retry": "regen"}
+ALIASES = {"bye": "exit", "quit": "exit", "?": "help", "retry": "regen", "read": "file"}
 BY_NAME = {command.name: command for command in COMMANDS}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from .. import UsageError
 from ..quant.spec import DEFAULTS
 from . import hub
+from .aliases import catalog
 from .config_reader import show
 from .gguf.names import PATH, TAG
 
@@ -67,7 +68,7 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
             base, file = match.groups()
     if (path := _as_path(base, env)) is not None:
         return Reference(text, path=path, variant=variant, file=file)
-    name, revision = _split(base)
+    name, revision = _split(base, env)
     return Reference(text, name, None, revision, variant, file)
 
 
@@ -78,18 +79,32 @@ def _as_path(text: str, env: Mapping[str, str]) -> Path | None:
     return path if spelled or len(path.parts) > 1 and exists(path) else None
 
 
-def _split(text: str) -> tuple[str, str | None]:
+def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     """name[@revision]; what follows a colon and is no format is refused by name."""
     base, colon, variant = text.partition(":")
     if not base.partition("@")[0]:
         raise UsageError(f"{show(text)} names no model", LOOK)
     if colon:
+        known = f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; or leave it away: {show(base)}"
         raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
-                         f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; or leave it away: {show(base)}")
+                         f"did you mean {' or '.join(near)}?" if (near := _tagged(base, variant, env)) else known)
     name, at, revision = base.partition("@")
     if at and not hub.is_revision(revision):
         raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")
     return name, revision if at else None
+
+
+def _tagged(base: str, tag: str, env: Mapping[str, str]) -> list[str]:
+    """At most three names for what Ollama calls `base:tag`, as in qwen3:4b: the size of a model stands in its name here."""
+    entries, wanted = catalog(env), _letters(base + tag)
+    same = [entry.alias for entry in entries if tag == "latest" and entry.alias == base.lower()]
+    same = same or [entry.alias for entry in entries
+                    if _letters(entry.alias) == wanted or _letters((entry.repo or "").rpartition("/")[2]).startswith(wanted)]
+    return (same or [entry.alias for entry in entries if entry.alias.startswith(base.lower())])[:3]
+
+
+def _letters(name: str) -> str:
+    return "".join(each for each in name.lower() if each.isalnum())
 
 
 def exists(path: Path) -> bool:

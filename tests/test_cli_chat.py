@@ -182,6 +182,13 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     chat.say("/set predict 24")
 
 
+def test_settings_are_known_by_ollamas_names_too(chat: Chat) -> None:
+    assert "temp is 0.7" in chat.say("/set parameter temperature 0.7") and "top-k is 7" in chat.say("/set top_k 7")
+    assert "predict is 24" in chat.say("/set num_predict 24")
+    assert "/system TEXT" in chat.say("/set system be kind") and "effllm chat MODEL -c" in chat.say("/set num_ctx 4096")
+    chat.say("/set temp 0")
+
+
 def test_the_system_prompt_can_be_set_shown_and_dropped(chat: Chat) -> None:
     assert "no system prompt" in chat.say("/system")
     assert "system prompt: Speak of the sea." in chat.say("/system Speak of the sea.")

@@ -1,0 +1,128 @@
+"""Words that hands bring from llama.cpp, Ollama and mlx-lm: what is the same here is taken, what is not is answered with the word for it.
+
+A line is looked through before the library reads it, because the library cuts `-seed` into `-s eed`: a system prompt that nobody meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import EffllmError, UsageError
+
+if TYPE_CHECKING:
+    from .options import AnswerFlags
+    from .screen import Screen
+
+RUN = 'effllm run MODEL "your prompt"'
+# Other names that llama.cpp has for a flag that both have, with the same values.
+SAME = {"--n-predict": "--predict", "--n-gpu-layers": "--gpu-layers", "--temperature": "--temp", "-sys": "--system",
+        "--system-prompt": "--system"}
+# A flag of elsewhere -> the one that does this here, where the command has it.
+CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n", "--num-ctx": "-c", "--n-ctx": "-c",
+          "--context-length": "-c", "--max-kv-size": "-c", "--verbose": "--stats", "-v": "--stats", "--format": "--json",
+          "--kv-bits": "--kv", "--reverse-prompt": "--stop", "-r": "--stop", "--mmap": "--load", "--num-gpu": "-ngl",
+          "--num-thread": "-t", "--q-bits": "--bits", "-q": "--bits", "--quantize": "--bits", "--mlx-path": "-o", "--outfile": "-o",
+          "--outtype": "--type"}
+# A flag of elsewhere -> what to type instead.
+INSTEAD = {
+    **dict.fromkeys(("-m", "--model", "--hf-path"), f"the model stands after the command, without a flag: {RUN}"),
+    **dict.fromkeys(("-p", "--prompt"), f"the prompt stands after the model, without a flag: {RUN}"),
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "a repository is named like any model: effllm run org/repo:Q4_K_M"),
+    **dict.fromkeys(("-hff", "--hf-file"), "a file of a repository: effllm run org/repo:FILE.gguf"),
+    **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive", "-if"), "a conversation: effllm chat MODEL"),
+    **dict.fromkeys(("-no-cnv", "--no-conversation", "-st", "--single-turn"), f"a prompt on the line is answered once: {RUN}"),
+    **dict.fromkeys(("-fa", "--flash-attn", "-b", "--batch-size", "-ub", "--ubatch-size", "--no-warmup", "--keepalive", "--color",
+                     "--no-display-prompt", "-no-display-prompt"), "leave it away: it is always so, or chosen by the plan"),
+    **dict.fromkeys(("--mlock", "--no-mmap"), "leave it away: weights are read into memory (--load mmap maps the files)"),
+}
+# A command of elsewhere -> the one here, or in a sentence what stands for it.
+COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags": "list", "download": "pull", "install": "pull",
+            "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
+            "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
+            "create": "quantize", "convert": "quantize", "benchmark": "bench", "perplexity": "eval ppl", "version": "--version",
+            "sessions": "session list", "settings": "config show"}
+SENTENCES = {**dict.fromkeys(("serve", "server", "start"), f"there is no server here: effllm chat MODEL, or {RUN}"),
+             **dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended"),
+             **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN")}
+
+
+def as_help(argv: Sequence[str]) -> list[str]:
+    """`effllm help run` is `effllm run --help`."""
+    return [*argv[1:], "--help"] if argv[:1] == ["help"] else [*argv]
+
+
+def command_hint(word: str, variables: Mapping[str, str]) -> str:
+    """The next step for the name of a command that there is not; empty where nothing is known of it."""
+    if word in COMMANDS:
+        return f"here it is effllm {COMMANDS[word]}"
+    return SENTENCES.get(word, "") or (f'effllm run {word} "your prompt", or effllm chat {word}' if is_model(word, variables) else "")
+
+
+def is_model(word: str, variables: Mapping[str, str]) -> bool:
+    from ..runtime.catalog import Absent, resolve
+
+    try:
+        return bool(resolve(word, variables).folder)
+    except Absent:
+        return True
+    except EffllmError:
+        return False
+
+
+def flag_hint(command: Any, name: str) -> str:
+    """The next step for a flag that a command does not have; empty where nothing is known of it."""
+    if name in ("-v", "-V") and "--version" in flags_of(command):
+        return "here it is effllm --version"
+    here = CALLED.get(name)
+    if here is not None and here in flags_of(command):
+        return f"here it is {here}: {command_path(command)} --help"
+    return INSTEAD.get(name, "") if command.name in ("run", "chat") else ""
+
+
+def command_path(command: Any) -> str:
+    return f"effllm {command.name}"
+
+
+def flags_of(command: Any) -> dict[str, bool]:
+    """Name of a flag -> whether a value follows it."""
+    return {name: not parameter.is_flag for parameter in command.params if parameter.param_type_name == "option"
+            for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def understood(command: Any, line: Sequence[str]) -> list[str]:
+    """The words of a command's line with its own names for flags. Raises UsageError for a word with one dash that only looks like a
+    short flag with its value."""
+    known, words, is_value = flags_of(command), [], False
+    for place, word in enumerate(line):
+        if word == "--":
+            return [*words, *line[place:]]
+        if not is_value and word.startswith("-"):
+            word = own_name(command, known, word)
+        is_value = not is_value and known.get(word, False)
+        words.append(word)
+    return words
+
+
+def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:
+    name, equals, value = word.partition("=")
+    if name in known:
+        return word
+    if name.startswith("--"):
+        dashed = name.replace("_", "-")
+        meant = SAME.get(dashed, dashed)
+        return f"{meant}{equals}{value}" if meant in known else word
+    if SAME.get(name) in known:
+        return SAME[name] + equals + value
+    long = f"-{name}".replace("_", "-")
+    if name in INSTEAD and len(name) > 2:
+        raise UsageError(f"no such option: {name}", flag_hint(command, name) or f"{command_path(command)} --help")
+    if len(name) > 2 and SAME.get(long, long) in known:
+        raise UsageError(f"no such option: {name}", f"with two dashes: {SAME.get(long, long)}")
+    return word
+
+
+def remark_on_number(answer: AnswerFlags, screen: Screen) -> None:
+    """Elsewhere -s is the seed."""
+    if answer.system is not None and "system" not in answer.settled and answer.system.strip().isdigit():
+        screen.note(f"-s is the system prompt, now {answer.system.strip()!r}: the seed is --seed {answer.system.strip()}")

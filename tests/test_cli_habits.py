@@ -1,0 +1,198 @@
+"""What a person types who comes from llama.cpp, Ollama or mlx-lm: the same words work, others are answered with the word for them."""
+
+import codecs
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_cli_errors import world
+
+from effllm import EffllmError, UsageError
+from effllm.cli import habits
+from effllm.cli.app import main
+from effllm.cli.environment import PLAIN
+from effllm.cli.options import AnswerFlags
+from effllm.cli.screen import Screen
+from effllm.runtime.catalog import resolve
+from effllm.runtime.prepare import EngineOptions
+
+
+def page(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a help page says."""
+    assert main(list(words), world()) == 0
+    return capsys.readouterr().out
+
+
+def typed(*words: str) -> tuple[int, str, str]:
+    environment = world(**{name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ})
+    code = main(list(words), environment)
+    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+@pytest.mark.parametrize(("word", "hint"), [
+    ("ls", "here it is effllm list"), ("ps", "nothing stays in memory"), ("serve", "there is no server here"),
+    ("remove", "here it is effllm rm"), ("download", "here it is effllm pull"), ("version", "effllm --version"),
+    ("perplexity", "effllm eval ppl"), ("fable", 'effllm run fable "your prompt"'), ("qwen3-4b", "effllm chat qwen3-4b")])
+def test_a_command_of_elsewhere_is_answered_with_the_one_here(word: str, hint: str) -> None:
+    code, out, err = typed(word, "something", "--more")
+    assert (code, out) == (2, "") and f"no such command '{word}'" in err and hint in err
+
+
+def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in set(habits.COMMANDS.values()):
+        flags = [word for word in command.split() if word.startswith("-")]
+        said = page(capsys, *(word for word in command.split() if word not in flags), "--help")
+        begin = "usage: effllm " + command.partition("--")[0]
+        assert said.startswith(begin) and all(flag in said for flag in flags)
+
+
+@pytest.mark.parametrize("words", [("run",), ("eval", "ppl"), ("session",)])
+def test_help_is_a_command_too(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert page(capsys, "help", *words) == page(capsys, *words, "--help") != ""
+
+
+def test_names_that_both_have_are_taken() -> None:
+    """What is wrong with the value is said of the flag here, so it was understood."""
+    for given, here in (("--n-predict", "-n"), ("--temperature", "--temp"), ("--n-gpu-layers", "-ngl"), ("--top_k", "--top-k"),
+                        ("--n_predict", "-n")):
+        assert typed("run", "fable", "hi", given, "x") == typed("run", "fable", "hi", here, "x")
+        assert typed("run", "fable", "hi", f"{given}=x") == typed("run", "fable", "hi", here, "x")
+
+
+@pytest.mark.parametrize(("words", "hint"), [
+    (("-m", "fable", "-p", "hi"), "the model stands after the command"), (("fable", "-p", "hi"), "the prompt stands after the model"),
+    (("fable", "hi", "-seed", "4"), "with two dashes: --seed"), (("fable", "hi", "-temp", "0"), "with two dashes: --temp"),
+    (("fable", "-cnv"), "effllm chat MODEL"), (("fable", "hi", "-st"), "answered once"), (("fable", "hi", "-fa", "on"), "leave it away"),
+    (("-hf", "org/repo", "hi"), "effllm run org/repo:Q4_K_M"), (("fable", "hi", "--max-tokens", "5"), "here it is -n"),
+    (("fable", "hi", "--num-ctx", "512"), "here it is -c"), (("fable", "hi", "--verbose"), "here it is --stats"),
+    (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "left away"),
+    (("fable", "hi", "--ram", "6"), "--ram 6G")])
+def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
+    code, out, err = typed("run", *words)
+    assert (code, out) == (2, "") and hint in " ".join(err.split()), err
+
+
+def test_what_hints_name_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """A hint is given to a command that has what it names."""
+    pages = "".join(page(capsys, command, "--help") for command in ("run", "quantize", "export"))
+    for here in {*habits.CALLED.values(), *habits.SAME.values()}:
+        assert f" {here}" in pages, here
+
+
+def test_values_that_look_like_flags_stay_values() -> None:
+    from effllm.cli.app import build, typer
+
+    run = typer.main.get_command(build("run"))
+    command = getattr(run, "commands", {}).get("run", run)
+    line = ["fable", "-n40", "-s", "-seed", "--stop", "-fa", "-ngl", "3", "--", "-seed", "--top_k"]
+    assert habits.understood(command, line) == line
+
+
+def test_a_seed_given_as_a_system_prompt_is_said() -> None:
+    environment = world()
+    habits.remark_on_number(AnswerFlags(system="42"), Screen(environment))
+    assert "the seed is --seed 42" in environment.stderr.getvalue()
+    for answer in (AnswerFlags(system="Answer in 42 words."), AnswerFlags(system="42", settled=frozenset({"system"})), AnswerFlags()):
+        quiet = world()
+        habits.remark_on_number(answer, Screen(quiet))
+        assert quiet.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize(("name", "meant"), [("qwen3:4b", "qwen3-4b"), ("llama3.2:1b", "llama3.2-1b"), ("llama3.1:8b", "llama3"),
+                                             ("fable:latest", "fable"), ("deepseek-r1:1.5b", "deepseek-r1-1.5b"), ("phi3:mini", "phi3")])
+def test_a_tag_of_ollama_leads_to_the_name_here(name: str, meant: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        resolve(name, {"HOME": "/nowhere"})
+    assert refused.value.hint == f"did you mean {meant}?"
+
+
+def test_a_tag_of_a_family_lists_its_sizes_and_of_nothing_the_formats() -> None:
+    with pytest.raises(UsageError) as refused:
+        resolve("qwen2.5:72b", {"HOME": "/nowhere"})
+    assert refused.value.hint == "did you mean qwen2.5-0.5b or qwen2.5-1.5b or qwen2.5-7b?"
+    with pytest.raises(UsageError) as refused:
+        resolve("nothing:72b", {"HOME": "/nowhere"})
+    assert refused.value.hint.startswith("known: 8bit")
+
+
+def test_a_budget_of_bytes_is_no_budget() -> None:
+    with pytest.raises(EffllmError, match="6 bytes"):
+        EngineOptions(ram="6")
+    assert EngineOptions(ram="2000000000").ram == "2000000000"
+
+
+def test_an_encoding_without_blocks_gets_letters_that_differ() -> None:
+    assert codecs.encode("█▓▒·— 57 ± 3 日", "ascii", PLAIN) == b"#=-.-- 57 +- 3 ?"
+    stream = io.TextIOWrapper(io.BytesIO(), "latin-1", errors=PLAIN)
+    stream.write("é “so” ± █")
+    stream.flush()
+    assert stream.buffer.getvalue() == "é \"so\" ± #".encode("latin-1")
+
+
+DESTRUCTOR = """
+import sys, time
+from effllm.cli.interrupt import falling_apart_quietly
+falling_apart_quietly()
+
+class Broken:
+    def __del__(self):
+        raise AttributeError("half made")
+
+class Interrupted:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+Broken()
+Interrupted()
+try:
+    time.sleep(5)
+    print("lost")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_what_falls_apart_says_nothing_and_an_interrupt_in_it_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", DESTRUCTOR], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
+def test_ctrl_z_goes_to_the_shell_and_fg_comes_back(tmp_path: Path) -> None:
+    """At the line of a chat, which reads every key itself."""
+    program = tmp_path / "line.py"
+    program.write_text("import sys\nfrom pathlib import Path\nfrom effllm.cli.editor import Editor\n"
+                       f"editor = Editor(sys.stdout, Path({str(tmp_path / 'history')!r}), lambda: ['ready'], lambda line: [], print)\n"
+                       "print('said', repr(editor.read()))\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], os.environ | {"TERM": "xterm", "PS1": "$ "})
+    try:
+        os.write(terminal, f"'{sys.executable}' '{program}'\r".encode())
+        read_until(terminal, b"ready")
+        os.write(terminal, b"\x1a")
+        read_until(terminal, b"Stopped")
+        os.write(terminal, b"fg\r")
+        read_until(terminal, b"ready")
+        os.write(terminal, b"hello\r")
+        read_until(terminal, b"said 'hello'")
+    finally:
+        os.kill(pid, signal.SIGHUP)
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    seen, deadline = b"", time.monotonic() + 60
+    while wanted not in seen:
+        assert time.monotonic() < deadline, seen
+        seen += os.read(terminal, 4096)
+        if b"\x1b[6n" in seen:  # the library asks where the cursor is
+            os.write(terminal, b"\x1b[1;1R")
+            seen = seen.replace(b"\x1b[6n", b"")
+    return seen
