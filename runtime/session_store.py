@@ -266,7 +266,7 @@ class SessionStore:
             except EffllmError:
                 return 0
             used.update(file.name for file in (cache.files if cache else ()))
-        unused = [path for path in self._sizes() if f"{path.parent.name}/{path.name}" not in used]
+        unused = [self.pages / name for name in self._sizes() if name not in used]
         return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))
 
     @staticmethod
@@ -308,19 +308,19 @@ class SessionStore:
         """Bytes of all files of pages."""
         return sum(self._sizes().values())
 
-    def _sizes(self) -> Mapping[Path, int]:
-        """Bytes of every file of pages. One that another process removes meanwhile is none; nor is a folder, which is not ours."""
+    def _sizes(self) -> Mapping[str, int]:
+        """Bytes of every file of pages, by name. One that another process removes meanwhile is none; nor is a folder, which is not ours."""
         found = {}
         for path in self.pages.glob("*/*"):
             with suppress(FileNotFoundError):
                 status = path.lstat()
                 if not stat.S_ISDIR(status.st_mode):
-                    found[path] = status.st_size
+                    found[f"{path.parent.name}/{path.name}"] = status.st_size
         return found
 
     def listed(self) -> list[Listed]:
         """All sessions, the newest first."""
-        sizes, read, found = {f"{path.parent.name}/{path.name}": size for path, size in self._sizes().items()}, [], []
+        sizes, read, found = self._sizes(), [], []
         users: dict[str, int] = {}
         for name in self.names():
             try:
