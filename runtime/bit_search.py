@@ -3,7 +3,7 @@
 Each unit (a tensor or, in a model of many layers, one role over neighbouring layers) is rounded at one width, the rest left as it is, and
 the KL divergence from the unquantized model is measured on a short text. At other widths the divergence is that times the ratio of the
 squared errors of the weights, which it follows closely (within 15% over 35 dB on the reference model). `quant/recipe.py` then spends the
-bytes.
+bytes. What was measured is kept as it comes (`damage_notes.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from ..quant.methods import rtn
 from ..quant.recipe import Choice, Recipe, allocate
 from ..quant.spec import QuantSpec
 from ..quant.weight import from_f32, to_f32
+from . import damage_notes
 from .convert_estimate import about
 from .convert_plan import ConversionPlan, Job
 from .convert_stream import finite
+from .damage_notes import Errors
 from .engine import Engine
 from .evaluate import log_softmax
 from .events import Notice, Progress
@@ -39,8 +41,6 @@ CHUNK_NBYTES = 16 << 20  # float32 rows that are rounded at once
 JUDGED_ROWS = 256  # of a tensor, for its error at other widths
 SURE_S = 1.0  # of the text, from which on what is left is told
 
-Errors = dict[str, dict[str, float]]  # tensor -> width -> squared error as a share of its squares
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -48,6 +48,10 @@ class Unit:
 
     name: str
     jobs: tuple[Job, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(job.name for job in self.jobs)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
     found = units(free)
     per_unit: dict[str, float] = {}
     errors: Errors = {}
-    for event in measured(engine, ids, found, specs):
+    for event in measured(plan, engine, ids, found, specs):
         if isinstance(event, Progress | Notice):
             yield event
         else:
@@ -104,14 +108,25 @@ def units(jobs: Sequence[Job]) -> list[Unit]:
     return [Unit(members[0].name, tuple(members)) for members in groups.values()]
 
 
-def measured(engine: Engine, ids: Sequence[int], found: Sequence[Unit],
+def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Sequence[Unit],
              specs: Mapping[str, QuantSpec]) -> Iterator[Progress | Notice | tuple[str, float, Errors]]:
     """How long it will take, then per unit its name, its divergence at MEASURED, and each tensor's squared error at every width of
-    `specs` as a share of its squares."""
+    `specs` as a share of its squares. What an earlier search has measured comes first."""
     tokens = max(2, min(SAMPLE_TOKENS, len(ids), SAMPLE_NBYTES // 4 // engine.config.vocab_size))
     width = min(WINDOW, tokens, engine.n_ctx)
     sample = [list(ids[start : start + width]) for start in range(0, tokens - width + 1, width)]
-    yield Progress("measuring tensors", 0, len(found), "runs")
+    key = damage_notes.key_of(plan.store, sample, specs)
+    known = damage_notes.known(key, list(specs))
+    left = [unit for unit in found if unit.names not in known]
+    for unit in found:
+        if unit.names in known:
+            yield unit.name, *known[unit.names]
+    if len(left) < len(found):
+        there = f"{len(found) - len(left)} of {several(len(found), 'run')}"
+        yield Notice(f"what the bits of each tensor are worth was measured before, {there}")
+    if not left:
+        return
+    yield Progress("measuring tensors", 0, len(left), "runs")
     reference: list[np.ndarray] = []
     begun, said = time.monotonic(), False
     for window in sample:
@@ -120,16 +135,18 @@ def measured(engine: Engine, ids: Sequence[int], found: Sequence[Unit],
         spent = time.monotonic() - begun
         if not said and (spent > SURE_S or len(reference) == len(sample)):
             said = True
-            seconds = spent / len(reference) * len(sample) * (len(found) + 1)
-            runs = f"{several(len(found), 'run')} of {sum(map(len, sample))} tokens"
+            seconds = spent / len(reference) * len(sample) * (len(left) + 1)
+            runs = f"{several(len(left), 'run')} of {sum(map(len, sample))} tokens"
             yield Notice(f"what the bits of each tensor are worth is measured first: {runs} take about {about(seconds)}")
-    for done, unit in enumerate(found):
-        yield Progress("measuring tensors", done, len(found), "runs")
+    for done, unit in enumerate(left):
+        yield Progress("measuring tensors", done, len(left), "runs")
         errors: Errors = {}
         with swapped(engine, unit.jobs, specs, errors):
             total = sum(_divergence(there, _log_probabilities(engine, window)) for there, window in zip(reference, sample))
-        yield unit.name, total / sum(map(len, sample)), errors
-    yield Progress("measuring tensors", len(found), len(found), "runs")
+        damage = total / sum(map(len, sample))
+        damage_notes.keep(key, damage, errors)
+        yield unit.name, damage, errors
+    yield Progress("measuring tensors", len(left), len(left), "runs")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from hub_server import Hub, running
 from pulls import Person
 
 from effllm.kernels import blas, warm
+from effllm.runtime import damage_notes
 
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME")
@@ -32,6 +33,13 @@ def folders_of_nobody() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def measured_by_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for formats begins at its beginning."""
+    place: list[Path] = []
+    monkeypatch.setattr(damage_notes, "folder", lambda: place[0] if place else place.append(tmp_path_factory.mktemp("damage")) or place[0])
 
 
 @pytest.fixture(scope="session", autouse=True)
