@@ -93,8 +93,8 @@ class _Recording:
         if not reached:
             raise UsageError(f"{self.seconds:g} seconds are too few to see a layer of this model", "more --seconds")
         if reached < layers:
-            yield Notice(f"recording stopped at its share of the time, {self.seconds:g} s, after {reached} of {layers} layers; the others get "
-                         "the same bits everywhere (more --seconds)")
+            yield Notice(f"recording stopped at its share of the time, {self.seconds:g} s, after {reached} of {layers} layers; the others "
+                         "get the same bits everywhere (more --seconds)")
         elif done < sum(map(len, self.cut)):
             yield Notice(f"recording stopped at its share of the time, {self.seconds:g} s, after {done} of {sum(map(len, self.cut))} "
                          "tokens")
