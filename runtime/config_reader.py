@@ -7,11 +7,11 @@ code really reads. A JSON `true` is no number here, nor is NaN (which Python's p
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound
+from .small_file import OddFile, read_whole
 
 FILE_LIMIT = 10 * 2**20
 LEAST, MOST = 1e-30, 1e30  # of a positive number: its inverse is a float32 too
@@ -20,6 +20,9 @@ REQUIRED = object()
 
 class ConfigError(EffllmError):
     """The model's config is malformed, absurd, or asks for something that effllm does not do."""
+
+    def __init__(self, message: str, hint: str = "correct it there, or fetch the file again") -> None:
+        super().__init__(message, hint)
 
 
 def show(value: object) -> str:
@@ -31,10 +34,9 @@ def show(value: object) -> str:
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object from a file of at most FILE_LIMIT bytes. Raises ModelNotFound where none can be read, ConfigError for anything else."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            text = file.read(FILE_LIMIT + 1)
+        text = read_whole(path, FILE_LIMIT)
+    except OddFile as error:
+        raise ConfigError(f"{path} is {error.strerror}") from error
     except FileNotFoundError as error:
         if path.parent.is_dir():
             raise ModelNotFound(f"{path.parent} has no {path.name}, so it is not a model folder",
@@ -42,8 +44,6 @@ def read_json(path: Path) -> dict[str, object]:
         raise ModelNotFound(f"there is no folder {path.parent}", "effllm list shows the models that are here") from error
     except OSError as error:
         raise ModelNotFound(f"{path} cannot be read: {error.strerror}", f"check its permissions: ls -ld {path.parent}") from error
-    if len(text) > FILE_LIMIT:
-        raise ConfigError(f"{path} is larger than {FILE_LIMIT >> 20} MiB, no config is")
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:  # the decoder's own errors are ValueErrors

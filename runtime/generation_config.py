@@ -12,9 +12,11 @@ from pathlib import Path
 
 from .. import EffllmError, UsageError
 from .sampler import SamplerSettings
+from .small_file import read_whole
 
 NAME = "generation_config.json"
 LARGEST = 1 << 20  # bytes
+REPAIR = "correct the file, or remove it to use the built-in defaults"
 SAMPLING = tuple(field.name for field in fields(SamplerSettings) if field.name != "seed")
 
 
@@ -29,18 +31,17 @@ def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
         return usable(stated)
     path = folder / NAME
     try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST + 1)
+        text = read_whole(path, LARGEST)
     except FileNotFoundError:
         return {}, []
     except OSError as error:
-        raise EffllmError(f"{path} cannot be read: {error.strerror}") from error
+        raise EffllmError(f"{path} cannot be read: {error.strerror}", REPAIR) from error
     try:
-        content = json.loads(text) if len(text) <= LARGEST else None
+        content = json.loads(text)
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise EffllmError(f"{path} is not a JSON object of settings", "correct the file, or remove it to use the built-in defaults")
+        raise EffllmError(f"{path} is not a JSON object of settings", REPAIR)
     return usable(content)
 
 

@@ -147,8 +147,11 @@ def gguf_files(folder: Path, deep: bool = True) -> list[str]:
 
 def stated_licence(folder: Path) -> str | None:
     """The licence in the head of a model card, if it states one."""
+    card = folder / "README.md"
     try:
-        with (folder / "README.md").open(encoding="utf-8", errors="replace") as file:
+        if not card.is_file():  # a pipe would be waited for
+            return None
+        with card.open(encoding="utf-8", errors="replace") as file:
             head = file.read(20_000)
     except OSError:
         return None

@@ -17,6 +17,7 @@ from .catalog import find_entry, resolve
 from .config_reader import show
 from .gguf import names
 from .reference import parse_reference
+from .small_file import JSON_NBYTES, read_whole
 
 if TYPE_CHECKING:
     from ..offload.checkpoint import TensorStore
@@ -240,6 +241,6 @@ def has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     try:
-        return b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
+        return b'"chat_template"' in read_whole(folder / "tokenizer_config.json", JSON_NBYTES)
     except OSError:
         return False

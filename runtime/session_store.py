@@ -24,6 +24,7 @@ from .. import EffllmError, UsageError
 from ..offload.page_file import DamagedPage, PageFile, describe, read_page_file, sync_folder, write_page_file
 from ..offload.size import format_size
 from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
+from .small_file import OddFile, read_whole
 
 SUFFIX, PAGES = ".json", "pages"
 LONGEST_NAME = 100
@@ -103,9 +104,9 @@ class SessionStore:
         a look at what it says, for a file that does not mention some text."""
         path = self.path(name)
         try:
-            data = _content(path)
-        except Malformed as error:
-            raise _damaged(name, path, error) from None
+            data = read_whole(path, LARGEST)
+        except OddFile as error:
+            raise _damaged(name, path, f"it is {error.strerror}") from None
         except FileNotFoundError as error:
             there = self.names()
             raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
@@ -341,23 +342,7 @@ class SessionStore:
         return sorted(found, key=lambda each: (-each.saved, each.name))
 
 
-def _content(path: Path) -> bytes:
-    """All of a session's file. Raises Malformed for a pipe or a device, which would be waited for or have no end, and for what is larger
-    than any such file; OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Malformed("it is no regular file")
-        if status.st_size > LARGEST:
-            raise Malformed(f"it has {status.st_size} bytes, a session at most {LARGEST}")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(descriptor)
-
-
-def _damaged(name: str, path: Path, why: Malformed) -> DamagedSession:
+def _damaged(name: str, path: Path, why: object) -> DamagedSession:
     return DamagedSession(f"session {name} is damaged: {why} ({path})", f"effllm session rm {name}, or another --session NAME")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import EffllmError
+from .small_file import read_text
 from .stream_filters import sanitize
 
 if TYPE_CHECKING:
@@ -114,12 +115,11 @@ def load_template(folder: Path, tokenizer_config: Mapping[str, Any], special_tok
         try:
             if not path.exists():
                 continue
-            if path.stat().st_size > 8 * SOURCE_LIMIT:
-                raise TemplateError(f"{path} is {path.stat().st_size:,} bytes, too long for a chat template", RAW_HINT)
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, 8 * SOURCE_LIMIT)
             source = text if name.endswith(".jinja") else _from_entry(json.loads(text), path)
-        except (OSError, ValueError) as error:
-            raise TemplateError(f"cannot read {path}: {_one_line(error)}", "fetch the model's files again, or remove this file") from None
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise TemplateError(f"cannot read {path}: {_one_line(reason)}", "fetch the model's files again, or remove this file") from None
         if source is not None:
             return ChatTemplate(source, special_tokens)
     source = _from_entry(tokenizer_config, folder / "tokenizer_config.json")

@@ -16,13 +16,14 @@ from tokenizers.decoders import DecodeStream
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
+from .small_file import JSON_NBYTES, read_whole
 from .stream_filters import ChannelFilter, ThinkFilter
 from .template import ChatTemplate, TemplateError, load_template
 
 if TYPE_CHECKING:
     from .config import ModelConfig
 
-JSON_LIMIT, TOKENIZER_LIMIT = 32 << 20, 256 << 20  # bytes; the largest published ones have 3 MB and 35 MB
+TOKENIZER_LIMIT = 256 << 20  # bytes; the largest published ones have 35 MB
 REFETCH = "fetch the model's files again"
 END_OF_TURN = (
     "<|eot_id|>",
@@ -245,9 +246,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.exists():
             return {}
-        if path.stat().st_size > JSON_LIMIT:
-            raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for its purpose", REFETCH)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(path, JSON_NBYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"cannot read {path}: {_reason(error)}", REFETCH) from None
     if not isinstance(content, dict):

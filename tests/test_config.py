@@ -330,7 +330,7 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe{}")
     assert "not valid JSON" in message(ConfigError)
     path.write_bytes(b" " * (FILE_LIMIT + 1))
-    assert "larger than" in message(ConfigError)
+    assert "at most" in message(ConfigError)
     path.unlink()
     os.mkfifo(path)  # a pipe would block the reader for ever
     assert "not a regular file" in message(ConfigError)

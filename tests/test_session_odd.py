@@ -32,8 +32,8 @@ def hole(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("made", "said"), [
-    (os.mkfifo, "no regular file"), (Path.mkdir, "no regular file"), (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
-    (hole, f"{LARGEST + 1} bytes, a session at most")], ids=["a pipe", "a folder", "a device", "a hole"])
+    (os.mkfifo, "not a regular file"), (Path.mkdir, "not a regular file"), (lambda path: path.symlink_to("/dev/zero"), "not a regular"),
+    (hole, f"{LARGEST + 1:,} bytes, at most {LARGEST:,} are read")], ids=["a pipe", "a folder", "a device", "a hole"])
 def test_what_is_no_file_is_told_at_once_and_holds_up_nobody(store: SessionStore, made: Callable[[Path], None], said: str) -> None:
     """A pipe was waited for, by `session list` as well, and by every prompt that looked for its beginning."""
     made(store.path("odd"))

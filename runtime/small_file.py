@@ -1,0 +1,34 @@
+"""Small files of a folder that may be a stranger's, read whole: a pipe under a file's name would be waited for, a device has no end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+JSON_NBYTES = 32 << 20  # of what describes a tokenizer; the largest published ones have 3 MB
+
+
+class OddFile(OSError):
+    """What lies under the name is no regular file, or larger than any such file; `strerror` says which."""
+
+
+def read_whole(path: Path, most: int) -> bytes:
+    """All of a regular file of at most `most` bytes. Raises OddFile for anything else; OSError where it is absent or cannot be read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OddFile(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > most:
+            raise OddFile(errno.EFBIG, f"{status.st_size:,} bytes, at most {most:,} are read of such a file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: Path, most: int) -> str:
+    """`read_whole` as UTF-8, lines ended as in any text. Raises UnicodeDecodeError too."""
+    return read_whole(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
