@@ -98,6 +98,9 @@ def usage_hint(error: typer.TyperException) -> str:
         return "effllm --help"
     if (name := getattr(error, "option_name", None)) and (hint := flag_hint(context.command, name)):
         return hint
+    missing = getattr(getattr(error, "param", None), "metavar", None) if "missing argument" in error.format_message().lower() else None
+    if missing == "MODEL":
+        return f"effllm list shows the models that are here: {context.command_path} fable"
     surplus = "unexpected extra argument" in error.format_message()
     return (surplus and UNQUOTED.get(context.info_name)) or f"{context.command_path} --help"
 

@@ -93,10 +93,11 @@ class _Recording:
         if not reached:
             raise UsageError(f"{self.seconds:g} seconds are too few to see a layer of this model", "more --seconds")
         if reached < layers:
-            yield Notice(f"the profile stopped at its budget of {self.seconds:g} s after {reached} of {layers} layers; the others get the "
-                         "same bits everywhere (more --seconds)")
+            yield Notice(f"recording stopped at its share of the time, {self.seconds:g} s, after {reached} of {layers} layers; the others "
+                         "get the same bits everywhere (more --seconds)")
         elif done < sum(map(len, self.cut)):
-            yield Notice(f"the profile stopped at its budget of {self.seconds:g} s after {done} of {sum(map(len, self.cut))} tokens")
+            yield Notice(f"recording stopped at its share of the time, {self.seconds:g} s, after {done} of {sum(map(len, self.cut))} "
+                         "tokens")
         config = self.engine.config
         plain = KVBasis.plain(config.num_key_value_heads, config.head_dim)
         bases = [KVBasis.from_moments(*moments.means) if moments.windows else plain for moments in self.moments]

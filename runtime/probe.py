@@ -26,7 +26,7 @@ import numpy as np
 from ..kernels.layout import PAGE
 from ..offload.predict import CACHED_NBYTES, MEMORY_NBYTES, NEAR
 
-ROOF_NBYTES, MEMORY_PASSES = 256 << 20, 7
+ROOF_NBYTES, MEMORY_PASSES, MORE_PASSES = 256 << 20, 7, 5
 PROMPT = 512  # a chunk of a prompt, as a run reads it
 TOKENS = 24
 LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
@@ -237,6 +237,15 @@ def _matrices(shape: Mapping[str, object]) -> list[tuple[int, int]]:
     return [(queries, hidden), (hidden, queries), (keys, hidden), (keys, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
 
 
+def _memory(threads: int, passes: Sequence[float], fastest: float) -> Figure:
+    """The memory's rate by passes that were made and others that are. Weights come no faster than memory gives them: where some did,
+    others had it while it was measured, and it is read again, some times."""
+    passes, left = [*passes, *memory_passes(threads)], MORE_PASSES
+    while left and max(passes) < fastest:
+        passes, left = [*passes, *memory_passes(threads)], left - 1
+    return {"figure": "memory", "best": max(passes), "median": median(passes)}
+
+
 def main(asked: str) -> None:
     from .. import EffllmError
 
@@ -247,19 +256,20 @@ def main(asked: str) -> None:
         sys.stdout.write(f"{json.dumps(figure)}\n")
         sys.stdout.flush()
 
-    passes = memory_passes(threads) if wish["base"] else []
+    passes, fastest = memory_passes(threads) if wish["base"] else [], 0.0
     overhead = _overhead(threads)
     if wish["base"]:
         tell(overhead)
     for name, each in (("kv", lambda kv: _attention(threads, kv)), ("kinds", lambda kind: _kind(threads, kind, overhead))):
         for item in wish[name]:
             try:
-                tell(each(item))
+                found = each(item)
+                tell(found)
+                fastest = max(fastest, found["decode"] if name == "kinds" else 0.0)
             except (EffllmError, MemoryError):  # unknown here, the rest is not
                 continue
     if wish["base"]:  # at both ends: on a shared machine the roof moves within seconds, and how far it moved is part of what is told
-        passes += memory_passes(threads)
-        tell({"figure": "memory", "best": max(passes), "median": median(passes)})
+        tell(_memory(threads, passes, fastest))
 
 
 if __name__ == "__main__":

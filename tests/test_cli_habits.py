@@ -196,3 +196,9 @@ def read_until(terminal: int, wanted: bytes) -> bytes:
             os.write(terminal, b"\x1b[1;1R")
             seen = seen.replace(b"\x1b[6n", b"")
     return seen
+
+
+@pytest.mark.parametrize("command", ["chat", "show", "plan", "pull"])
+def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None:
+    code, _, err = typed(command)
+    assert code == 2 and f"effllm list shows the models that are here: effllm {command} fable" in err
