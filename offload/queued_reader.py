@@ -40,7 +40,7 @@ class QueuedReader(Reader):
         if None in wanted or (len(reads) > AHEAD and not urgent):  # of many the disk would wait for the owner time and again
             self.to_threads(reads, ticket, urgent, together)
         elif urgent:
-            self._begin(wanted)
+            self._begin(wanted, urgent)
         else:
             self._ahead.extend(wanted)
             self.poll()
@@ -51,11 +51,11 @@ class QueuedReader(Reader):
             return
         self._queue.collect()
         while self._ahead and len(self._queue.under_way) < AHEAD:
-            self._begin([self._ahead.popleft()])
+            self._begin([self._ahead.popleft()], False)
 
     def wait(self, ticket: Ticket, cancelled: Callable[[], bool] = lambda: False) -> None:
         if self._queue is not None:
-            self._begin(self._take_back(ticket))
+            self._begin(self._take_back(ticket), True)
             self._queue.wait([each for each in self._queue.under_way if each.ticket is ticket], cancelled)
             self.poll()
         super().wait(ticket, cancelled)
@@ -85,9 +85,10 @@ class QueuedReader(Reader):
         return Wanted(asked=Asked(descriptor, memory.ctypes.data, read.offset, memory.nbytes), needed=read.needed, reads=lambda: [read],
                       ticket=ticket)
 
-    def _begin(self, wanted: Sequence[Wanted]) -> None:
+    def _begin(self, wanted: Sequence[Wanted], urgent: bool) -> None:
+        """Hand reads to the queue, and to threads what it does not take: there, too, what nobody waits for stays behind the rest."""
         for each in wanted[self._queue.submit(wanted) :]:
-            self.to_threads([each], each.ticket, urgent=True)
+            self.to_threads([each], each.ticket, urgent)
 
     def _take_back(self, ticket: Ticket) -> list[Wanted]:
         """Reads ahead that have not begun."""

@@ -68,15 +68,10 @@ def reader(file: Path) -> Iterator[QueuedReader]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch, file: Path) -> Iterator[QueuedReader]:
+def patient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> QueuedReader:
+    """The same over a queue that makes reads when it is told to."""
     monkeypatch.setattr(queued_reader, "ReadQueue", Patient)
-    opened = os.open(file, os.O_RDONLY)
-    made = QueuedReader({file: opened})
-    if made.direct(file) is None:
-        pytest.skip("no direct reads on this file system")
-    yield made
-    made.close()
-    os.close(opened)
+    return request.getfixturevalue("reader")
 
 
 class Pieces:
@@ -161,6 +156,19 @@ def test_threads_read_what_the_queue_fails_with_and_all_after_it(file: Path, pat
     ticket = patient.submit(pieces.reads(4))
     patient.wait(ticket)
     assert pieces.there(3, 4)
+
+
+def test_guesses_stay_behind_what_is_waited_for_where_the_queue_failed(file: Path, patient: QueuedReader,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, handed = Pieces(file), []
+    Patient.made.result = -errno.EIO
+    patient.wait(patient.submit(pieces.reads(0), urgent=True))
+    own = patient.to_threads
+    monkeypatch.setattr(patient, "to_threads", lambda reads, ticket, urgent: handed.append(urgent) or own(reads, ticket, urgent))
+    ahead, urgent = patient.submit(pieces.reads(1)), patient.submit(pieces.reads(2), urgent=True)
+    for ticket in (ahead, urgent):
+        patient.wait(ticket)
+    assert handed == [False, True] and pieces.there(1, 2)
 
 
 def test_a_file_that_became_shorter_is_named(file: Path, reader: QueuedReader) -> None:
