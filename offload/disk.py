@@ -150,8 +150,8 @@ def _rate(descriptor: int, nbytes: int, size: int, depth: int, seconds: float, d
 
 def _again(descriptor: int, nbytes: int, size: int, seconds: float) -> tuple[float, int]:
     """Bytes per second of a stretch that is read in order and was read before, and its bytes: what about `seconds` read the first time,
-    from the file's middle on where that is not all. Of two readings the mean: who else reads from the disk will do so in a run as well,
-    and promises from the better of two were a third above what came."""
+    from the file's middle on where that is not all. Of two readings the mean: who else reads from the disk will do so in a run as
+    well."""
     blocks = list(range(0, nbytes - size + 1, size)) or [0]
     blocks = blocks[len(blocks) // 2 :] + blocks[: len(blocks) // 2]
     _, _, count = _read(descriptor, blocks, size, STREAMED_DEPTH, seconds)
