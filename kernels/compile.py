@@ -4,46 +4,41 @@ A kernel is a native function `void(args, worker, counter)` of three int64: the 
 the worker, and the address of a shared counter from which workers draw block numbers. Passing addresses instead of arrays keeps a
 call free of Python objects, so that a worker that waits inside compiled code can run it without the interpreter lock.
 
-Compiled code lives in a folder of its own, named by a hash of every file in `kernels/`, the Numba version and the CPU's features:
-Numba's own stamp covers only the file that defines a function, and a kernel here calls into several.
+Machine code lives in a folder of its own, a file per function, named by a hash of every file in `kernels/`, the compiler's versions and the
+CPU's features. What is found there is put into memory without the compiler (`machine_code.py`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import itertools
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
-import numba
-from numba import types
-from numba.core.registry import cpu_target
+from .machine_code import assembly, compile_object, parsed, place
+from .target import cpu_features
 
 # No reordering is allowed across NaN checks: a NaN must stay visible. Sums may be reassociated, which is what vectorises them.
 REASSOCIATE = {"reassoc", "contract", "nsz"}
-KERNEL_SIGNATURE = types.void(types.int64, types.int64, types.int64)
-
-
-@cache
-def cpu_features() -> frozenset[str]:
-    """The features Numba compiles for (not what the CPU claims): an intrinsic that the target lacks ends the process."""
-    _, cpu, flags = cpu_target.target_context.codegen().magic_tuple()
-    return frozenset([cpu, *(flag[1:] for flag in flags.split(",") if flag.startswith("+"))])
+KERNEL_SIGNATURE = "void(int64, int64, int64)"
+C_TYPES = {"int64": ctypes.c_int64, "float64": ctypes.c_double, "float32": ctypes.c_float, "void": None}
+_COUNT = itertools.count()
 
 
 @cache
 def cache_key() -> str:
-    """Name of the cache folder for these sources, this Numba and this CPU."""
+    """Name of the cache folder for these sources, this compiler and this CPU. Copies of the same sources share it."""
     root = Path(__file__).resolve().parent
-    # Numba files what it compiled under the path of the source, so another copy of the same sources has to compile its own.
-    digest = hashlib.sha256(str(root).encode())
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
-    digest.update(f"{numba.__version__} {sys.version_info[:2]} {sorted(cpu_features())}".encode())
+    digest.update(f"{version('numba')} {version('llvmlite')} {sys.version_info[:2]} {sorted(cpu_features())}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -64,7 +59,6 @@ def cache_folder() -> Path | None:
         return None
     if not os.access(folder, os.W_OK) and not any(folder.glob(complete(folder).name)):
         return None
-    numba.config.CACHE_DIR = str(folder)
     return folder
 
 
@@ -73,19 +67,29 @@ def complete(folder: Path, kind: str = "*") -> Path:
     return folder / f"complete-{kind}"
 
 
-def cached(build: Callable[[bool], object]) -> object:
-    """`build(True)` with the cache folder, or `build(False)` where there is none, it is full, or a file in it is damaged."""
-    folder = cache_folder()
-    if folder is None:
-        return build(False)
+def _address(body: Callable, signature: str, fastmath: set[str] | bool, name: str) -> int:
+    """Where the machine code of `body` is, from the cache folder or compiled. A file that is missing or damaged costs time, once."""
+    folder = cache_folder() if body.__module__.startswith(f"{__package__}.") else None
+    if folder is None:  # the folder's name speaks of the sources in here alone
+        own = f"{name}.{next(_COUNT)}"
+        return place(compile_object(body, signature, fastmath, own), own)
+    kept = folder / f"{name}.o"
     try:
-        return build(True)
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError):
-        for stamp in folder.glob(complete(folder).name):
-            stamp.unlink(missing_ok=True)
-        for damaged in (path for path in folder.rglob("*.nb[ci]") if path.stat().st_size == 0):
-            damaged.unlink(missing_ok=True)
-        return build(False)
+        return place(kept.read_bytes(), name)
+    except (OSError, ValueError):
+        made = compile_object(body, signature, fastmath, name)
+        _keep(made, kept)
+        return place(made, name)
+
+
+def _keep(made: bytes, path: Path) -> None:
+    """Whole or not at all; where the folder takes no file, the function is compiled again next time."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        partial.write_bytes(made)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
 
 
 class Kernel:
@@ -93,14 +97,12 @@ class Kernel:
 
     def __init__(self, body: Callable[[int, int, int], None], fastmath: set[str] | bool) -> None:
         self.body, self.fastmath, self.name = body, fastmath, f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
-        self._code, self._address = None, 0
+        self._address = 0
 
     def load(self) -> None:
         """Compile, or take from the cache, unless that is done."""
-        if self._code is None:
-            self._code = cached(lambda cache: numba.cfunc(KERNEL_SIGNATURE, cache=cache, error_model="numpy",
-                                                          fastmath=self.fastmath)(self.body))
-            self._address = self._code.address
+        if not self._address:
+            self._address = _address(self.body, KERNEL_SIGNATURE, self.fastmath, self.name)
 
     @property
     def address(self) -> int:
@@ -110,7 +112,7 @@ class Kernel:
 
     def assembly(self) -> str:
         """The machine code as text, for reading once what the inner loop became (compiles afresh: a cached object has no text)."""
-        return "\n".join(numba.njit(KERNEL_SIGNATURE, error_model="numpy", fastmath=self.fastmath)(self.body).inspect_asm().values())
+        return assembly(self.body, KERNEL_SIGNATURE, self.fastmath)
 
 
 def kernel(fastmath: set[str] | bool = False) -> Callable[[Callable[[int, int, int], None]], Kernel]:
@@ -119,34 +121,31 @@ def kernel(fastmath: set[str] | bool = False) -> Callable[[Callable[[int, int, i
 
 
 class Jit:
-    """A compiled function with one explicit signature, called from Python; compiled or loaded on first call."""
+    """A compiled function of numbers and addresses, called from Python; compiled or loaded on first call."""
 
-    def __init__(self, body: Callable, signature: object, fastmath: set[str] | bool) -> None:
+    def __init__(self, body: Callable, signature: str, fastmath: set[str] | bool) -> None:
         self.body, self.signature, self.fastmath = body, signature, fastmath
         self.name = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
         self._code = None
+        self._plain = [int if kind == "int64" else float for kind in parsed(signature)[1]]
 
     def load(self) -> None:
         """Compile, or take from the cache, unless that is done."""
         if self._code is None:
-            self._code = cached(lambda cache: numba.njit(self.signature, cache=cache, nogil=True, error_model="numpy",
-                                                         fastmath=self.fastmath)(self.body))
+            result, arguments = parsed(self.signature)
+            function = ctypes.CFUNCTYPE(C_TYPES[result], *(C_TYPES[each] for each in arguments))
+            self._code = function(_address(self.body, self.signature, self.fastmath, self.name))
 
     @property
     def compiled(self) -> Callable:
-        """The compiled function itself: calling it spares half a microsecond."""
+        """The compiled function itself, for Python's own numbers alone: calling it spares a microsecond."""
         self.load()
         return self._code
 
-    def __call__(self, *args: object) -> object:
-        return self.compiled(*args)
+    def __call__(self, *args: float) -> float | None:
+        return self.compiled(*[plain(value) for plain, value in zip(self._plain, args, strict=True)])
 
 
-def jit(signature: object, fastmath: set[str] | bool = False) -> Callable[[Callable], Jit]:
-    """Decorator: `@jit("int64(float32[::1], int64)")`; releases the interpreter lock while it runs."""
+def jit(signature: str, fastmath: set[str] | bool = False) -> Callable[[Callable], Jit]:
+    """Decorator: `@jit("int64(int64, float32)")`; releases the interpreter lock while it runs."""
     return lambda body: Jit(body, signature, fastmath)
-
-
-def inlined(fastmath: set[str] | bool = False) -> Callable[[Callable], Callable]:
-    """Decorator for a function that only kernels call."""
-    return numba.njit(error_model="numpy", fastmath=fastmath)

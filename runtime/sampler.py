@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import EffllmError, UsageError
 from ..kernels.cpu import sampling
+from ..kernels.workspace import address
 
 SMALLEST_TEMPERATURE = 1e-6
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
@@ -107,7 +108,9 @@ class TokenCounts:
             self.counts[self.distinct[:self.known]] = 0
             self._counted, self.known, held = [], 0, first
         new = list(history[held:])
-        self.known = sampling.count_tokens(np.array(new, np.int64), self.counts, self.distinct, self.known)
+        tokens = np.array(new, np.int64)
+        self.known = sampling.count_tokens(address(tokens), len(tokens), address(self.counts), len(self.counts), address(self.distinct),
+                                           self.known)
         self._counted += new
 
 
@@ -136,7 +139,7 @@ class Sampler:
             return token
         count = self._survivors(values)
         uniform = (int(self._random.random_raw()) >> 11) * 2.0**-53
-        return int(sampling.draw(self._ids, self._weights, count, uniform))
+        return int(sampling.draw(address(self._ids), address(self._weights), count, uniform))
 
     def distribution(self, logits: np.ndarray, history: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """(ids[n] ascending, probabilities float64[n]) that `sample` draws from; draws nothing."""
@@ -157,14 +160,14 @@ class Sampler:
         if settings.penalises and len(history):
             seen = self._seen
             seen.follow(history, settings.penalty_last_n)
-            sampling.penalise(self._logits, seen.counts, seen.distinct, seen.known,
+            sampling.penalise(address(self._logits), address(seen.counts), address(seen.distinct), seen.known,
                               settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty)
         return self._logits
 
     def _survivors(self, values: np.ndarray) -> int:
         s = self.settings
-        count = sampling.survivors(values, s.top_k, s.temperature, s.top_p, s.min_p, s.typical_p,
-                                   self._ids, self._weights, self._keys, self._mass)
+        count = sampling.survivors(address(values), len(values), s.top_k, s.temperature, s.top_p, s.min_p, s.typical_p,
+                                   *map(address, (self._ids, self._weights, self._keys, self._mass)))
         if count < 0:
             refuse_broken({sampling.FOUND_NAN: math.nan, sampling.FOUND_INFINITY: math.inf}.get(count, -math.inf))
         return count

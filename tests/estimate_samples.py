@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from effllm.kernels.cpu import kv_chunks, kv_signs, selective
 from effllm.kernels.cpu import kv_estimate as kernels
 from effllm.kernels.cpu.attention_few import attend_few_scratch
 from effllm.kernels.cpu.kv_signs import LARGEST, TABLE
+from effllm.kernels.deferred import compiler
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import address
@@ -18,17 +18,17 @@ LEAD, CHUNK, CHUNKS = 2, kv_chunks.CHUNK, kv_chunks.CHUNKS
 MOST_WORKERS, GUARD = 3, 64  # that share the scratch of a sample; floats behind each one's
 
 
-@njit("float32(int64, int64, int64)", error_model="numpy")
+@compiler().njit("float32(int64, int64, int64)", error_model="numpy")
 def make_tables(query, tables, depth):
     return kv_signs.make_tables(query, tables, depth)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64)", error_model="numpy")
+@compiler().njit("void(int64, int64, int64, int64, int64, int64, int64)", error_model="numpy")
 def scores_of_four(sides, far, tables, steps, more, out, pairs):
     kv_signs.sign_scores_4(sides, far, tables, steps, more, out, pairs)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64)", error_model="numpy")
+@compiler().njit("void(int64, int64, int64, int64, int64, int64, int64)", error_model="numpy")
 def scores_of_one(sides, far, tables, steps, more, out, pairs):
     kv_signs.sign_scores_1(sides, far, tables, steps, more, out, pairs)
 

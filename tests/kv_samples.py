@@ -99,18 +99,17 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
 
 def check_largest_products() -> None:
     """The largest and least codes, zeros, queries and weights there are: the sums of their products are exact on this instruction set."""
-    from numba import float32, njit
-
     from effllm.kernels.cpu import kv_bytes
+    from effllm.kernels.deferred import compiler
 
-    @njit("void(int64,int64,int64,int64,int64)", error_model="numpy")
+    @compiler().njit("void(int64,int64,int64,int64,int64)", error_model="numpy")
     def keys(codes, widths, queries, terms, out):
         for unit in range(0, PAGE // kv_bytes.UNIT, kv_bytes.UNITS_AT_ONCE):
             kv_bytes.dot_units_4(codes, widths, queries, terms, unit, out, 4, codes, 0)
 
-    @njit("void(int64,int64,int64,int64,int64,int64)", error_model="numpy")
+    @compiler().njit("void(int64,int64,int64,int64,int64,int64)", error_model="numpy")
     def values(codes, bits, zeros, weights, out, factors):
-        kv_bytes.dot_values_4(codes, bits, zeros, weights, float32(1.0), out, 64, factors, factors + 16, codes, 0)
+        kv_bytes.dot_values_4(codes, bits, zeros, weights, np.float32(1.0), out, 64, factors, factors + 16, codes, 0)
 
     terms = np.repeat(np.array([1, 0], np.float32), 4)
     for fill in (0, 255):

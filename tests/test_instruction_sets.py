@@ -22,6 +22,7 @@ import pytest
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
+from effllm.kernels.deferred import compiler
 from effllm.kernels.tiles import scales_nbytes
 from effllm.quant.spec import QuantSpec
 
@@ -77,14 +78,12 @@ def child(code: str, folder: Path | None = None, forced: str | None = None, emul
 @cache
 def compiled_loops() -> dict[str, object]:
     """The decode loop of a few formats, each alone in a function."""
-    from numba import njit
-
     from effllm.kernels.cpu import packed_loops
 
     def build(bits: int, way: str):
         loop = packed_loops.single(bits, way)
 
-        @njit("void(int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
+        @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
         def run(table, tables, x, tiles, shift, zero_shift, out):
             loop(table, tables, x, tiles, shift, zero_shift, out)
 
@@ -152,13 +151,11 @@ def test_loops_are_right_with_emulated_instructions_of(name, tmp_path):
 
 def several_assembly() -> str:
     """The loop of several columns of a codebook, alone in a function."""
-    from numba import njit
-
     from effllm.kernels.cpu import packed_factors, packed_formats
 
     loop = packed_formats.columns(packed_factors.CODEBOOK, 127)
 
-    @njit(f"void({', '.join(['int64'] * 13)})", error_model="numpy")
+    @compiler().njit(f"void({', '.join(['int64'] * 13)})", error_model="numpy")
     def run(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
         loop(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
 

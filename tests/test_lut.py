@@ -15,6 +15,7 @@ from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu import linear, lut_loops, lut_order, ops
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.deferred import compiler
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.codes import values
 from effllm.quant.spec import QuantSpec
@@ -183,12 +184,10 @@ LOOPS = ("affine3:64", "symmetric4:32")
 @cache
 def compiled_loops() -> dict[str, object]:
     """The loop and the tables of two widths, each alone in a function."""
-    from numba import njit
-
     def build(bits: int):
         loop, make_tables, make_seeds = lut_loops.look_up_sums(bits), lut_loops.make_tables, lut_loops.make_seeds
 
-        @njit("void(int64,int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
+        @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
         def run(table, x, tiles, in_group, zero_stride, column, totals, seeds, out):
             make_tables(column, tiles, seeds + 8 * tiles)
             make_seeds(bits, totals, seeds, tiles)

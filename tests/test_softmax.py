@@ -1,16 +1,16 @@
 """A page's row of scores becomes weights: exact where it is masked, NaN where a score is, right to the last bits elsewhere."""
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels.cpu.softmax import softmax_row
+from effllm.kernels.deferred import compiler
 from effllm.kernels.layout import PAGE
 
 
-@numba.njit("UniTuple(float32, 2)(int64, int64, int64)")
+@compiler().njit("UniTuple(float32, 2)(int64, int64, int64)")
 def _run(address, begin, end):
     return softmax_row(address, begin, end)
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from effllm import kernels
-from effllm.kernels import warm
+from effllm.kernels import compile as compiling
+from effllm.kernels import threads, warm
 from effllm.kernels.compile import Jit, Kernel, cache_folder, cache_key, kernel
 from effllm.kernels.cpu.intrinsics import fetch_add, i64_at
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
@@ -95,11 +96,11 @@ def test_two_cold_starts_at_once_share_one_compilation(tmp_path):
     for process in both:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0 and f"({count}, {count})" in out, err[-2000:]
-    stamped = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb[ci]")}
+    stamped = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")}
     third = cold(tmp_path)
     _, err = third.communicate(timeout=120)
     assert "AssertionError" in err  # it is warm now
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb[ci]")} == stamped and len(stamped) >= 2 * count
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")} == stamped and len(stamped) == count
 
 
 def test_a_cache_folder_that_cannot_be_written_only_costs_time(tmp_path):
@@ -126,14 +127,51 @@ def test_the_cache_is_named_by_all_kernel_sources():
 
 
 @pytest.mark.slow
-def test_a_damaged_cache_file_costs_time_once(tmp_path):
-    run = ("from effllm.kernels import warm\nwarm.load_all(['raw']) if not warm.is_cold(['raw']) else list(warm.warm(['raw']))\n"
-           "from effllm.kernels.threads import ThreadPool\nThreadPool(2).close()\nprint('ran')")
+@pytest.mark.parametrize("damage", [lambda found: b"", lambda found: found[: len(found) // 2], lambda found: found[:-9] + bytes(9)])
+def test_a_damaged_cache_file_costs_time_once(tmp_path, damage):
+    run = ("from effllm.kernels import warm, threads\nimport sys\n"
+           "for name in ('_work', '_start', '_start_list', '_finish', '_alone'): getattr(threads, name).load()\n"
+           "threads.ThreadPool(2).close()\nprint('numba' in sys.modules)")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    for damage in (False, True):
-        if damage:
-            for path in tmp_path.rglob("*.nbc"):
-                path.write_bytes(b"")
+    for compiles in (True, False, True, False):
         done = subprocess.run([sys.executable, "-c", run], env=environment, capture_output=True, text=True)
-        assert done.stdout == "ran\n", done.stderr[-1500:]
-    assert not list(tmp_path.rglob("complete-*"))
+        assert done.stdout == f"{compiles}\n", done.stderr[-1500:]
+        if not compiles:
+            for path in tmp_path.rglob("*.o"):
+                path.write_bytes(damage(path.read_bytes()))
+    assert len(list(tmp_path.rglob("*.o"))) == 5
+
+
+def test_a_full_cache_folder_costs_time_alone(tmp_path, monkeypatch):
+    """What cannot be kept runs all the same, and no half of a file stays."""
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(type(tmp_path), "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    fresh = Jit(threads._alone.body, threads._alone.signature, False)
+    fresh.name = "threads.unkept"
+    fresh.load()
+    assert not list(tmp_path.iterdir()) and fresh.compiled is not None
+
+
+def test_a_fault_in_a_kernel_ends_the_process():
+    """No kernel raises; one that did must not hand back what it had not finished."""
+    code = ("from effllm.kernels.compile import jit\n"
+            "@jit('int64(int64)')\ndef third(many):\n    for _ in range(0, 3, many):\n        many += 0\n    return many\n"
+            "print(third(1), flush=True)\nprint(third(0))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode < 0 and done.stdout == "1\n"
+
+
+def test_what_a_run_without_numba_lacks_is_refused_where_it_is_compiled():
+    def body(size):
+        return np.zeros(size).sum()
+
+    with pytest.raises(RuntimeError, match="calls .*NRT_.*, which a run without Numba lacks"):
+        Jit(body, "float64(int64)", False).load()
+
+
+def test_functions_of_one_name_are_told_apart():
+    """Those of other modules than kernels are not kept, so each has code of its own."""
+    made = [Jit(eval(f"lambda x: x + {add}"), "int64(int64)", False) for add in (1, 2)]
+    assert [each(np.int32(40)) for each in made] == [41, 42] and made[0].name == made[1].name
+    names = [each.name for each in warm.compiled_functions()]
+    assert len(set(names)) == len(names), "files of the cache"

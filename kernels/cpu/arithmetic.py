@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import float32, int32, uint16, uint32
+from numpy import float32, int32, uint16, uint32
 
-from ..compile import REASSOCIATE, inlined
+from ..compile import REASSOCIATE
+from ..deferred import inlined
 from ..layout import (
     BF16,
     CLAMPED_SWISH,

@@ -16,9 +16,10 @@ Query rows are ordered token-major within a KV head: row = t * group + g.
 
 from __future__ import annotations
 
-from numba import float32
+from numpy import float32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..layout import F32, HEADER_NBYTES, PAGE
 from ..workspace import Dims
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half

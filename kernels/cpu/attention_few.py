@@ -5,9 +5,10 @@ See `attention.py` for the definition. A page is multiplied as it is stored (`st
 
 from __future__ import annotations
 
-from numba import float32
+from numpy import float32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..layout import F32, PAGE
 from .arithmetic import MINUS_INF, ZERO, expand
 from .attention import (

@@ -6,10 +6,8 @@ Both repeat what `inner_loops.dot_rows` does to one output, operation for operat
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from ..compile import inlined
+from ..deferred import inlined, intrinsic, types
 from ..layout import BF16, F16
 from .arithmetic import widen
 from .inner_loops import FLOATS, VECTOR, _function, _load, plain_f32, widen_bf16, widen_f16

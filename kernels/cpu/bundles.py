@@ -11,9 +11,10 @@ Kernels take argument blocks: slots of `linear.py` up to FIRST, then those below
 
 from __future__ import annotations
 
-from numba import float32
+from numpy import float32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..layout import F32
 from .arithmetic import dot, expand, gated, normalise, widen
 from .bundle_loops import add_scaled, sum_of_four, sum_of_two

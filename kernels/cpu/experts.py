@@ -7,9 +7,10 @@ expert that is visited, and nothing of the others is read.
 
 from __future__ import annotations
 
-from numba import float32, int64
+from numpy import float32, int64
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from .arithmetic import exp
 from .intrinsics import call_kernel, f32_at, fetch_add, i64_at
 from .linear import FIRST, OUT, TOKENS

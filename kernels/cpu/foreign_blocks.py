@@ -12,7 +12,8 @@ what is written stays in the first-level cache. One thread: whoever reads an exp
 
 from __future__ import annotations
 
-from ..compile import inlined, jit
+from ..compile import jit
+from ..deferred import inlined
 from ..tiles import ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
 from .unaligned import load8, load16, load32, load64, store8, store16, store32
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, uint32
+from numpy import float32, uint32
 
-from ..compile import inlined, jit
+from ..compile import jit
+from ..deferred import inlined
 from .arithmetic import narrow_half
 from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_half, u8_at, u16_at
 

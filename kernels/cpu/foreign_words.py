@@ -10,7 +10,8 @@ What is written is tile by tile, sixteen rows side by side, in one thread: whoev
 
 from __future__ import annotations
 
-from ..compile import inlined, jit
+from ..compile import jit
+from ..deferred import inlined
 from ..tiles import ROWS
 from .foreign_blocks import LOW, MIDDLE, clear
 from .unaligned import load8, load32, load64, store8, store32, store64

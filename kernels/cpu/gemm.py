@@ -16,9 +16,10 @@ the weights mean, from the panels of `linear.pack_columns`.
 
 from __future__ import annotations
 
-from numba import float32, uint32
+from numpy import float32, uint32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..layout import align
 from ..tiles import AFFINE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS
 from .gemm_tiles import HALVES, NARROW, PAIRS, ROUND, STEP, WHOLE, Form, Loop
 from .int8_ir import (

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..tiles import ROWS
 from .gemm_expand import QUADS
 from .gemm_tiles import Loop

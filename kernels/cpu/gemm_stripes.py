@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from numba import float32, int32, int64, uint32
+from numpy import float32, int32, int64, uint32
 
-from ..compile import inlined
+from ..deferred import inlined
 from ..tiles import (
     AFFINE,
     BLOCK,

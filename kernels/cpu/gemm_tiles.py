@@ -21,9 +21,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from .int8_ir import (
     BYTES,
     FLOATS,

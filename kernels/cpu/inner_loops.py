@@ -9,11 +9,9 @@ broadcasts and two loads.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from ..compile import cpu_features, inlined
+from ..compile import cpu_features
+from ..deferred import cgutils, inlined, intrinsic, types
 from .intrinsics import F16, F32, HAS_HALF, I16, I32, I64
 
 VECTOR = 16 if "avx512f" in cpu_features() else 8 if "avx2" in cpu_features() else 4

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 
 from llvmlite import ir
-from numba.core import cgutils
 
-from ..compile import cpu_features, inlined
+from ..compile import cpu_features
+from ..deferred import cgutils, inlined
 from ..tiles import PLANES, ROWS
 from .intrinsics import F32, I16, I32, I64
 

@@ -7,30 +7,30 @@ would call a library routine that is not there, so the portable variant (`arithm
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from ..compile import cpu_features
+from ..deferred import cgutils, intrinsic, types
 
 I16, I32, I64, F16, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 HAS_HALF = bool(cpu_features() & {"f16c", "fullfp16", "neon", "fp-armv8"})
 
 
-def _pointer(element: types.Type):
+def _pointer(element: str):
+    """An address as a pointer to numbers of Numba's type `element`."""
+
     @intrinsic
     def at(typingctx, address):
         def codegen(context, builder, signature, args):
             return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-        return types.CPointer(element)(types.int64), codegen
+        return types.CPointer(getattr(types, element))(types.int64), codegen
 
     return at
 
 
-f32_at, u16_at, i64_at, f64_at = _pointer(types.float32), _pointer(types.uint16), _pointer(types.int64), _pointer(types.float64)
-i8_at, u8_at, i32_at, u32_at = _pointer(types.int8), _pointer(types.uint8), _pointer(types.int32), _pointer(types.uint32)
-i16_at = _pointer(types.int16)
+f32_at, u16_at, i64_at, f64_at = _pointer("float32"), _pointer("uint16"), _pointer("int64"), _pointer("float64")
+i8_at, u8_at, i32_at, u32_at = _pointer("int8"), _pointer("uint8"), _pointer("int32"), _pointer("uint32")
+i16_at = _pointer("int16")
 
 
 @intrinsic

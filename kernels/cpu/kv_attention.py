@@ -8,9 +8,10 @@ both put their partials where `merge_packed` finds them.
 
 from __future__ import annotations
 
-from numba import float32
+from numpy import float32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..layout import PAGE
 from .arithmetic import MINUS_INF, ZERO
 from .attention import (

@@ -12,9 +12,8 @@ has one large weight and many small ones.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..layout import PAGE
 from .int8_ir import (
     BYTES,

@@ -7,9 +7,10 @@ have a larger share of what is left, and if anything one more of them is read. A
 from __future__ import annotations
 
 import numpy as np
-from numba import float32
+from numpy import float32
 
-from ..compile import REASSOCIATE, inlined, jit
+from ..compile import REASSOCIATE, jit
+from ..deferred import inlined
 from .arithmetic import MINUS_INF, ZERO, exp
 from .intrinsics import f32_at, i64_at
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..layout import PAGE
 from .inner_loops import FLOATS, VECTOR
 from .int8_ir import across, constant, larger, load, merged, offset, splat, store

@@ -13,9 +13,10 @@ of them; the others get partials that see nothing. For an answer it makes no dif
 
 from __future__ import annotations
 
-from numba import float32
+from numpy import float32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..layout import PAGE
 from .arithmetic import MINUS_INF, ZERO, exp
 from .attention import _cap

@@ -7,9 +7,10 @@ which the table was gone through.
 
 from __future__ import annotations
 
-from numba import float32
+from numpy import float32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
 from ..layout import PAGE
 from .arithmetic import MINUS_INF, ZERO

@@ -10,9 +10,8 @@ that 8-bit codes could notice. The other way, scales multiplied into queries and
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..layout import PAGE
 from .int8_ir import (
     BYTES,

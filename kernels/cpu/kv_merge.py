@@ -6,7 +6,8 @@ D + 2. Every merge is the same operations in the same order, whether its page wa
 
 from __future__ import annotations
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from .arithmetic import MINUS_INF, ZERO
 from .attention import BLOCKS, COLUMNS, HEAD_DIM, HEADS, KV_HEADS, OUT, PARTIALS, SCRATCH, SCRATCH_STRIDE, SEALED, TABLE, _merge, _with_sink
 from .inner_loops import LOW_ROWS

@@ -6,9 +6,9 @@ What lies where in a record is defined in `kv_layout.py`. A record is opened onc
 from __future__ import annotations
 
 import numpy as np
-from numba import float32
+from numpy import float32
 
-from ..compile import inlined
+from ..deferred import inlined
 from ..kv_layout import CHANNELS, GROUP_K, MANTISSA_BITS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
 from ..layout import PAGE
 from .intrinsics import f32_at, i16_at, u8_at

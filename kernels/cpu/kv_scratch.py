@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..compile import inlined
+from ..deferred import inlined
 from ..kv_layout import CHANNELS, MOST_GROUPS
 from ..layout import PAGE
 from .inner_loops import TILE_COLUMNS

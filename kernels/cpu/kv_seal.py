@@ -7,9 +7,10 @@ is prepared once by `quant/kv_seal.py`, which also writes the headers: their che
 
 from __future__ import annotations
 
-from numba import float32, int64, uint8, uint32
+from numpy import float32, int64, uint8, uint32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..kv_layout import CHANNELS, GROUP_K, PLANES, QUAD, TAIL_OFFSET
 from ..layout import HEADER_NBYTES, PAGE
 from .arithmetic import expand

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..kv_layout import MANTISSA_BITS
 from .int8_ir import I8, constant, larger, load, offset, splat, store
 from .intrinsics import F32, I32, I64

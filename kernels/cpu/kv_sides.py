@@ -6,9 +6,9 @@ Codes of few bits are multiplied as bytes (`kv_bytes.py`, `kv_weights.py`), all 
 
 from __future__ import annotations
 
-from numba import float32, uint32
+from numpy import float32, uint32
 
-from ..compile import inlined
+from ..deferred import inlined
 from ..kv_layout import CHANNELS, MOST_GROUPS, TAIL_OFFSET
 from ..layout import BITS_OFFSET, PAGE
 from .arithmetic import ONE, ZERO

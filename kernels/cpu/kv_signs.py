@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, int8, types
-from numba.extending import intrinsic
+from numpy import float32, int8
 
-from ..compile import inlined
+from ..deferred import inlined, intrinsic, types
 from ..layout import PAGE
 from .arithmetic import ZERO
 from .int8_ir import (

@@ -11,9 +11,8 @@ from functools import partial
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..layout import PAGE
 from .int8_ir import (
     BYTES,

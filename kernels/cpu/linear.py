@@ -10,9 +10,10 @@ Both take their work as an argument block; slot names are below. Several matrice
 
 from __future__ import annotations
 
-from numba import float32
+from numpy import float32
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..layout import F32
 from .arithmetic import dot, expand, gated, normalise
 from .inner_loops import FEW_ROWS, MANY_ROWS, TILE_COLUMNS, TILE_ROWS, tile_product

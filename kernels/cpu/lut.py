@@ -6,9 +6,10 @@ alone, so lookups would cost each column what they cost the first. Argument bloc
 
 from __future__ import annotations
 
-from numba import float32, int64
+from numpy import float32, int64
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..tiles import ROWS, SCHEME_SHIFT, TILE
 from . import lut_loops as loops
 from . import packed

@@ -17,10 +17,9 @@ sums of 16 bits, interleaved after each lookup (15% at 2 and 3 bits); rows gathe
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import float32, int32, types
-from numba.extending import intrinsic
+from numpy import float32, int32
 
-from ..compile import inlined
+from ..deferred import inlined, intrinsic, types
 from ..tiles import ROWS, TILE
 from .gemm_tiles import Loop
 from .int8_ir import (

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined, intrinsic, types
 from ..tiles import PLANES, ROWS, TILE
 from ..workspace import address
 from .gemm_tiles import Loop

@@ -8,9 +8,10 @@ same input are one job.
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int64
+from numpy import float32, int64
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..tiles import (
     AFFINE,
     BLOCK,

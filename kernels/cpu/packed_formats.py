@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..compile import inlined
+from ..deferred import inlined
 from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER
 from . import packed_factors as ways
 from .packed_loops import columns as columns_abreast

@@ -22,9 +22,8 @@ a tile's activations beside two row blocks: with 32-byte vectors about one instr
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..tiles import LEVELS_NBYTES, tile_nbytes
 from .int8_ir import (
     BYTES,

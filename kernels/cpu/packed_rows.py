@@ -4,9 +4,10 @@ by code, a tile at a time."""
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int32, int64
+from numpy import float32, int32, int64
 
-from ..compile import inlined, kernel
+from ..compile import kernel
+from ..deferred import inlined
 from ..tiles import (
     AFFINE,
     BLOCK,

@@ -20,9 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..tiles import LEVEL_SHIFT, ROWS
 from . import packed_factors as ways
 from .int8_ir import (

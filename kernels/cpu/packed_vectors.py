@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..tiles import ROWS, TILE
 from .inner_loops import VECTOR
 from .int8_ir import I8, constant, function, load, offset, splat, store

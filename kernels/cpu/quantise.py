@@ -8,9 +8,10 @@ searched again under that. A row's result depends on nothing but the row.
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, float64, int64, uint32
+from numpy import float32, float64, int64, uint32
 
-from ..compile import inlined, jit, kernel
+from ..compile import jit, kernel
+from ..deferred import inlined
 from ..tiles import CODEBOOK_SCALES
 from ..workspace import address
 from .intrinsics import bits_to_f32, call_kernel, f32_at, f32_to_bits, fetch_add, i64_at, u8_at

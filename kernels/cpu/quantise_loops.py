@@ -8,9 +8,8 @@ a fixed order and none contracted.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from .int8_ir import I8, constant, function, load, offset, splat, store
 from .intrinsics import F32, I16, I32, I64
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import float32
+from numpy import float32
 
 from .. import reference
 from ..compile import kernel

@@ -12,11 +12,12 @@ the sum is not normalised. `keys` uint32[V] and `mass` float64[2048] are scratch
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, float64, uint32, uint64
+from numpy import float32, float64, uint32, uint64
 
-from ..compile import REASSOCIATE, inlined, jit
+from ..compile import REASSOCIATE, jit
+from ..deferred import inlined
 from .arithmetic import exp
-from .intrinsics import bits_to_f32, f32_to_bits
+from .intrinsics import bits_to_f32, f32_at, f32_to_bits, f64_at, i32_at, i64_at, u32_at
 
 BINS = 2048
 BLOCK = np.uint64(64)  # logits under one maximum
@@ -68,7 +69,8 @@ def _cut(keys, weights, count, target, unit, mass):
         bins = 1024 if level == 2 else 2048
         mask = uint32(bins - 1)
         upper = uint32(10) if level == 2 else uint32(11)
-        mass[:] = 0.0
+        for b in range(bins):
+            mass[b] = 0.0
         for i in range(count):
             here = uint32(keys[i] >> shift)
             if level == 0 or uint32(here >> upper) == prefix:
@@ -98,9 +100,9 @@ def _keep(ids, weights, keys, count, cut):
 
 
 @inlined()
-def _block_maxima(logits, maxima):
+def _block_maxima(logits, tokens, maxima):
     """The largest of each block of 64 logits -> `maxima`; returns the key of the largest of all, and whether one is NaN."""
-    size, largest, worst = uint64(len(logits)), ALL, uint32(0)
+    size, largest, worst = uint64(tokens), ALL, uint32(0)
     for block in range((size + BLOCK - ONE) // BLOCK):
         best, start = ALL, uint64(block * BLOCK)
         for i in range(start, min(size, start + BLOCK)):
@@ -112,9 +114,9 @@ def _block_maxima(logits, maxima):
 
 
 @inlined()
-def _top_k(logits, top_k, maxima, ids, keys, mass):
+def _top_k(logits, tokens, top_k, maxima, ids, keys, mass):
     """The `top_k` largest logits and whatever ties with the last -> `ids`. Returns how many."""
-    size = uint64(len(logits))
+    size = uint64(tokens)
     blocks = uint64((size + BLOCK - ONE) // BLOCK)
     bound = ALL
     if uint64(top_k) <= blocks:
@@ -150,10 +152,12 @@ def _typical(logits, largest, temperature, typical_p, ids, weights, keys, count,
     return _keep(ids, weights, keys, count, _cut(keys, weights, count, typical_p * total, False, mass))
 
 
-@jit("int64(float32[::1], int64, float32, float64, float32, float64, int32[::1], float32[::1], uint32[::1], float64[::1])")
-def survivors(logits, top_k, temperature, top_p, min_p, typical_p, ids, weights, keys, mass):
-    """How many tokens survive top-k, top-p, min-p and typical, in this order, or a negative code. `temperature` > 0."""
-    best, bad = _block_maxima(logits, weights)
+@jit("int64(int64, int64, int64, float32, float64, float32, float64, int64, int64, int64, int64)")
+def survivors(at_logits, size, top_k, temperature, top_p, min_p, typical_p, at_ids, at_weights, at_keys, at_mass):
+    """How many of `size` tokens survive top-k, top-p, min-p and typical, in this order, or a negative code. `temperature` > 0. Arrays by
+    their addresses."""
+    logits, weights, mass, ids, keys = f32_at(at_logits), f32_at(at_weights), f64_at(at_mass), i32_at(at_ids), u32_at(at_keys)
+    best, bad = _block_maxima(logits, size, weights)
     if bad:
         return FOUND_NAN
     largest = _value(best)
@@ -161,9 +165,9 @@ def survivors(logits, top_k, temperature, top_p, min_p, typical_p, ids, weights,
         return FOUND_INFINITY
     if largest == -np.inf:
         return NOTHING_FINITE
-    count = uint64(len(logits))
-    if 0 < top_k < len(logits):
-        count = _top_k(logits, top_k, weights, ids, keys, mass)
+    count = uint64(size)
+    if 0 < top_k < size:
+        count = _top_k(logits, size, top_k, weights, ids, keys, mass)
         for i in range(count):
             weights[i] = exp((logits[uint32(ids[i])] - largest) / temperature)
     else:
@@ -188,9 +192,10 @@ def survivors(logits, top_k, temperature, top_p, min_p, typical_p, ids, weights,
     return count
 
 
-@jit("int64(int32[::1], float32[::1], int64, float64)")
-def draw(ids, weights, count, uniform):
-    """The token at `uniform` in [0, 1) of the cumulative weight, tokens in the order of `ids`."""
+@jit("int64(int64, int64, int64, float64)")
+def draw(at_ids, at_weights, count, uniform):
+    """The token at `uniform` in [0, 1) of the cumulative weight of `count` survivors, tokens in the order of `ids`."""
+    ids, weights = i32_at(at_ids), f32_at(at_weights)
     target, reached, start = uniform * _sum(weights, 0, count), 0.0, 0
     while start + STRIDE < count:
         part = _sum(weights, start, start + STRIDE)
@@ -205,11 +210,14 @@ def draw(ids, weights, count, uniform):
     return ids[count - 1]
 
 
-@jit("int64(int64[::1], int64[::1], int32[::1], int64)")
-def count_tokens(new, counts, distinct, known):
-    """Add `new` tokens to `counts`[V]; `distinct`[:known] lists those seen at least once. Returns the new `known`."""
-    for token in new:
-        if 0 <= token < len(counts):
+@jit("int64(int64, int64, int64, int64, int64, int64)")
+def count_tokens(at_new, many, at_counts, size, at_distinct, known):
+    """Add `many` new tokens, int64, to `counts` int64 [size]; `distinct` int32 [:known] lists those seen at least once. Arrays by their
+    addresses. Returns the new `known`."""
+    new, counts, distinct = i64_at(at_new), i64_at(at_counts), i32_at(at_distinct)
+    for i in range(many):
+        token = new[i]
+        if 0 <= token < size:
             if counts[token] == 0:
                 distinct[known] = token
                 known += 1
@@ -217,9 +225,11 @@ def count_tokens(new, counts, distinct, known):
     return known
 
 
-@jit("void(float32[::1], int64[::1], int32[::1], int64, float32, float32, float32)")
-def penalise(logits, counts, distinct, known, repetition, presence, frequency):
-    """In place, for each distinct token of the history: repetition shrinks towards less likely, presence and frequency subtract."""
+@jit("void(int64, int64, int64, int64, float32, float32, float32)")
+def penalise(at_logits, at_counts, at_distinct, known, repetition, presence, frequency):
+    """In place, for each distinct token of the history: repetition shrinks towards less likely, presence and frequency subtract. Arrays by
+    their addresses."""
+    logits, counts, distinct = f32_at(at_logits), i64_at(at_counts), i32_at(at_distinct)
     for i in range(known):
         token = uint32(distinct[i])
         value = logits[token]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ..deferred import intrinsic, types
 from ..layout import PAGE
 from .inner_loops import FLOATS, VECTOR
 from .int8_ir import across, constant, function, larger, load, merged, offset, splat, store

@@ -7,10 +7,7 @@ rows is two `vcvtph2ps` and 16 `vfmadd231ps`, whose factors come from memory.
 
 from __future__ import annotations
 
-from numba import types
-from numba.extending import intrinsic
-
-from ..compile import inlined
+from ..deferred import inlined, intrinsic, types
 from ..layout import F32, PAGE
 from .inner_loops import FLOATS, LOW_ROWS, VECTOR, plain_f32, widen_f16
 from .int8_ir import ask, function, in_register, load, offset, splat, store

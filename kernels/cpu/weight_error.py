@@ -7,28 +7,35 @@ up in float64; the meaning is `quant.codes.dequantize`, up to the rounding of su
 from __future__ import annotations
 
 import numpy as np
-from numba import float32
+from numpy import float32
 
 from ..compile import REASSOCIATE, jit
+from ..deferred import carray
+from .intrinsics import f32_at, f64_at, i64_at, u8_at
+
+# Slots of the argument block: W float32 [ROWS, DEPTH] and CODES uint8 of its shape, SCALES uint8 [ROWS, GROUPS], codes of FACTORS
+# float32, and ROW_SCALES float32 [ROWS]. LEVELS float32 [256] is what a code means, or 0: then ZEROS uint8 [ROWS, GROUPS] are subtracted
+# from the codes. VALUES float32 [DEPTH] is scratch. The two sums go to SUMS float64 [2].
+W, CODES, SCALES, ZEROS, ROW_SCALES, LEVELS, FACTORS, VALUES, SUMS, ROWS, DEPTH, GROUP = range(12)
 
 
-@jit("UniTuple(float64, 2)(float32[:, ::1], uint8[:, ::1], uint8[:, ::1], uint8[:, ::1], float32[::1], float32[::1], float32[::1], int64)",
-     REASSOCIATE)
-def squared_error(w, codes, scales, zeros, rows, levels, factors, group):
-    """Sums over w float32 [N, K] and codes [N, K] with scales [N, G] (codes of `factors`) and rows [N].
-
-    `levels` float32 [256] is what a code means, or has no entry; then zeros [N, G] are subtracted from the codes.
-    """
-    n, depth = w.shape
+@jit("void(int64)", REASSOCIATE)
+def squared_error(args):
+    """Sums of squared errors and of squares."""
+    a = i64_at(args)
+    n, depth, group = a[ROWS], a[DEPTH], a[GROUP]
+    groups = (depth + group - 1) // group
+    w, codes = carray(f32_at(a[W]), (n, depth)), carray(u8_at(a[CODES]), (n, depth))
+    scales, zeros, rows = carray(u8_at(a[SCALES]), (n, groups)), carray(u8_at(a[ZEROS]), (n, groups)), carray(f32_at(a[ROW_SCALES]), n)
+    levels, factors, values, booked = f32_at(a[LEVELS]), f32_at(a[FACTORS]), carray(f32_at(a[VALUES]), depth), a[LEVELS] != 0
     error = squares = 0.0
-    values = np.empty(depth, np.float32)
     for i in range(n):
-        if len(levels) > 0:
+        if booked:
             for k in range(depth):
                 values[k] = levels[codes[i, k]]
-        for g in range(scales.shape[1]):
+        for g in range(groups):
             start, stop, factor = g * group, min(depth, (g + 1) * group), rows[i] * factors[scales[i, g]]
-            if len(levels) > 0:
+            if booked:
                 for k in range(start, stop):
                     values[k] *= factor
             else:
@@ -42,4 +49,4 @@ def squared_error(w, codes, scales, zeros, rows, levels, factors, group):
             row_squares += w[i, k] * w[i, k]
         error += np.float64(row_error)
         squares += np.float64(row_squares)
-    return error, squares
+    f64_at(a[SUMS])[0], f64_at(a[SUMS])[1] = error, squares

@@ -1,0 +1,76 @@
+"""Numba, from the moment on when something has to be compiled. Most runs find their machine code on the disk and never import it.
+
+Importing the compiler takes longer than importing all the rest, so the modules of kernels name what they want of it here: `types` and
+`cgutils` are looked into when an intrinsic is typed, and what `inlined` and `intrinsic` decorate stays a promise, which Numba keeps
+when it meets one in the globals or the closure of what it compiles. Numbers in compiled code are NumPy's (`np.float32(x)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, cached_property
+from importlib import import_module
+from types import ModuleType
+
+
+class Later:
+    """A module that is imported when something in it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(import_module(self._name), name)
+
+
+types, cgutils = Later("numba.core.types"), Later("numba.core.cgutils")
+
+
+class Deferred:
+    """A function that compiled code calls. Called from Python, it is compiled for what it is given."""
+
+    def __init__(self, body: Callable, make: Callable[[Callable], object]) -> None:
+        self.body, self._make = body, make
+        self.__doc__ = body.__doc__
+
+    @cached_property
+    def real(self) -> object:
+        """What Numba knows it as."""
+        return self._make(self.body)
+
+    def __call__(self, *args: object) -> object:
+        compiler()
+        return self.real(*args)
+
+
+def inlined(fastmath: set[str] | bool = False) -> Callable[[Callable], Deferred]:
+    """Decorator for a function that only kernels call."""
+    return lambda body: Deferred(body, lambda it: compiler().njit(error_model="numpy", fastmath=fastmath)(it))
+
+
+def intrinsic(body: Callable) -> Deferred:
+    """Decorator for a function that writes LLVM instructions, as `numba.extending.intrinsic`."""
+    return Deferred(body, lambda it: compiler().extending.intrinsic(it))
+
+
+carray = Deferred(Later, lambda _: compiler().carray)  # an array over memory at a pointer
+
+
+@cache
+def compiler() -> ModuleType:
+    """Numba, told which processor it compiles for and what a `Deferred` is."""
+    import numba
+    import numba.extending
+    from numba.core.registry import cpu_target
+
+    from .target import target
+
+    numba.config.CPU_NAME, numba.config.CPU_FEATURES = target()
+
+    @numba.extending.typeof_impl.register(Deferred)
+    def type_of(value: Deferred, _: object) -> object:
+        real, context = value.real, cpu_target.typing_context
+        context.refresh()  # an intrinsic that was made just now is known after it
+        return context.resolve_value_type(real)
+
+    return numba
