@@ -17,8 +17,10 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+
+import llvmlite
 
 from .machine_code import assembly, compile_object, parsed, place
 from .target import cpu_features
@@ -38,8 +40,20 @@ def cache_key() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
-    digest.update(f"{version('numba')} {version('llvmlite')} {sys.version_info[:2]} {sorted(cpu_features())}".encode())
+    digest.update(_numba_version())
+    digest.update(f"{llvmlite.__version__} {sys.version_info[:2]} {sorted(cpu_features())}".encode())
     return digest.hexdigest()[:16]
+
+
+def _numba_version() -> bytes:
+    """What tells one Numba from another, without importing it: the file in which it names its version, or all the metadata if that moved."""
+    package = Path(find_spec("numba").origin).parent
+    try:
+        return (package / "_version.py").read_bytes()
+    except OSError:
+        from importlib.metadata import version
+
+        return version("numba").encode()
 
 
 def cache_root() -> Path:
