@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ REASSOCIATE = {"reassoc", "contract", "nsz"}
 KERNEL_SIGNATURE = "void(int64, int64, int64)"
 C_TYPES = {"int64": ctypes.c_int64, "float64": ctypes.c_double, "float32": ctypes.c_float, "void": None}
 _COUNT = itertools.count()
+_LOADING = threading.RLock()  # of one function at a time, whichever threads ask: neither compiler nor linker expects two
 
 
 @cache
@@ -46,7 +48,7 @@ def cache_key() -> str:
 
 
 def _numba_version() -> bytes:
-    """What tells one Numba from another, without importing it: the file in which it names its version, or all the metadata if that moved."""
+    """What tells one Numba from another, without importing it: the file in which it names its version, or else its metadata."""
     package = Path(find_spec("numba").origin).parent
     try:
         return (package / "_version.py").read_bytes()
@@ -115,8 +117,9 @@ class Kernel:
 
     def load(self) -> None:
         """Compile, or take from the cache, unless that is done."""
-        if not self._address:
-            self._address = _address(self.body, KERNEL_SIGNATURE, self.fastmath, self.name)
+        with _LOADING:
+            if not self._address:
+                self._address = _address(self.body, KERNEL_SIGNATURE, self.fastmath, self.name)
 
     @property
     def address(self) -> int:
@@ -145,15 +148,17 @@ class Jit:
 
     def load(self) -> None:
         """Compile, or take from the cache, unless that is done."""
-        if self._code is None:
-            result, arguments = parsed(self.signature)
-            function = ctypes.CFUNCTYPE(C_TYPES[result], *(C_TYPES[each] for each in arguments))
-            self._code = function(_address(self.body, self.signature, self.fastmath, self.name))
+        with _LOADING:
+            if self._code is None:
+                result, arguments = parsed(self.signature)
+                function = ctypes.CFUNCTYPE(C_TYPES[result], *(C_TYPES[each] for each in arguments))
+                self._code = function(_address(self.body, self.signature, self.fastmath, self.name))
 
     @property
     def compiled(self) -> Callable:
         """The compiled function itself, for Python's own numbers alone: calling it spares a microsecond."""
-        self.load()
+        if self._code is None:
+            self.load()
         return self._code
 
     def __call__(self, *args: float) -> float | None:

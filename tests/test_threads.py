@@ -16,6 +16,7 @@ from effllm.kernels import compile as compiling
 from effllm.kernels import threads, warm
 from effllm.kernels.compile import Jit, Kernel, cache_folder, cache_key, kernel
 from effllm.kernels.cpu.intrinsics import fetch_add, i64_at
+from effllm.kernels.machine_code import compile_object
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
@@ -175,3 +176,27 @@ def test_functions_of_one_name_are_told_apart():
     assert [each(np.int32(40)) for each in made] == [41, 42] and made[0].name == made[1].name
     names = [each.name for each in warm.compiled_functions()]
     assert len(set(names)) == len(names), "files of the cache"
+
+
+def test_threads_that_ask_for_one_function_compile_it_once():
+    times, together = [], threading.Barrier(4)
+
+    def compiled(body, signature, fastmath, name):
+        times.append(name)
+        return compile_object(body, signature, fastmath, name)
+
+    asked = Jit(lambda x: x + 7, "int64(int64)", False)
+
+    def ask(answers):
+        together.wait()
+        answers.append(asked(35))
+
+    answers = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "compile_object", compiled)
+        threads_of_four = [threading.Thread(target=ask, args=(answers,)) for _ in range(4)]
+        for each in threads_of_four:
+            each.start()
+        for each in threads_of_four:
+            each.join()
+    assert answers == [42] * 4 and len(times) == 1
