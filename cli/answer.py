@@ -51,8 +51,8 @@ def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
         screen.note(ENDINGS[stats.finish_reason].format(tokens=counted(count)))
 
 
-def say_cost(stats: Stats, screen: Screen) -> None:
-    """`--stats`: four lines on stderr, one more where tokens were drafted, experts paged or pages of the cache picked."""
+def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
+    """`--stats`: four lines on stderr, one more where drafts came or were asked for, experts paged or pages of the cache picked."""
     from ..offload.size import format_size
 
     say, cached = screen.note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
@@ -70,9 +70,13 @@ def say_cost(stats: Stats, screen: Screen) -> None:
     if (pages := stats.placement.get("kv_read")) is not None and pages["among"]:
         say(f"cache on the disk: {pages['asked']} of {pages['among']} pages picked ({100 * pages['asked'] / pages['among']:.0f}%), "
             f"{pages['found']} of them were in memory")
-    if stats.speculation is not None and (stats.speculation["drafted"] or stats.placement["streamed_bytes"]):
-        say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass, {gain:.1f} times as fast".format(
-            **stats.speculation))
+    if stats.speculation is not None:
+        drafts, options = stats.speculation, session.engine.options
+        if drafts["drafted"]:
+            say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass, {gain:.1f} times as fast".format(
+                **drafts))
+        elif stats.placement["streamed_bytes"] or options.spec == "lookup" or options.draft:  # it was asked for, or announced
+            say(f"speculation: nothing was drafted: {drafts['undrafted']}")
     say(foreseen(stats.placement))
 
 

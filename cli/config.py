@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
@@ -12,12 +12,15 @@ from .. import UsageError
 from .errors import unset
 from .flags import add_command, flag, flags_of, valued, variable
 from .help import PlainGroup
-from .options import OUTPUT, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags
+from .loading import bits_for, find, with_draft
+from .options import OUTPUT, AnswerFlags, AnyModel, BitsFlag, Json, RunFlags, SamplingFlags
 from .screen import Screen
 from .settings import PROJECT_FILE, demand_usable, known, origin, place
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ..runtime.catalog import ModelRef
 
 
 EXAMPLES = f"""examples
@@ -33,7 +36,7 @@ A setting is a flag without its dashes, in {PROJECT_FILE} in the working directo
 A flag wins over its variable (EFFLLM_TEMP), that over {PROJECT_FILE}, that over the user's file, that over the model's
 generation_config.json, that over what is built in.
 """
-BUILT_IN = "built in"
+BUILT_IN, GENERATION = "built in", "generation_config.json"
 SWITCH = {**dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True), **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False)}
 
 Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "say where each value comes from, and which files were looked for")]
@@ -54,11 +57,11 @@ def register(app: typer.Typer) -> None:
 
 def show(context: typer.Context, model: AnyModel = None, origin: Origin = False, json: Json = False) -> None:
     """Every setting and its value; with MODEL, the values that this model's own defaults lead to."""
-    from .loading import find
-
     screen = Screen(context.obj)
-    folder = find(model, screen).folder if model is not None else None
-    shown = list(settings(screen, folder))
+    ref = find(model, screen) if model is not None else None
+    shown = list(settings(screen, ref and ref.folder))
+    if ref is not None:
+        shown = list(beside_model(shown, ref, screen))
     if json:
         screen.json({each.key: {"value": each.value, "origin": each.origin} for each in shown})
         return
@@ -83,9 +86,36 @@ def settings(screen: Screen, folder: Path | None) -> Iterator[Shown]:
             demand_usable(key, value, place(environment, key))
             yield Shown(key, value, origin(environment, key))
         elif group is SamplingFlags and field in models_own:
-            yield Shown(key, models_own[field], "generation_config.json")
+            yield Shown(key, models_own[field], GENERATION)
         else:
             yield Shown(key, built_in.get(field), BUILT_IN)
+
+
+def beside_model(shown: Sequence[Shown], ref: ModelRef, screen: Screen) -> Iterator[Shown]:
+    """What of the settings holds for a model: a run leaves out what it cannot have, in the words that are said here too. Raises what the
+    run would."""
+    set_here = {known()[each.key][1]: each.value for each in shown if each.origin not in (BUILT_IN, GENERATION)}
+    left = left_out({field: value for field, value in set_here.items() if field in RunFlags.__dataclass_fields__}, ref, screen)
+    if "bits" in set_here and bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset(("bits",))), screen) is None:
+        left.add("bits")
+    built_in = built_in_values()
+    for each in shown:
+        field = known()[each.key][1]
+        yield Shown(each.key, built_in.get(field), f"{BUILT_IN}, {each.origin} is left out") if field in left else each
+
+
+def left_out(given: Mapping[str, object], ref: ModelRef, screen: Screen) -> set[str]:
+    """Which of these fields of RunFlags a model cannot have, each with a note."""
+    if not given:
+        return set()
+    from ..runtime.prepare import given_way
+
+    asked = with_draft(RunFlags(**given, settled=frozenset(given)), screen).options()
+    holds, notices = given_way(ref.folder, asked)
+    for notice in notices:
+        screen.note(notice)
+    left = {field for field in given if getattr(holds, field) != getattr(asked, field)}
+    return left | ({"kv", "cache_k", "cache_v"} & given.keys() if holds.kv != asked.kv else set())
 
 
 def of_variable(key: str, text: str, kind: Any) -> object:

@@ -79,13 +79,13 @@ class Conversation:
             self._last = show_answer(events, self.session, self.screen)
         say_ending(self._last, self.session, self.screen)
         if self._always_stats:
-            say_cost(self._last, self.screen)
+            say_cost(self._last, self.session, self.screen)
 
     def show_cost(self) -> None:
         if self._last is None:
             self.screen.note("no answer yet")
         else:
-            say_cost(self._last, self.screen)
+            say_cost(self._last, self.session, self.screen)
 
     @property
     def ended_by_itself(self) -> bool:

@@ -155,7 +155,7 @@ def suffix(plan: PullPlan) -> str:
 
 def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     """The plan on stderr: stdout is for the answer of `run`, and for --json."""
-    from ..offload.size import format_size, several
+    from ..offload.size import format_size
     from .plan import BAR, tiers
 
     repository, wish, run = plan.repository, plan.wish, plan.run
@@ -163,11 +163,10 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
         screen.note(f"{repository.asked} is called {repository.repo} now")
     other = f"; about the same size without a gate: {plan.alternative}" if plan.alternative else ""
     gate = f", gated: your token must have access{other}" if repository.gated else ""
-    here = f", {format_size(plan.held_bytes)} of it here already" if plan.held_bytes else ""
     made = f" at {wish.bits}" if wish.bits else ""
     lines = [("model", f"{repository.repo} at {repository.commit[:12]}" + (f" ({wish.entry.alias})" if wish.entry else "")),
              ("licence", f"{plan.licence or 'not stated'}{gate}"),
-             ("download", f"{format_size(plan.to_load)} in {several(len(plan.files), 'file')}{here}"),
+             ("download", to_come(plan)),
              ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
     if wish.on_load:
@@ -190,6 +189,18 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
         lines.append(("speed", f"not known: {run.unknown}"))
     for name, text in lines:
         screen.note(f"{name:<{MARGIN}}{text}", MARGIN)
+
+
+def to_come(plan: PullPlan) -> str:
+    """The bytes that a download still takes, beside those of all files where some are here."""
+    from ..offload.size import format_size, several
+
+    files = several(len(plan.files), "file")
+    if not plan.held_bytes:
+        return f"{format_size(plan.to_load)} in {files}"
+    if not plan.to_load:
+        return f"nothing: {format_size(plan.held_bytes)} in {files} are here already"
+    return f"{format_size(plan.to_load)} of {format_size(plan.total_bytes)} in {files}, the others are here already"
 
 
 def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y loads it anyway") -> None:

@@ -125,7 +125,7 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
             screen.json(cost.to_json())
         say_ending(cost, session, screen)
         if show.stats:
-            say_cost(cost, screen)
+            say_cost(cost, session, screen)
         if keeper:
             keeper.keep(session)
     return INTERRUPTED if cost.finish_reason == "cancelled" else 0

@@ -173,12 +173,12 @@ class Screen:
         if elapsed < patience or (now - self._drawn < every and not finished) or (finished and not self._redraws):
             return
         self._drawn = now
-        text = describe(event, elapsed)
         if self._redraws:
-            self._status = cut(text, self.environment.width - 1)
+            width = self.environment.width - 1
+            self._status = cut(describe(event, elapsed, width), width)
             self._stderr(f"\r\x1b[K{self._dim(self._status)}")
         else:
-            self._stderr(text + "\n")
+            self._stderr(describe(event, elapsed) + "\n")
 
     def clear(self) -> None:
         """Take the progress line away."""
@@ -272,20 +272,31 @@ def cell_width(text: str) -> int:
     return get_cwidth(text)
 
 
-def describe(event: Progress, elapsed: float) -> str:
-    """`loading weights  1.20/4.50 GiB  27%  1.1 GiB/s`."""
+def describe(event: Progress, elapsed: float, width: int | None = None) -> str:
+    """`loading weights  1.20 GiB of 4.50 GiB  27%  1.1 GiB/s`. What `width` columns do not show is left out whole, the share last: a
+    number that is cut is another number."""
     from ..offload.size import format_size
 
     share = f"{100 * event.done // event.total}%" if event.total else ""
+    left = ""
     if event.unit == "bytes":
         per_s = event.done / elapsed if event.rate is None else event.rate
         amount, rate = f"{format_size(event.done)} of {format_size(event.total)}", f"{format_size(int(per_s))}/s"
         if event.rate is not None:
-            rate = f"{rate}  {duration((event.total - event.done) / per_s)} left" if per_s and event.done < event.total else ""
+            left = f"{duration((event.total - event.done) / per_s)} left" if per_s and event.done < event.total else ""
     else:
         amount = f"{event.done}/{event.total}" + (f" {event.unit}" if event.unit not in event.phase else "")
         rate = f"{event.done / elapsed:.0f} {event.unit}/s" if event.unit == "tokens" else ""
-    return "  ".join(part for part in (event.phase, amount.strip(), share, rate, event.detail) if part)
+    parts = [event.phase, amount.strip(), share, rate, left, event.detail]
+    for least in (5, 1, 3, 4):  # the name of a file first
+        if width is None or cell_width(joined(parts)) <= width:
+            break
+        parts[least] = ""
+    return joined(parts)
+
+
+def joined(parts: Iterable[str]) -> str:
+    return "  ".join(part for part in parts if part)
 
 
 def duration(seconds: float) -> str:

@@ -34,16 +34,18 @@ class _Page(Wanted):
 
     slot: int
     address: int
+    checked: bool = False
 
 
 class PageSlots:
     """`slots` pages of `nbytes` bytes. `place(page)` is where a page lies in the file, `reads(page, memory)` says what to read for it.
-    Pages that are waited for are read by the `queue` from a `descriptor`, if there is one."""
+    Pages that are waited for are read by the `queue` from a `descriptor`, if there is one. `altered(page, memory)`: what is wrong with a
+    page as it was read, or None."""
 
     def __init__(self, nbytes: int, slots: int, reader: Reader, reads: Callable[[int, np.ndarray], list[Read]],
                  place: Callable[[int], int], cancelled: Callable[[], bool], queue: DirectQueue | None = None,
-                 descriptor: int = -1) -> None:
-        self._nbytes, self._queue, self._place, self._descriptor = nbytes, queue, place, descriptor
+                 descriptor: int = -1, altered: Callable[[int, np.ndarray], CheckpointError | None] = lambda page, memory: None) -> None:
+        self._nbytes, self._queue, self._place, self._descriptor, self._altered = nbytes, queue, place, descriptor, altered
         self._size = slot_nbytes(nbytes)
         self._memory, self._reader, self._reads, self._cancelled = anonymous(slots * self._size), reader, reads, cancelled
         self._at = self._memory.ctypes.data
@@ -76,6 +78,7 @@ class PageSlots:
         while left:
             self._collect()
             if come := {page for page in left if held[page].there}:
+                self._check(come)
                 left = [page for page in left if page not in come]
                 yield [(page, held[page].address) for page in come]
                 continue
@@ -87,6 +90,18 @@ class PageSlots:
                 asked_now.update(again)
             else:
                 self._wait(left, asked_now)
+
+    def _check(self, pages: Set[int]) -> None:
+        """Hold pages that were read against what was written, once for each reading. Raises CheckpointError; that page is not held then."""
+        for page in pages:
+            own = self._held[page]
+            if own.checked:
+                continue
+            begin = own.address - self._at
+            if (error := self._altered(page, self._memory[begin : begin + self._nbytes])) is not None:
+                self._give_up(page)
+                raise error
+            own.checked = True
 
     def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
         """Begin to read pages that may be asked for next, in the place of others than those to `keep`."""

@@ -15,8 +15,10 @@ from itertools import takewhile
 
 import numpy as np
 
+from .checksum import word_sums
 from .direct import BLOCK, READ_NBYTES, THREADS, Read, Reader, Traffic
 from .direct_queue import DirectQueue
+from .header import CheckpointError
 from .memory import anonymous
 from .page_slots import PageSlots
 from .read_queue import ReadQueue
@@ -63,6 +65,23 @@ class _Slot:
     slot: int
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """Reads of which `check` says whether they brought what was written; else they are made once more, in case it was the way and not the
+    disk. Raises CheckpointError."""
+
+    reads: Sequence[Read]
+    check: Callable[[], CheckpointError | None]
+
+    def run(self, fill: Callable[[Read], int]) -> int:
+        count = sum(fill(read) for read in self.reads)
+        if self.check() is not None:
+            count += sum(fill(read) for read in self.reads)
+            if (error := self.check()) is not None:
+                raise error
+        return count
+
+
 class PageStream:
     """`pages` pages of each layer have a place in `spill`, those from `first` on are read from there: in runs, or one by one through
     `slots` places of memory for each layer. `cancelled` is asked while somebody waits. Closes the file with itself."""
@@ -80,6 +99,7 @@ class PageStream:
         self._queue = self._queue_for(slots)
         self.slots = [self._slots_of(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
         self.staging = [np.zeros(nbytes, np.uint8) for nbytes in page_nbytes]
+        self._sums = np.zeros((len(page_nbytes), pages), np.uint64)  # of what was written
         self._wanted: tuple[tuple[int, int], ...] = ()
         self._order: list[Run] = []
         self._places: dict[Run, int] = {}
@@ -115,8 +135,11 @@ class PageStream:
             if turn.where.run.begin <= page < turn.where.run.end:  # a page that is made anew, of other tokens
                 self._turns.keep(place)
                 break
+        pages = memory or self.staging
+        for sums, own in zip(self._sums, pages, strict=True):
+            sums[page] = word_sums(own[None])[0]
         self.spill.write([(self._starts[layer] + page * nbytes, own)
-                          for layer, (nbytes, own) in enumerate(zip(self.page_nbytes, memory or self.staging, strict=True))])
+                          for layer, (nbytes, own) in enumerate(zip(self.page_nbytes, pages, strict=True))])
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
@@ -168,14 +191,15 @@ class PageStream:
         """A copy of one page, for those who need one now and then."""
         offset, nbytes = self._starts[layer] + index * self.page_nbytes[layer], self.page_nbytes[layer]
         memory = anonymous(-(-nbytes // BLOCK) * BLOCK + BLOCK)
-        ticket = self._reader.submit(self._reads(offset, nbytes, memory), urgent=True)
+        ticket = self._reader.submit([self._checked(Run(layer, index, index + 1), memory)], urgent=True)
         self._reader.wait(ticket, self._cancelled)
         return memory[offset % BLOCK : offset % BLOCK + nbytes]
 
     def _slots_of(self, layer: int, count: int) -> PageSlots:
         start, nbytes = self._starts[layer], self.page_nbytes[layer]
         return PageSlots(nbytes, count, self._reader, lambda page, memory: self._reads(start + page * nbytes, nbytes, memory),
-                         lambda page: start + page * nbytes, self._cancelled, self._queue, self._reader.direct(self.spill.path) or -1)
+                         lambda page: start + page * nbytes, self._cancelled, self._queue, self._reader.direct(self.spill.path) or -1,
+                         lambda page, memory: self._altered(Run(layer, page, page + 1), memory[None]))
 
     def _queue_for(self, slots: int) -> DirectQueue | None:
         """For pages that are waited for, where there are some and the system and the file system have such a queue."""
@@ -193,15 +217,29 @@ class PageStream:
             yield Run(layer, begin, stop)
             begin = stop
 
-    def _ask(self, place: int, taken: Sequence[_Slot]) -> tuple[_Slot, list[Read]] | None:
+    def _ask(self, place: int, taken: Sequence[_Slot]) -> tuple[_Slot, list[_Checked]] | None:
         """A run in a slot that is nobody's, and its reads."""
         free = set(range(len(self._ring) // self._slot)) - {own.slot for own in taken}
         if not free:
             return None
         run, slot = self._order[place], free.pop()
+        return _Slot(run, slot), [self._checked(run, self._ring[slot * self._slot : (slot + 1) * self._slot])]
+
+    def _checked(self, run: Run, memory: np.ndarray) -> _Checked:
+        """Pages of a layer, read into `memory` behind what is before them in their first block."""
         nbytes = self.page_nbytes[run.layer]
-        return _Slot(run, slot), self._reads(self._starts[run.layer] + run.begin * nbytes, (run.end - run.begin) * nbytes,
-                                             self._ring[slot * self._slot : (slot + 1) * self._slot])
+        offset = self._starts[run.layer] + run.begin * nbytes
+        pages = memory[offset % BLOCK :][: nbytes * (run.end - run.begin)].reshape(-1, nbytes)
+        return _Checked(self._reads(offset, pages.size, memory), lambda: self._altered(run, pages))
+
+    def _altered(self, run: Run, pages: np.ndarray) -> CheckpointError | None:
+        """What is wrong with pages as they were read, uint8 [pages, bytes]; None where they are what was written."""
+        differ = word_sums(pages) != self._sums[run.layer, run.begin : run.end]
+        if not differ.any():
+            return None
+        page = run.begin + int(differ.argmax())
+        return CheckpointError(f"the KV cache's file was altered: the checksum of page {page} of layer {run.layer} differs",
+                               "check the disk, or give another one with --spill-dir DIR, then run it again")
 
     def _reads(self, offset: int, nbytes: int, memory: np.ndarray) -> list[Read]:
         """Whole blocks around bytes of the file, cut into reads."""

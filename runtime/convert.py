@@ -42,7 +42,7 @@ from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .hub import COMPANIONS
 from .source import folder_files
-from .written import foreign
+from .written import demand_folder, foreign
 
 OTHER_FOLDER = "give another folder with -o"
 
@@ -193,8 +193,7 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
 
 def check_target(out: Path, replace: bool) -> None:
     """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that holds what effllm wrote and nothing else."""
-    if not out.parent.is_dir():
-        raise UsageError(f"there is no folder {out.parent}", f"mkdir -p {out.parent}")
+    demand_folder(out.parent)
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
     if out.is_symlink() or not out.is_dir():

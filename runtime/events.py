@@ -45,7 +45,7 @@ class Stats:
 
     `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a person sees: sampling and text
     included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was opened. `speculation`: passes,
-    tokens drafted and accepted, None without.
+    tokens drafted and accepted, why none was; None without.
     """
 
     text: str

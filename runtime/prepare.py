@@ -230,6 +230,16 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
     return options
 
 
+def given_way(folder: Path, options: EngineOptions) -> tuple[EngineOptions, list[str]]:
+    """`fitted` for a folder that nothing else is wanted of, with its notices: from headers alone."""
+    notices: list[str] = []
+    store, _ = open_weights(folder)
+    try:
+        return fitted(options, folder, read_config(folder), store, notices), notices
+    finally:
+        store.close()
+
+
 def _check_context(options: EngineOptions, config: ModelConfig) -> None:
     """Raises UsageError for a context that the model was not made for, unless that is forced and can be."""
     learned = config.position_offset is not None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,24 +31,29 @@ if TYPE_CHECKING:
     from .prepare import Prepared
 
 COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one token does
+TOO_SHORT = "the answer ended while passes of one token were timed"
+NO_GUESS = "nothing in the text came a second time"
+UNLIKELY = "no guess was likely enough to be worth its time"
 TRY_EVERY, TRY = 64, 2  # passes between guesses of a model that did not pay, and tokens of such a guess
 
 
 @dataclass(frozen=True)
 class Counts:
     """Passes of an answer, the tokens that were drafted in them, and how many of these were right. `cost`: what the passes took, in passes
-    of one token."""
+    of one token. `free`: passes that had room for a draft, and `guesses`: those of them for which there was one, run or not."""
 
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
     cost: float = 0.0
+    free: int = 0
+    guesses: int = 0
 
     def __add__(self, more: Counts) -> Counts:
-        return Counts(self.passes + more.passes, self.drafted + more.drafted, self.accepted + more.accepted, self.cost + more.cost)
+        return Counts(*(mine + other for mine, other in zip(astuple(self), astuple(more))))
 
     def since(self, before: Counts) -> Counts:
-        return Counts(self.passes - before.passes, self.drafted - before.drafted, self.accepted - before.accepted, self.cost - before.cost)
+        return Counts(*(mine - other for mine, other in zip(astuple(self), astuple(before))))
 
     @property
     def tokens_per_pass(self) -> float:
@@ -59,9 +64,16 @@ class Counts:
         """How many times as fast this was as without drafts."""
         return (self.passes + self.accepted) / self.cost if self.cost else 1.0
 
+    @property
+    def undrafted(self) -> str:
+        """Why nothing was drafted; empty where something was."""
+        if self.drafted:
+            return ""
+        return TOO_SHORT if not self.free else NO_GUESS if not self.guesses else UNLIKELY
+
     def to_json(self) -> dict[str, object]:
         return {"passes": self.passes, "drafted": self.drafted, "accepted": self.accepted, "tokens_per_pass": self.tokens_per_pass,
-                "gain": self.gain}
+                "gain": self.gain, "undrafted": self.undrafted or None}
 
 
 def speculation(prepared: Prepared) -> Speculation | None:
@@ -148,6 +160,7 @@ class Speculation:
         self._since_model += 1
         if self._costs.alone_is_due or most < 1:
             return ()
+        self.counts += Counts(free=1, guesses=bool(self._judged) or self._model is not None)
         found = [(*best_length(self._trust.share(draft.kind), self._costs, min(most, len(draft.tokens))), draft) for draft in self._judged]
         length, value, draft = max(found, key=lambda each: each[1], default=(0, 0.0, None))
         if self._model is not None and (guess := self._guess(self._model, most, value if length else 0.0)) is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatch
 from pathlib import Path
 
+from .. import UsageError
 from . import hub, storage
 
 KV_PROFILE, KV_ARRAYS = "kv_profile.json", "kv_profile.f32"  # `kv_profile_file.py`
@@ -18,3 +20,15 @@ def foreign(folder: Path) -> str | None:
     """The name of an entry of `folder` that effllm does not write there; None where there is none."""
     entries = sorted(folder.iterdir())
     return next((entry.name for entry in entries if not entry.is_file() or not any(fnmatch(entry.name, name) for name in NAMES)), None)
+
+
+def demand_folder(folder: Path) -> None:
+    """Raises UsageError unless there is this folder for a result to go into: where something else has its name, or that of a folder above
+    it, making it cannot work either."""
+    if folder.is_dir():
+        return
+    nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if nearest.is_dir():
+        raise UsageError(f"there is no folder {folder}", f"mkdir -p {folder}")
+    what = "a link that leads nowhere" if nearest.is_symlink() and not nearest.exists() else "a file"
+    raise UsageError(f"{nearest} is {what}, not a folder", "give another place with -o")

@@ -96,6 +96,31 @@ def test_show_says_what_holds_and_why(place: Path, monkeypatch: pytest.MonkeyPat
     assert "effllm.toml" not in Ran("config", "show").out
 
 
+def test_show_and_a_run_leave_the_same_out(place: Path) -> None:
+    """What is set for all models and this one cannot have: the same words, and the value that holds."""
+    project(place, "ctx-size = 9000\npredict-neurons = true\nkv = '8bit'\n")
+    reason = "-c 9000 is more than the 2048 positions that the model was made for: left out, as it was set for all models"
+    for words in (("run", "fable", "Tell me a story.", "-n", "2"), ("plan", "fable", "--no-probe"), ("config", "show", "fable")):
+        ran = Ran(*words)
+        assert ran.code == 0 and reason in ran.err and "--predict-neurons" in ran.err, words
+    shown = json.loads(Ran("config", "show", "fable", "--json").out)
+    assert shown["ctx-size"] == {"value": None, "origin": "built in, effllm.toml:1 is left out"}
+    assert shown["predict-neurons"] == {"value": False, "origin": "built in, effllm.toml:2 is left out"}
+    assert shown["kv"] == {"value": "8bit", "origin": "effllm.toml:3"}, "what the model can have stays"
+    assert json.loads(Ran("config", "show", "--json").out)["ctx-size"] == {"value": 9000, "origin": "effllm.toml:1"}
+    project(place, "ctx-size = 512\n")
+    assert json.loads(Ran("config", "show", "fable", "--json").out)["ctx-size"] == {"value": 512, "origin": "effllm.toml:1"}
+
+
+def test_show_leaves_out_the_bits_of_a_model_that_is_quantized(place: Path) -> None:
+    project(place, "bits = 4\n")
+    assert json.loads(Ran("config", "show", "fable", "--json").out)["bits"]["value"] == 4
+    assert Ran("quantize", "fable", "-o", str(place / "small"), "--bits", "8").code == 0
+    ran = Ran("config", "show", str(place / "small"), "--json")
+    assert json.loads(ran.out)["bits"] == {"value": None, "origin": "built in, effllm.toml:1 is left out"}
+    assert "is quantized already (symmetric8:32): bits of effllm.toml:1 is left out" in ran.err
+
+
 def test_switches_and_numbers_arrive(place: Path) -> None:
     project(place, "stats = true\ntemp = 0\npredict = 3\nsystem = 'Speak of the sea.'\n")
     ran = Ran("run", "fable", "Tell me a story.")

@@ -14,7 +14,7 @@ from effllm import UsageError
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
 from effllm.cli.prompt import read_prompt
-from effllm.cli.screen import Screen, broken, cell_width, margin, rounded
+from effllm.cli.screen import Screen, broken, cell_width, describe, margin, rounded
 from effllm.runtime.events import Progress
 
 
@@ -150,6 +150,16 @@ def test_progress_of_wide_characters_stays_in_its_line(monkeypatch: pytest.Monke
         shown.progress(Progress("狐狸" * 10, done, 4 << 20, "bytes"))
     drawn = texts(shown)[1].split("\x1b[K")[-1]
     assert 37 < cell_width(drawn) <= 39, "a line that the terminal wraps is not taken away by a carriage return"
+
+
+@pytest.mark.parametrize(("columns", "shown"), (
+    (200, "downloading  900.00 MiB of 1000.00 MiB  90%  10.00 MiB/s  10 s left  model-00002-of-00003.safetensors"),
+    (80, "downloading  900.00 MiB of 1000.00 MiB  90%  10.00 MiB/s  10 s left"),
+    (40, "downloading  90%  10.00 MiB/s  10 s left"), (39, "downloading  90%  10 s left"), (20, "downloading  90%")))
+def test_progress_in_a_narrow_terminal_leaves_figures_out_whole(columns: int, shown: str) -> None:
+    """91% that is cut is 9%."""
+    event = Progress("downloading", 900 << 20, 1000 << 20, "bytes", "model-00002-of-00003.safetensors", rate=float(10 << 20))
+    assert describe(event, 9.0, columns) == shown
 
 
 def test_progress_in_a_log_is_rare_and_plain() -> None:

@@ -38,7 +38,8 @@ def test_the_text_is_the_same_with_and_without() -> None:
     for other in others:
         found = other["speculation"]
         assert other["text"] == plain["text"] and found["passes"] + found["accepted"] == 59
-        assert set(found) == {"passes", "drafted", "accepted", "tokens_per_pass", "gain"}
+        assert set(found) == {"passes", "drafted", "accepted", "tokens_per_pass", "gain", "undrafted"}
+        assert (found["undrafted"] is None) == (found["drafted"] > 0)
 
 
 def test_a_person_reads_what_was_drafted() -> None:
@@ -48,6 +49,12 @@ def test_a_person_reads_what_was_drafted() -> None:
     assert drafted and int(drafted[1]) > 0 or "speculation" not in repeats.err, "by what passes took just then"
     assert "speculation" not in ends.err, "of three tokens none is drafted: the first passes are timed"
     assert "speculation" not in Ran("run", "fable", *ASKED, "--stats", "--spec", "off").err
+
+
+@pytest.mark.parametrize("asked", (("--spec", "lookup"), ("--draft", "fable")))
+def test_who_asked_for_drafts_reads_why_none_came(asked: tuple[str, ...]) -> None:
+    ran = Ran("run", "fable", "--raw", "Once", "-n", "3", "--stats", *asked)
+    assert "speculation: nothing was drafted: the answer ended while passes of one token were timed\n" in ran.err
 
 
 def test_the_plan_says_who_drafts() -> None:

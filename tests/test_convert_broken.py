@@ -218,8 +218,16 @@ def test_an_empty_folder_is_no_obstacle_and_an_absent_parent_is_named(tmp_path: 
     (tmp_path / "out").mkdir()
     run(source, tmp_path / "out")
     check_whole(tmp_path / "out", source)
-    with pytest.raises(UsageError, match="no folder .*absent"):
+    with pytest.raises(UsageError, match="no folder .*absent") as caught:
         run(source, tmp_path / "absent" / "out")
+    assert caught.value.hint == f"mkdir -p {tmp_path / 'absent'}"
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for below in ("file/out", "file/deeper/out", "link/out"):
+        name = below.partition("/")[0]
+        with pytest.raises(UsageError, match=f"/{name} is a {name}.*, not a folder") as caught:
+            run(source, tmp_path / below)
+        assert "mkdir" not in caught.value.hint, "what could not work"
 
 
 def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def test_nothing_is_overwritten_or_left_half(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         exported(FABLE, out)
     exported(FABLE, out, replace=True)
-    for wrong, named in ((tmp_path / "m.bin", ".gguf"), (tmp_path / "absent" / "m.gguf", "no folder")):
+    for wrong, named in ((tmp_path / "m.bin", ".gguf"), (tmp_path / "absent" / "m.gguf", "no folder"), (out / "m.gguf", "is a file, not")):
         with pytest.raises(UsageError, match=named):
             exported(FABLE, wrong)
     with pytest.raises(UsageError, match="Q3_K"):

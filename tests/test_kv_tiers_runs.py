@@ -112,6 +112,25 @@ engine.Engine.generate = generating
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_is_altered_ends_the_answer_and_keeps_the_text(model: Path, tmp_path: Path) -> None:
+    """Ten tokens in: what follows would be made of garbage."""
+    child = start(*answer(model, *tier(tmp_path), tokens=300), before="""
+import effllm.runtime.engine as engine
+generate = engine.Engine.generate
+def generating(self, *more, **named):
+    for number, step in enumerate(generate(self, *more, **named)):
+        yield step
+        if number == 10:
+            file = self.cache.pool.stream.spill
+            os.pwrite(file.descriptor, bytes(range(200)), file.nbytes // 3)
+            os.fsync(file.descriptor)
+engine.Engine.generate = generating
+""")
+    out, err = finish(child, 1)
+    assert len(out) > 10 and out.endswith("\n") and "Traceback" not in err
+    assert re.search(r"effllm: the KV cache's file was altered: the checksum of page \d+ of layer \d+ differs\nhint: .*--spill-dir", err)
+
+
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing(model: Path, tmp_path: Path) -> None:
     child = start(*answer(model, *tier(tmp_path), tokens=400))

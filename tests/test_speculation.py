@@ -13,7 +13,7 @@ import pytest
 
 import effllm
 from effllm.kernels.cpu.ops import FEW
-from effllm.runtime import parts
+from effllm.runtime import parts, speculate
 from effllm.runtime.draft_model import DraftModel
 from effllm.runtime.drafts import Draft, RecycledTokens, SuffixMatch
 from effllm.runtime.engine import Engine, Step, open_engine
@@ -63,6 +63,13 @@ class Guesser:
 
     def observe(self, tokens: list[int], logits: np.ndarray) -> None:
         assert len(tokens) == len(logits)
+
+
+class Silent(Guesser):
+    """Never has an idea."""
+
+    def __init__(self) -> None:
+        super().__init__([], 0.0, 1)
 
 
 def opened(folder: Path = FABLE, **asked: object) -> Engine:
@@ -221,8 +228,18 @@ def test_a_right_guess_saves_passes_and_a_wrong_one_is_given_up(engines: dict[st
     same(engine, errs, prompt, 100)
     before = errs.counts
     same(engine, errs, prompt, 60)
-    assert before.drafted < 60 and errs.counts.since(before).drafted == 0, "what never matches is not drafted"
+    without = errs.counts.since(before)
+    assert before.drafted < 60 and without.drafted == 0, "what never matches is not drafted"
+    assert without.undrafted == speculate.UNLIKELY and before.undrafted == ""
     assert errs.counts.accepted == 0
+
+
+def test_nothing_drafted_has_a_reason(engines: dict[str, Engine]) -> None:
+    engine, prompt = engines["raw"], story(engines["raw"])
+    for proposers, tokens, reason in (((RecycledTokens(),), 2, speculate.TOO_SHORT), ((Silent(),), 9, speculate.NO_GUESS)):
+        speculation = lookup(*proposers)
+        same(engine, speculation, prompt, tokens)
+        assert speculation.counts.undrafted == reason
 
 
 def test_the_end_of_the_context_and_shifting(engines: dict[str, Engine]) -> None:
@@ -346,6 +363,7 @@ def test_stats_tell_what_was_drafted(engines: dict[str, Engine]) -> None:
     engine.speculation = lookup()
     stats = list(session.regenerate())[-1].stats
     told = stats.to_json()["speculation"]
-    assert told == stats.speculation and set(told) == {"passes", "drafted", "accepted", "tokens_per_pass", "gain"}
+    assert told == stats.speculation and set(told) == {"passes", "drafted", "accepted", "tokens_per_pass", "gain",
+                                                         "undrafted"}
     assert told["passes"] + told["accepted"] == len(stats.token_ids) - 1
     assert told["tokens_per_pass"] == pytest.approx((len(stats.token_ids) - 1) / told["passes"])

@@ -32,6 +32,7 @@ from ..model import ModelTensor, check_tensors
 from ..outliers import check_outliers
 from ..source import open_store
 from ..text import Tokenizer
+from ..written import demand_folder
 from .architectures import BY_FAMILY, Architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .store import separated
@@ -109,8 +110,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
 
 
 def _check_target(out: Path, replace: bool) -> None:
-    if not out.parent.is_dir():
-        raise UsageError(f"there is no folder {out.parent}", f"mkdir -p {out.parent}")
+    demand_folder(out.parent)
     if not is_gguf(out):
         raise UsageError(f"{out.name or out} does not end in .gguf, by which such files are known", f"-o {out.name or 'model'}.gguf")
     if os.path.lexists(out) and not (replace and out.is_file() and not out.is_symlink()):

@@ -1,0 +1,78 @@
+"""A pull at a real terminal: what is drawn in 40 columns, Ctrl-C in the middle, and the pull that goes on."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hub_server import Hub
+from pulls import FABLE, MINUTE, Person, on_disk, sharded, tiny
+
+REPO = "org/name"
+NARROW, WIDE = 40, 100
+DRAWN = re.compile(r"\r\x1b\[K(?:\x1b\[2m)?([^\r\n\x1b]*)")
+
+
+def at_terminal(person: Person, columns: int, *words: str) -> pexpect.spawn:
+    env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "XDG_CACHE_HOME", "EFFLLM_NO_KV_PROFILE") if name in os.environ}
+    env |= person.env | {"TERM": "xterm", "XDG_CACHE_HOME": env.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))}
+    return pexpect.spawn(sys.executable, ["-P", "-m", "effllm", *words], env=env, encoding="utf-8", timeout=MINUTE,
+                         dimensions=(30, columns))
+
+
+def ended(terminal: pexpect.spawn) -> str:
+    """All that is still to be read, once the program has ended."""
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    return terminal.before
+
+
+def text(shown: str) -> str:
+    """Without styles, and its broken lines joined."""
+    return " ".join(re.sub(r"\x1b\[\d*m", "", shown).split())
+
+
+@pytest.mark.parametrize("columns", (NARROW, WIDE))
+def test_ctrl_c_in_the_middle_says_how_to_go_on_and_the_next_pull_does(hub: Hub, person: Person, columns: int) -> None:
+    repo = hub.add(REPO, files=tiny(30_000_000))
+    hub.rate = 1.5e6
+    terminal = at_terminal(person, columns, "pull", REPO)
+    terminal.expect(r"downloading[^\r\n]*  [3-6]\d%")
+    drawn = terminal.before + terminal.after
+    terminal.sendintr()
+    rest = ended(terminal)
+    assert terminal.exitstatus == 130
+    lines = [line for line in text(rest.rpartition("\x1b[K")[2].replace("^C", "")).split("effllm pull") if line]
+    assert lines == ["stopped; what came is kept. ", f" {REPO} goes on from here"], "one line, and nothing behind it"
+    for line in DRAWN.findall(drawn + rest):
+        assert len(line) < columns and re.fullmatch(r"|.*(%|/s|left)|stopped; .*", line), f"{line!r} ends in the middle of a figure"
+    listed = person.types("list", "--json").json
+    assert REPO in json.dumps(listed)
+    hub.rate, before = None, hub.served["model.safetensors"]
+    again = at_terminal(person, columns, "pull", REPO)
+    said = text(ended(again))
+    assert again.exitstatus == 0 and "of 28.61 MiB in 4 files, the others are here already" in said
+    assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert hub.served["model.safetensors"] < before + 25_000_000, "what had come was loaded again"
+    third = at_terminal(person, columns, "pull", REPO)
+    assert "nothing: 28.61 MiB in 4 files are here already" in text(ended(third))
+
+
+def test_bars_of_a_pull_that_quantizes(hub: Hub, person: Person) -> None:
+    """Every line that is drawn fits and ends with a whole figure; the small model answers for itself."""
+    hub.add(REPO, files=sharded(FABLE))
+    hub.rate = 2e6
+    terminal = at_terminal(person, NARROW, "pull", REPO, "--bits", "4")
+    shown = ended(terminal)
+    assert terminal.exitstatus == 0, shown
+    drawn = [line for line in DRAWN.findall(shown) if "%" in line]
+    assert len(drawn) > 5 and all(len(line) < NARROW and re.search(r"(%|/s|left)$", line) for line in drawn), drawn
+    shares = [int(share) for share in re.findall(r"(\d+)%", " ".join(line for line in drawn if "downloading" in line))]
+    assert shares == sorted(shares) and shares[-1] > 80
+    assert f"effllm run {REPO}:4bit" in text(shown)
+    assert person.types("verify", f"{REPO}:4bit").code == 0
