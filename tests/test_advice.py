@@ -57,20 +57,21 @@ def test_memory_is_advised_where_a_full_context_would_read_the_cache_from_the_di
 
 
 def test_memory_or_a_shorter_context_is_advised_where_weights_do_not_fit(tmp_path: Path) -> None:
-    """In a budget to the last megabyte, in a process that has loaded nothing but what the plan needs: what other plans load while they are
-    compared, kernels of packed weights and caches, is none of its own."""
+    """In a budget to the last megabyte, in a process that has loaded nothing but what the plan needs, on a machine where nobody knows how
+    fast fewer bits are; where that is known, they are the better advice."""
     script = tmp_path / "advice.py"
     script.write_text(f"""import sys
 from effllm import DoesNotFit
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_forecast import CPU, KNOWN, fable, replace, suggest
+from test_forecast import CPU, DISK, KINDS, KNOWN, MACHINE, Roofs, fable, replace, suggest
 try:
     fable(replace(CPU, ram="1M"))
 except DoesNotFit as error:
     tight = fable(replace(CPU, ram=error.hint.split("--ram ")[1].split(",")[0]))
 assert tight.placement.streamed_bytes
-advised = suggest(tight, KNOWN)
+advised = suggest(tight, Roofs(replace(MACHINE, kinds={{"bf16": KINDS["bf16"]}}), DISK))
 assert advised.flag.startswith(("-c ", "--ram ")) and advised.gain > 5, advised
+assert suggest(tight, KNOWN).flag == "--bits 4" and suggest(tight, KNOWN).gain > advised.gain
 """)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
