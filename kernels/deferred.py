@@ -27,7 +27,7 @@ types, cgutils = Later("numba.core.types"), Later("numba.core.cgutils")
 
 
 class Deferred:
-    """A function that compiled code calls. Called from Python, it is compiled for what it is given."""
+    """A function that compiled code calls, and Python does not."""
 
     def __init__(self, body: Callable, make: Callable[[Callable], object]) -> None:
         self.body, self._make = body, make
@@ -38,14 +38,20 @@ class Deferred:
         """What Numba knows it as."""
         return self._make(self.body)
 
-    def __call__(self, *args: object) -> object:
-        compiler()
-        return self.real(*args)
+    @cached_property
+    def type(self) -> object:
+        """Numba's type of it."""
+        from numba.core.registry import cpu_target
+
+        real = self.real
+        cpu_target.typing_context.refresh()  # which makes an intrinsic known
+        return cpu_target.typing_context.resolve_value_type(real)
 
 
 def inlined(fastmath: set[str] | bool = False) -> Callable[[Callable], Deferred]:
-    """Decorator for a function that only kernels call."""
-    return lambda body: Deferred(body, lambda it: compiler().njit(error_model="numpy", fastmath=fastmath)(it))
+    """Decorator for a function that only kernels call. It gets no wrappers for Python and C: a quarter of what there was to compile."""
+    return lambda body: Deferred(body, lambda it: compiler().njit(error_model="numpy", fastmath=fastmath, no_cpython_wrapper=True,
+                                                                  no_cfunc_wrapper=True)(it))
 
 
 def intrinsic(body: Callable) -> Deferred:
@@ -61,7 +67,6 @@ def compiler() -> ModuleType:
     """Numba, told which processor it compiles for and what a `Deferred` is."""
     import numba
     import numba.extending
-    from numba.core.registry import cpu_target
 
     from .target import target
 
@@ -69,8 +74,6 @@ def compiler() -> ModuleType:
 
     @numba.extending.typeof_impl.register(Deferred)
     def type_of(value: Deferred, _: object) -> object:
-        real, context = value.real, cpu_target.typing_context
-        context.refresh()  # an intrinsic that was made just now is known after it
-        return context.resolve_value_type(real)
+        return value.type
 
     return numba
