@@ -8,6 +8,7 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
+from .habits import TAKES_AWAY
 from .options import OUTPUT, Json, complete_model
 from .screen import Screen
 
@@ -43,7 +44,9 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         said = f"{name} is no alias any more"
     elif name is not None:
         if model is None:
-            raise UsageError("an alias stands for a MODEL", f"effllm alias {name} MODEL")
+            raise UsageError("an alias stands for a MODEL", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
+        if name in TAKES_AWAY:
+            raise UsageError(f"{name} would be another name of {model}", f"effllm alias --rm {model} takes that one away")
         check_alias(name)
         entry = entry_for(name, model, variables)
         write_alias(variables, entry)

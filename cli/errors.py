@@ -70,8 +70,9 @@ def usage_message(error: typer.TyperException) -> str:
     return message[:1].lower() + message[1:]
 
 
-# Command -> the next step where more words stand on its line than it takes: a prompt, most likely.
-UNQUOTED = {"run": 'a prompt of several words stands in quotes: effllm run MODEL "your prompt"',
+# Command -> the next step where more words stand on its line than it takes.
+UNQUOTED = {"list": "about one model: effllm show MODEL",
+            "run": 'a prompt of several words stands in quotes: effllm run MODEL "your prompt"',
             "chat": 'a chat asks for what to say; to ask once: effllm run MODEL "your prompt"'}
 
 
@@ -102,7 +103,7 @@ def usage_hint(error: typer.TyperException) -> str:
     if missing == "MODEL":
         return f"effllm list shows the models that are here: {context.command_path} fable"
     surplus = "unexpected extra argument" in error.format_message()
-    return (surplus and UNQUOTED.get(context.info_name)) or f"{context.command_path} --help"
+    return (surplus and UNQUOTED.get(context.command_path.removeprefix("effllm "))) or f"{context.command_path} --help"
 
 
 def write_error(environment: Environment, message: str, hint: str) -> None:

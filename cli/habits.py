@@ -46,6 +46,14 @@ SENTENCES = {**dict.fromkeys(("serve", "server", "start"), f"there is no server 
              **dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended"),
              **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN")}
 
+KEPT = "a setting is a line of effllm.toml, as temp = 0.5: effllm config show --help"
+TAKEN_UP = "a saved conversation goes on with effllm chat MODEL --session NAME"
+# A group of commands -> a word behind it that is none of them -> the next step; "" is any word.
+BENEATH = {"config": {"": KEPT}, "session": {**dict.fromkeys(("show", "load", "open", "resume", "continue", "start", "new"), TAKEN_UP),
+                                             **dict.fromkeys(("ls", "remove", "delete"), "effllm session list, effllm session rm NAME")}}
+# Words that take an alias away elsewhere, and would be made one here.
+TAKES_AWAY = ("rm", "remove", "delete", "unset", "unalias")
+
 
 def as_help(argv: Sequence[str]) -> list[str]:
     """`effllm help run` is `effllm run --help`."""
@@ -57,6 +65,12 @@ def command_hint(word: str, variables: Mapping[str, str]) -> str:
     if word in COMMANDS:
         return f"here it is effllm {COMMANDS[word]}"
     return SENTENCES.get(word, "") or (f'effllm run {word} "your prompt", or effllm chat {word}' if is_model(word, variables) else "")
+
+
+def beneath_hint(group: str, word: str) -> str:
+    """`command_hint` for a command of a group: `effllm config set`."""
+    known = BENEATH.get(group, {})
+    return known.get(word, known.get("", ""))
 
 
 def is_model(word: str, variables: Mapping[str, str]) -> bool:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import UsageError
-from .habits import command_hint, understood
+from .habits import beneath_hint, command_hint, understood
 
 COLUMN = 28  # where descriptions begin
 WIDEST, NARROW = 110, 60
@@ -108,8 +108,9 @@ class PlainCommand(TyperCommand):
 class PlainGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """A command of another program is answered with the one here."""
-        if ctx.parent is None and not ctx.resilient_parsing and args[0] not in self.commands:
-            if hint := command_hint(args[0], ctx.obj.variables):
+        if not ctx.resilient_parsing and args[0] not in self.commands:
+            hint = command_hint(args[0], ctx.obj.variables) if ctx.parent is None else beneath_hint(ctx.info_name, args[0])
+            if hint:
                 raise UsageError(f"no such command {args[0]!r}", hint)
         return super().resolve_command(ctx, args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -14,8 +15,9 @@ from types import TracebackType
 
 import numpy as np
 
-from .. import EffllmError, UsageError
+from .. import DoesNotFit, EffllmError, UsageError
 from .gguf import ARRAY, BLOCKS, BOOL, MAGIC, SCALARS, STRING, TYPES, Value
+from .size import format_size
 
 VERSION, ALIGNMENT = 3, 32
 INTEGER, FLOAT = 4, 6  # u32 and f32: what keys of models are
@@ -81,8 +83,9 @@ class NewFile:
     or the place refuses.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._part = path, path.with_name(f".{path.name}.part")
+    def __init__(self, path: Path, nbytes: int = 0) -> None:
+        """`nbytes`: what will be written in all, if that is known, for a disk that fills meanwhile."""
+        self.path, self._part, self._left = path, path.with_name(f".{path.name}.part"), nbytes
         self._fd = -1
         with self._refusals("give another place with -o"):
             self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -113,7 +116,8 @@ class NewFile:
         view = memoryview(data).cast("B")
         with self._refusals():
             while view:
-                view = view[os.write(self._fd, view) :]
+                count = os.write(self._fd, view)
+                view, self._left = view[count:], self._left - count
 
     def commit(self) -> None:
         with self._refusals():
@@ -126,6 +130,10 @@ class NewFile:
         try:
             yield
         except OSError as error:
+            if error.errno == errno.ENOSPC:
+                missing = f": {self.path.name} needs {format_size(self._left)} more" if self._left > 0 else ""
+                raise DoesNotFit(f"the disk of {self.path.parent} is full{missing}",
+                                 "make room, then run it again: it begins anew; or give a place on another disk with -o") from error
             raise EffllmError(f"{self.path} cannot be written: {error.strerror}", hint) from error
 
     def _close(self) -> None:

@@ -107,7 +107,7 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["run", "fable", "hi", "--seed"], 2, "hint: effllm run --help"),
     (["run", "fable", "tell", "me"], 2, "stands in quotes"),
     (["chat", "fable", "hello"], 2, "to ask once"),
-    (["list", "fable"], 2, "hint: effllm list --help"),
+    (["list", "fable"], 2, "hint: about one model: effllm show MODEL"),
     (["eval", "ppl", "fable", "--text"], 2, "hint: effllm eval ppl --help"),
     (["run", "fable", "hi", "--temp", "hot"], 2, "'hot' is not a number"),
     (["run", "fable", "hi", "--top-k", "1.5"], 2, "'1.5' is not a whole number"),

@@ -202,3 +202,14 @@ def read_until(terminal: int, wanted: bytes) -> bytes:
 def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None:
     code, _, err = typed(command)
     assert code == 2 and f"effllm list shows the models that are here: effllm {command} fable" in err
+
+
+@pytest.mark.parametrize(("words", "hint"), [
+    (("config", "set", "temp", "1"), "a line of effllm.toml"), (("config", "temp"), "effllm config show --help"),
+    (("session", "resume", "tale"), "effllm chat MODEL --session NAME"), (("session", "ls"), "effllm session list"),
+    (("session", "frob"), "effllm session --help"), (("list", "fable"), "effllm show MODEL"),
+    (("session", "list", "x"), "effllm session list --help"), (("alias", "rm", "mine"), "effllm alias --rm mine takes that one away"),
+    (("alias", "list"), "effllm alias lists yours")])
+def test_a_word_that_means_something_else_here_gets_the_next_step(words: tuple[str, ...], hint: str) -> None:
+    code, out, err = typed(*words)
+    assert (code, out) == (2, "") and hint in err.splitlines()[-1]

@@ -279,6 +279,28 @@ def test_wherever_a_disk_fills_nothing_unwritten_counts_as_done(tmp_path: Path, 
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
+def test_an_8_bit_folder_on_a_disk_that_fills_names_it_and_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else takes the room when the plan has been made."""
+    straight, made, real = tmp_path / "straight", tmp_path / "out", os.pwrite
+    run(FABLE, straight, options("8bit"))
+    left = [2_000_000]
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        part = data[: left[0]]
+        if not part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= len(part)
+        return real(fd, part, offset)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", pwrite)
+        with pytest.raises(DoesNotFit, match=f"the disk of {tmp_path} is full: out needs [34].* MiB more"):
+            run(FABLE, made, options("8bit"))
+    assert not made.exists() and partial_folder(made).is_dir()
+    _, said = run(FABLE, made, options("8bit"))
+    assert any("earlier run stopped" in line for line in said) and contents(made) == contents(straight)
+
+
 def test_a_source_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     source = odd_model(tmp_path / "odd")
     running = convert(source, tmp_path / "out", options())

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from effllm import EffllmError, UsageError
+from effllm import DoesNotFit, EffllmError, UsageError
 from effllm.offload.gguf_writer import NewFile
+from effllm.offload.size import format_size
 from effllm.runtime.gguf.export import export_gguf
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
@@ -77,11 +78,35 @@ def test_a_disk_that_refuses_leaves_what_was_there_and_nothing_else(tmp_path: Pa
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, step, refuses)
-    with pytest.raises(EffllmError, match=f"{out} cannot be written: {os.strerror(code)}") as caught:
+    full = code == errno.ENOSPC
+    reason = f"the disk of {tmp_path} is full" if full else f"{out} cannot be written: {os.strerror(code)}"
+    with pytest.raises(DoesNotFit if full else EffllmError, match=reason) as caught:
         written(out)
     monkeypatch.undo()
-    assert caught.value.hint == "make room on the disk, or give another place with -o"
+    assert caught.value.hint.startswith("make room") and caught.value.hint.endswith("with -o")
     assert list(tmp_path.iterdir()) == [out] and out.read_bytes() == b"before"
+
+
+@pytest.mark.parametrize("room", (0, 100_000, 3_000_000))
+def test_a_disk_that_fills_while_a_model_is_exported_says_how_much_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                              room: int) -> None:
+    left, real = [room], os.write
+
+    def write(fd: int, data: memoryview) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = memoryview(data)[: left[0]]
+        left[0] -= len(part)
+        return real(fd, part)
+
+    out = tmp_path / "m.gguf"
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write)
+        with pytest.raises(DoesNotFit) as caught:
+            list(export_gguf(FABLE, out, "Q8_0", "one"))
+    assert not list(tmp_path.iterdir())
+    list(export_gguf(FABLE, out, "Q8_0", "one"))
+    assert caught.value.message == f"the disk of {tmp_path} is full: m.gguf needs {format_size(out.stat().st_size - room)} more"
 
 
 def test_writes_that_take_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
             raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
                              "make room, or give a place on another disk with -o")
         done = len(head)
-        with NewFile(out) as file:
+        with NewFile(out, total) as file:
             file.write(head)
             for values in factors.values():
                 file.write(values.tobytes() + bytes(padded(values.nbytes) - values.nbytes))
