@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,7 +106,8 @@ def _keep(made: bytes, path: Path) -> None:
         partial.write_bytes(made)
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a system that takes no file may refuse to remove one that is not there
+            partial.unlink(missing_ok=True)
 
 
 class Kernel:

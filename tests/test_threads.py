@@ -153,6 +153,20 @@ def test_a_full_cache_folder_costs_time_alone(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and fresh.compiled is not None
 
 
+def test_a_cache_folder_of_a_read_only_system_costs_time_alone(tmp_path, monkeypatch):
+    """There even the removal of a file that does not exist is refused."""
+    def refused(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
+    for way in ("write_bytes", "unlink"):
+        monkeypatch.setattr(type(tmp_path), way, refused)
+    fresh = Jit(threads._alone.body, threads._alone.signature, False)
+    fresh.name = "threads.refused"
+    fresh.load()
+    assert fresh.compiled is not None
+
+
 def test_a_fault_in_a_kernel_ends_the_process():
     """No kernel raises; one that did must not hand back what it had not finished."""
     code = ("from effllm.kernels.compile import jit\n"
