@@ -7,6 +7,7 @@ weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its group
     up to 16 tokens    `packed_linear`    a scale per token and 32 inputs
     more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks; on AVX2 linear codes of any width)
     more, to 4 bits    `scaled_linear`    weights as int8 of their row's range, a scale per token and 128 inputs
+    the same on AVX2   `stepped_linear`   codebooks as they are, a scale per token and 128 inputs
 """
 
 from __future__ import annotations
@@ -86,12 +87,26 @@ def scaled_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: 
                   outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
     """x float32 [T, K] -> float32 [T, N]. most, shift: as for `scaled_weights`."""
     codes, scales = quantize_columns(x, SCALED_BLOCK)
-    weights = _padded(scaled_weights(values, factors, group, most, shift), codes.shape[1])
-    y = np.zeros((len(x), len(values)), F32)
+    y = _in_blocks(codes, scales, scaled_weights(values, factors, group, most, shift))
+    return _finish(y * (rows * most / MOST), codes, scales, SCALED_BLOCK, outliers, bias)
+
+
+def stepped_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *,
+                   outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
+    """x float32 [T, K] -> float32 [T, N]. factors: whole numbers, as a codebook has them."""
+    codes, scales = quantize_columns(x, SCALED_BLOCK)
+    steps = np.repeat(factors.astype(np.int64), group, axis=1)[:, : values.shape[1]]
+    return _finish(_in_blocks(codes, scales, values * steps) * rows, codes, scales, SCALED_BLOCK, outliers, bias)
+
+
+def _in_blocks(codes: np.ndarray, scales: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Whole-number products with weights [N, K], a fused step for every block of activations."""
+    weights = _padded(weights, codes.shape[1])
+    y = np.zeros((len(codes), len(weights)), F32)
     for index in range(scales.shape[1]):
         part = slice(index * SCALED_BLOCK, (index + 1) * SCALED_BLOCK)
         y = fma((codes[:, part] @ weights[:, part].T).astype(F32), scales[:, index, None], y)
-    return _finish(y * (rows * most / MOST), codes, scales, SCALED_BLOCK, outliers, bias)
+    return y
 
 
 def scaled_weights(values: np.ndarray, factors: np.ndarray, group: int, most: np.ndarray, shift: int) -> np.ndarray:

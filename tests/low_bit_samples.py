@@ -79,7 +79,10 @@ def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None =
     from effllm.kernels.cpu import gemm
 
     parts = (x, values(codes, spec), factors_of(codes), codes.rows, spec.group)
-    if gemm.way_of(spec.bits, spec.scheme) != gemm.SCALED:
+    way = gemm.way_of(spec.bits, spec.scheme)
+    if way == gemm.STEPPED != gemm.SCALED:
+        return definition.stepped_linear(*parts, outliers=_outliers(codes), bias=bias)
+    if way != gemm.SCALED:
         return definition.grouped_linear(*parts, outliers=_outliers(codes), bias=bias, minima=minimum_values(codes))
     most, shift = _range(codes, spec)
     return definition.scaled_linear(*parts, most=most, shift=shift, outliers=_outliers(codes), bias=bias)
@@ -129,7 +132,8 @@ def digests() -> dict[str, str]:
                 (few if columns < 19 else many).update(y.tobytes())
         few.update(ops.embed(np.array([0, 17, 49]), gate.weight, 0.5).tobytes())
         found[text] = few.hexdigest()[:16]
-        way = "rows scaled" if gemm.way_of(spec.bits, spec.scheme) == gemm.SCALED else "groups apart"
+        ways = {gemm.STEPPED: "by steps", gemm.SCALED: "rows scaled"}  # the same number but for AVX2
+        way = ways.get(gemm.way_of(spec.bits, spec.scheme), "groups apart")
         found[f"{text}, {way}"] = many.hexdigest()[:16]
     pool.close()
     return found

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from low_bit_samples import _outliers, _range, factors_of, low_bit, random_codes, seed_of
 
 WAYS = (gemm.SCALED, gemm.GROUPED)
+CODEBOOKS = "codebook4:16", "codebook3:16", "codebook2:16+0.02"  # what STEPPED takes
 NARROW = "block4:32", "ternary:64", "symmetric4:16", "affine4:128+0.01", "affine3:32", "affine2:64"  # what NARROW_CODES takes
 # Every width, every kind of scale, outliers.
 EXPONENTS = "mxfp4:32"
@@ -81,6 +82,8 @@ class Operand:
     def definition(self, x: np.ndarray, way: int) -> np.ndarray:
         parts = x, values(self.codes, self.spec), factors_of(self.codes), self.codes.rows, self.spec.group
         extra = {"outliers": _outliers(self.codes), "bias": self.bias}
+        if way == gemm.STEPPED != gemm.SCALED:
+            return definition.stepped_linear(*parts, **extra)
         if way != gemm.SCALED:
             return definition.grouped_linear(*parts, **extra)
         most, shift = _range(self.codes, self.spec)
@@ -150,12 +153,46 @@ def test_the_largest_sums_of_bytes_fit_16_bits(pools, text, x):
         assert np.array_equal(got, each.definition(ones, gemm.GROUPED)) and np.abs(got).max() > 0
 
 
+@pytest.mark.parametrize("text", CODEBOOKS)
+def test_levels_as_bytes_take_their_steps_along(pools, text):
+    spec = QuantSpec.parse(text)
+    assert gemm.way_of(spec.bits, spec.scheme) == gemm.STEPPED and (gemm.STEPPED != gemm.SCALED) == (INSTRUCTION_SET == "avx2")
+    shapes = ((17, 33, 1), (1, 300, 50), (TOKENS + 1, 128, 64), (40, 2 * gemm.SPAN + 200, 3 * gemm.BLOCK_ROWS + 5))
+    for index, (tokens, depth, rows) in enumerate(shapes):
+        each, x = Operand(text, (rows, depth), bias=index == 1), sample(tokens, depth)
+        got, = product(pools[1 + index % 3], x, [each], gemm.STEPPED)
+        assert np.array_equal(got, each.definition(x, gemm.STEPPED)), f"{tokens} x {depth} x {rows}"
+        assert np.array_equal(product(pools[2], x[:1], [each], gemm.STEPPED)[0], got[:1])
+
+
+@pytest.mark.parametrize("x", (1.0, -1.0))
+@pytest.mark.parametrize("level", (-64, 63))
+def test_sums_of_steps_that_leave_16_bits_come_back(pools, x, level):
+    each, ones = Operand("codebook4:16", (33, 544)), np.full((TOKENS + 1, 544), np.float32(x))
+    codes, scales = (np.full_like(part, 15) for part in (each.codes.codes, each.codes.scales))
+    each.codes = replace(each.codes, codes=codes, scales=scales, levels=np.linspace(-level - 1, level, 16).astype(np.int8))
+    each.pack()
+    got, = product(pools[1], ones, [each], gemm.STEPPED)
+    assert np.array_equal(got, each.definition(ones, gemm.STEPPED)) and np.abs(got).min() > 0
+
+
+@pytest.mark.parametrize("rows", (1, 75))
+def test_gated_pairs_and_additions_by_steps(pools, rows):
+    x, pair = sample(TOKENS + 5, 260), [Operand("codebook4:16+0.01", (rows, 260), bias=True, seed=seed) for seed in ("gate", "up")]
+    first, second = (each.definition(x, gemm.STEPPED) for each in pair)
+    out, = product(pools[2], x, pair, gemm.STEPPED, linear.GATED)
+    assert np.array_equal(out, np.maximum(first, np.float32(0)) * second)
+    there = sample(len(x), rows)
+    product(pools[2], x, pair[:1], gemm.STEPPED, linear.ADD, [there])
+    assert np.array_equal(there, sample(len(x), rows) + first)
+
+
 def test_powers_of_two_for_scales_are_multiplied_as_they_are(pools):
     for index, (tokens, depth, rows) in enumerate(((17, 33, 1), (1, 300, 50), (40, 2 * gemm.SPAN + 200, 3 * gemm.BLOCK_ROWS + 5))):
         each, x = Operand(EXPONENTS, (rows, depth), bias=index == 1), sample(tokens, depth)
         got, = product(pools[1 + index], x, [each], gemm.GROUPED)
         assert np.array_equal(got, each.definition(x, gemm.GROUPED))
-    assert gemm.way_of(4, "mxfp") == gemm.GROUPED and gemm.way_of(4, "codebook") == gemm.SCALED
+    assert gemm.way_of(4, "mxfp") == gemm.GROUPED
 
 
 @pytest.mark.parametrize("way", WAYS, ids=("scaled", "grouped"))
@@ -283,12 +320,12 @@ def test_the_exact_product_is_that_of_what_the_weights_mean(pools, text):
                 assert np.abs(out - exact).max() <= 3e-6 * np.abs(exact).max()
 
 
-def test_both_ways_are_near_the_exact_product(pools):
+def test_all_ways_are_near_the_exact_product(pools):
     """Int8 activations cost less than a percent, int8 rows about as much again; anything else would be a mistake."""
     x = sample(30, 1024)
     for text in FORMATS:
         each = Operand(text, (64, 1024))
         exact = x.astype(np.float64) @ dequantize(each.codes, each.spec).T
-        for way, most in zip(WAYS, (0.02, 0.01)):
+        for way, most in [*zip(WAYS, (0.02, 0.01)), *([(gemm.STEPPED, 0.02)] if text in CODEBOOKS else [])]:
             got, = product(pools[2], x, [each], way)
             assert np.sqrt(((got - exact) ** 2).mean() / (exact**2).mean()) < most, f"{text}, way {way}"

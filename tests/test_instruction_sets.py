@@ -181,16 +181,16 @@ def test_several_columns_without_a_dot_product_keep_a_group_in_registers(tmp_pat
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != INSTRUCTION_SET])
 def test_every_format_has_the_same_bytes_on(name, tmp_path):
     """Few and many columns, gated pairs, outliers and embedding rows, against this machine's own set; emulated if it lacks the other. Many
-    are multiplied in another way with AVX2 than elsewhere where the codes are linear and of up to four bits."""
+    are multiplied in another way with AVX2 than elsewhere where the codes are of up to four bits."""
     if not runs_here(name) and "avx2" not in cpu_features():
         pytest.skip("the emulation is written in AVX2")
     code = "import json, low_bit_samples; print(json.dumps(low_bit_samples.digests()))"
     own = json.loads(child(code))
     other = json.loads(child(code, tmp_path, **{"forced" if runs_here(name) else "emulated": name}))
     both = set(own) & set(other)
-    assert both >= set(FORMATS + WITH_OUTLIERS) and len(both) > 1.5 * len(FORMATS + WITH_OUTLIERS)
+    assert both >= set(FORMATS + WITH_OUTLIERS)
     narrow = {text for text in FORMATS + WITH_OUTLIERS
-              if QuantSpec.parse(text).bits <= 4 and not text.startswith(("codebook", "mxfp", "super"))}
+              if QuantSpec.parse(text).bits <= 4 and not text.startswith(("mxfp", "super"))}
     apart = {key.split(", ")[0] for key in set(own) ^ set(other)}
     assert apart == (narrow if "avx2" in (name, INSTRUCTION_SET) else set())
     assert all(own[key] == other[key] for key in both), [key for key in both if own[key] != other[key]]

@@ -2,16 +2,17 @@
 
 `pack_tokens` norms the activations and quantizes them to int8 with a scale per block, as panels that the register tile reads. `multiply`
 takes BLOCK_ROWS rows and SPAN inputs at a time: a stripe of them is expanded, stays in the first-level cache while every panel goes by, and
-makes way for the next. Two ways, one for a whole job:
+makes way for the next. Three ways, one for a whole job:
 
     SCALED   weights become int8 of the row's own range; blocks of 128 activations:  y = s * m / 127 * sum_b(x_b * int)
     GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int [- m_g * sum_g]))
+    STEPPED  a codebook's levels and steps stay what they are; blocks of 128:        y = s * sum_b(x_b * int),  int of step * level * code
 
 with s the row's scale, m the largest |f * v| that its scale codes allow, int an exact integer sum, m_g a group's minimum and sum_g that of
-its activations. AVX2 multiplies linear codes of up to four bits as bytes, which makes GROUPED the quicker one there (NARROW_CODES); it is
-SCALED elsewhere. All add float32 in the order of the inputs, one chain per output, so a result depends on neither the other tokens nor the
-threads, and of one way not on the instruction set. Limited by the units that multiply. `multiply_exact` is the product in float32 of what
-the weights mean, from the panels of `linear.pack_columns`.
+its activations. AVX2 multiplies codes of up to four bits as bytes, which makes GROUPED the quicker one there for linear ones
+(NARROW_CODES) and STEPPED for codebooks; elsewhere it is SCALED for both. All add float32 in the order of the inputs, one chain per
+output, so a result depends on neither the other tokens nor the threads, and of one way not on the instruction set. Limited by the units
+that multiply. `multiply_exact` is the product in float32 of what the weights mean, from the panels of `linear.pack_columns`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..tiles import AFFINE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, normalise
 from .gemm_expand import SCALED_SHIFT
+from .gemm_steps import stepped_product
 from .gemm_stripes import (
     BIAS,
     BLOCK_ROWS,
@@ -42,6 +44,7 @@ from .gemm_stripes import (
     SHIFTS_AT,
     SPAN,
     SPARSE,
+    STEPPED,
     STRIPES_NBYTES,
     TILE_SCRATCH_NBYTES,
     WIDE_AT,
@@ -71,6 +74,8 @@ from .gemm_tiles import (
     narrow_product,
     outlier_sums,
     pack_block,
+    stepped_outlier_sums,
+    stepped_pack_block,
 )
 from .inner_loops import TILE_COLUMNS, tile_product
 from .inner_loops import TILE_ROWS as FLOAT_ROWS
@@ -98,14 +103,16 @@ def gemm_scratch(tokens: int, depth: int) -> int:
 
 def panel_nbytes(tokens: int, depth: int, way: int) -> int:
     """Bytes of the packed activations."""
-    block, item = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK, NARROW_ITEM if way == NARROW_CODES else ITEM
+    block, item = SCALED_BLOCK if way in (SCALED, STEPPED) else GROUPED_BLOCK, NARROW_ITEM if way in (NARROW_CODES, STEPPED) else ITEM
     return align(-(-tokens // TOKENS) * (align(depth, SCALED_BLOCK) // block) * (HEADER + block * TOKENS * item) + SLACK)
 
 
 def way_of(bits: int, scheme: str) -> int:
-    """How a format is multiplied: up to 4 bits in the row's int8 where that is the quicker way, but for minima and powers of two; else
-    exactly."""
-    if bits <= 4 and scheme not in ("mxfp", "codebook") and AS_BYTES:
+    """How a format is multiplied: exactly from 5 bits on, and minima and powers of two always; else in the quicker way, which is STEPPED
+    or NARROW_CODES where there is one, or the row's int8."""
+    if bits <= 4 and scheme == "codebook":
+        return STEPPED
+    if bits <= 4 and scheme != "mxfp" and AS_BYTES:
         return NARROW_CODES
     return SCALED if bits <= 4 and scheme not in ("mxfp", "super") else GROUPED
 
@@ -116,10 +123,20 @@ def _is_narrow(way):
 
 
 @inlined()
+def _is_stepped(way):
+    return way == STEPPED and AS_BYTES
+
+
+@inlined()
+def _block_of(way):
+    """Inputs of a panel's block."""
+    return SCALED_BLOCK if way == SCALED or _is_stepped(way) else GROUPED_BLOCK
+
+
+@inlined()
 def _block_nbytes(way):
     """Bytes of a panel's block."""
-    block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
-    return HEADER + block * TOKENS * (NARROW_ITEM if _is_narrow(way) else ITEM)
+    return HEADER + _block_of(way) * TOKENS * (NARROW_ITEM if _is_narrow(way) or _is_stepped(way) else ITEM)
 
 
 @kernel()
@@ -129,7 +146,7 @@ def pack_tokens(args, worker, counter):
     tokens, depth = a[COUNT], a[DEPTH]
     eps = float32(f64_at(args)[EPS])
     way = a[WAY]
-    block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
+    block = _block_of(way)
     padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
     row = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     factor = -SCALED_SHIFT if way == SCALED else 1  # sums of scaled weights begin where the shift is taken back
@@ -148,7 +165,9 @@ def pack_tokens(args, worker, counter):
             for i in range(depth if token < tokens else 0, padded):
                 x[i] = ZERO
             for index in range(padded // block):
-                if _is_narrow(way):
+                if _is_stepped(way):
+                    stepped_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
+                elif _is_narrow(way):
                     narrow_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
                 else:
                     pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor)
@@ -157,6 +176,9 @@ def pack_tokens(args, worker, counter):
 @inlined()
 def _product(a, matrix, way, scratch, panel, sums, span, ahead):
     wide = scratch + WIDE_AT
+    if _is_stepped(way):
+        stepped_product(wide, panel, sums, span, SCALED_BLOCK, ahead)
+        return
     if way == SCALED:
         block_product(wide, panel, sums, span, SCALED_BLOCK, ahead)
         return
@@ -196,7 +218,9 @@ def _add_outliers(a, matrix, way, row, sums, panels, panel_nbytes, block, scales
         if last > begin:
             for panel in range(panels):
                 where, count, x = places + 4 * begin, last - begin, a[X] + panel * panel_nbytes
-                if _is_narrow(way):
+                if _is_stepped(way):
+                    stepped_outlier_sums(where, weights + 2 * begin, count, x, block, _block_nbytes(way), scratch + OUTLIERS_AT)
+                elif _is_narrow(way):
                     narrow_outlier_sums(where, weights + 2 * begin, count, x, block, _block_nbytes(way), scratch + OUTLIERS_AT)
                 else:
                     outlier_sums(where, weights + 2 * begin, count, x, block, _block_nbytes(way), scratch + OUTLIERS_AT)
@@ -253,7 +277,7 @@ def multiply(args, worker, counter):
     """
     a = i64_at(args)
     tokens, depth, mode, way = a[COUNT], a[DEPTH], a[MODE], a[WAY]
-    block = SCALED_BLOCK if way == SCALED else GROUPED_BLOCK
+    block = _block_of(way)
     block_nbytes = _block_nbytes(way)
     padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
     panel_nbytes = padded // block * block_nbytes

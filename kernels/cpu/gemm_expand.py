@@ -67,7 +67,7 @@ def _row_factors(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.
     return [made(builder, address, piece) for piece in range(PIECES)]
 
 
-def _table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+def table_of(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
     """16 bytes at an address, for `look_up`."""
     lane = ir.VectorType(I8, 16)
     entries = load(builder, address, lane)
@@ -76,12 +76,12 @@ def _table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
     return [builder.shuffle_vector(entries, entries, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))]
 
 
-def _steps_table(builder: ir.IRBuilder, tables: ir.Value) -> list[ir.Value]:
-    return _table(builder, offset(builder, tables, LEVELS_NBYTES))
+def steps_table(builder: ir.IRBuilder, tables: ir.Value) -> list[ir.Value]:
+    return table_of(builder, offset(builder, tables, LEVELS_NBYTES))
 
 
-def _step_factors(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
-    """The factors of 16 rows, per piece, for both groups of a codebook tile."""
+def steps_of(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+    """The steps of 16 rows as whole numbers, per piece, for both groups of a codebook tile."""
     lane = ir.VectorType(I8, 16)
     raw, found = load(builder, address, lane), []
     for codes in (builder.and_(raw, constant(lane, 15)), builder.lshr(raw, constant(lane, 4))):
@@ -89,9 +89,15 @@ def _step_factors(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
         steps, pieces = look_up(builder, table, codes, 4), []
         for piece in range(PIECES):
             own = builder.shuffle_vector(steps, steps, ir.Constant(ir.VectorType(I32, LANES), [LANES * piece + i for i in range(LANES)]))
-            pieces.append(builder.uitofp(builder.zext(own, WORDS), FLOATS))
+            pieces.append(builder.zext(own, WORDS))
         found.append(pieces)
     return found[0], found[1]
+
+
+def _step_factors(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+    """The same as factors."""
+    first, second = ([builder.uitofp(each, FLOATS) for each in steps] for steps in steps_of(builder, table, address))
+    return first, second
 
 
 class _Pair(NamedTuple):
@@ -155,7 +161,7 @@ class _Reader:
         self.builder, self.way, self.codes, self.extra = builder, way, codes, extra
         self.up = None if up is None else splat(builder, builder.trunc(up, I16), HALVES)
         if way == CODEBOOK:
-            self.table = _table(builder, extra)
+            self.table = table_of(builder, extra)
             # a level comes in the upper byte
             self.down = constant(HALVES, 8) if up is None else builder.sub(constant(HALVES, 8), self.up)
 
@@ -187,7 +193,7 @@ def _scaled(way: str):
             codes, scales, second, extra, limits, up, out = args
             reader = _Reader(builder, way, codes, extra, up)
             if way == CODEBOOK:
-                factors = _step_factors(builder, _steps_table(builder, extra), scales)
+                factors = _step_factors(builder, steps_table(builder, extra), scales)
             else:
                 factors = _row_factors(builder, way, scales), _row_factors(builder, way, second)
             for piece in range(PIECES):
@@ -237,7 +243,7 @@ def _factors(way: str):
         def codegen(context, builder, signature, args):
             scales, tables, out, second = args
             if way == CODEBOOK:
-                groups = _step_factors(builder, _steps_table(builder, tables), scales)
+                groups = _step_factors(builder, steps_table(builder, tables), scales)
             else:
                 groups = (_row_factors(builder, way, scales),)
             for pieces, address in zip(groups, (out, second)):
@@ -261,7 +267,7 @@ def _largest(way: str):
 
         def codegen(context, builder, signature, args):
             scales, extra, stride, top, count, out = args
-            table = _steps_table(builder, extra) if way == CODEBOOK else []
+            table = steps_table(builder, extra) if way == CODEBOOK else []
             top = splat(builder, builder.trunc(top, I32), WORDS)
             loop = Loop(builder, count, [scales, extra, *[constant(FLOATS, 0.0)] * PIECES], "groups")
             scales, zeros, *most = loop.values
@@ -292,7 +298,7 @@ def levels_of(typingctx, codes, tables):
     """Codes of a tile at `codes` -> levels + LEVEL_SHIFT, in place."""
 
     def codegen(context, builder, signature, args):
-        table = [builder.add(each, constant(BYTES, LEVEL_SHIFT)) for each in _table(builder, args[1])]
+        table = [builder.add(each, constant(BYTES, LEVEL_SHIFT)) for each in table_of(builder, args[1])]
         for start in range(0, 64 * QUADS, WIDTH):
             at = offset(builder, args[0], start)
             store(builder, look_up(builder, table, load(builder, at, BYTES), 4), at)

@@ -46,6 +46,7 @@ from .gemm_expand import (
     scaled_linear,
 )
 from .gemm_factors import floats_of, floats_with_minima, signed_factors, super_factors
+from .gemm_steps import STEPPED_TILE, stepped_codebook
 from .gemm_tiles import AS_BYTES, INPUTS, ITEM, NARROW_INPUTS, PAIRS, STEP, STRIPE
 from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at, u32_at
 from .lut_order import expand_tiles, pair_at
@@ -55,6 +56,7 @@ from .lut_order import expand_tiles, pair_at
 CODES, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, BITS, SCHEME, GROUP, LOOKED_UP, ROWS, BIAS, OUT, OUT_STRIDE, FIELDS = range(15)
 SCALED, GROUPED = 0, 1
 NARROW_CODES = 2 if AS_BYTES else GROUPED  # the groups apart as well, codes of up to four bits as bytes
+STEPPED = 3 if AS_BYTES else SCALED  # levels of up to four bits as bytes, multiplied by their steps (`gemm_steps.py`)
 # A whole number of stripes, also when one half is another matrix's. All of them see a panel while it lies in the second-level cache.
 BLOCK_ROWS = max(2 * STRIPE, 64)
 # Inputs expanded at a time, a multiple of 128. A stripe of many rows is to lie in the first-level cache; narrow ones gain nothing by it.
@@ -63,6 +65,7 @@ MOST = float32(127.0)
 
 # Scratch of a worker, byte offsets.
 WIDE_AT = 0  # a stripe
+assert SPAN // TILE * STEPPED_TILE <= STRIPE * SPAN * ITEM or not AS_BYTES
 FACTORS_AT = WIDE_AT + STRIPE * SPAN * ITEM  # float32 [group][STRIPE]
 SHIFTS_AT = FACTORS_AT + STRIPE * (SPAN // 16) * 4  # int32 [tile][STRIPE], or float32 minima
 LIMITS_AT = SHIFTS_AT + STRIPE * (SPAN // TILE) * 4  # float32 per row of a block, as is the next
@@ -216,7 +219,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     codes, tables, zeros, up = scratch + TILE_AT, a[matrix + TABLES], scratch + ZEROS_AT, _up(a, matrix)
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
-    narrow = way == NARROW_CODES and AS_BYTES
+    narrow, stepped = way == NARROW_CODES and AS_BYTES, way == STEPPED and AS_BYTES
     if not _stores_zeros(scheme):
         shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
         _fill(zeros, shift)
@@ -234,7 +237,9 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
             _unpack(a, matrix, tiles, block, tile, codes)
             if scheme == CODEBOOK:
                 scales = a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS
-                if way == SCALED:
+                if stepped:
+                    stepped_codebook(codes, scales, tables, out)
+                elif way == SCALED:
                     scaled_codebook(codes, scales, scales, tables, limits, up, out)
                 else:
                     plain_codebook(codes, tables, out)
@@ -283,7 +288,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                             i32_at(shifts_at)[i] = int32(u8_at(zeros)[i])
             factors += 4 * parts * STRIPE
             shifts_at += 4 * STRIPE
-            out += TILE // (NARROW_INPUTS if narrow else INPUTS) * STEP
+            out += STEPPED_TILE if stepped else TILE // (NARROW_INPUTS if narrow else INPUTS) * STEP
 
 
 @inlined()

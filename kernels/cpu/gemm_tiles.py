@@ -55,11 +55,13 @@ HEADER = 12 * TOKENS  # bytes
 
 class Form(NamedTuple):
     """How a step's operands lie. `inputs`: of a step; `unroll`: steps of one turn of the innermost loop (more would let the compiler move
-    loads up so far that it runs out of registers); `halves`: products are summed in 16 bits, up to sixteen of them."""
+    loads up so far that it runs out of registers); `halves`: products are summed in 16 bits, up to sixteen of them; `raised`: activations
+    are 128 above themselves, unsigned, and weights signed."""
 
     inputs: int
     unroll: int
     halves: bool = False
+    raised: bool = False
 
     @property
     def item(self) -> int:
@@ -76,6 +78,7 @@ WHOLE = Form(INPUTS, 2 if PAIRS else 4)
 # What codes of up to four bits are multiplied by; the same form where there is no better one.
 NARROW = Form(4, 2, True) if INSTRUCTION_SET == "avx2" else WHOLE
 AS_BYTES, NARROW_INPUTS, NARROW_ITEM = NARROW.halves, NARROW.inputs, NARROW.item
+STEPPED = Form(4, 2, raised=True)  # of `gemm_steps.py`, for AVX2 too
 # Adding it to a float32 below 2**22 leaves the nearest integer, ties to even, in the low bits.
 ROUND, ROUND_BITS = 12582912.0, 0x4B400000
 
@@ -287,6 +290,7 @@ def _correction(form: Form):
             within = builder.and_(column, builder.sub(block, I64(1)))
             step = builder.mul(builder.lshr(within, I64(step_bits)), I64(4 * TOKENS))
             word = load(builder, builder.add(header, builder.add(step, I64(HEADER))), words, 4)
+            word = builder.xor(word, constant(words, 0x80808080)) if form.raised else word
             place = builder.trunc(builder.and_(within, I64(form.inputs - 1)), I32)
             up = builder.sub(I32(32 - item_bits), builder.mul(place, I32(item_bits)))
             x = builder.ashr(builder.shl(word, splat(builder, up, words)), constant(words, 32 - item_bits))
@@ -334,6 +338,7 @@ def _packing(form: Form):
                 rounded = builder.fadd(builder.fmul(load(builder, x, FLOATS, 4), inverse), constant(FLOATS, ROUND))
                 numbers = builder.sub(builder.bitcast(rounded, WORDS), constant(WORDS, ROUND_BITS))
                 narrow = builder.trunc(numbers, ir.VectorType(ir.IntType(8 * form.item), LANES))
+                narrow = builder.xor(narrow, constant(narrow.type, 128)) if form.raised else narrow
                 words = builder.bitcast(narrow, ir.VectorType(I32, per) if per > 1 else I32)
                 for i in range(per):
                     word = builder.extract_element(words, I32(i)) if per > 1 else words
@@ -383,6 +388,7 @@ finish, finish_adding = _finish(False), _finish(True)
 block_product = _block_product(TOKENS)
 half_group_product, group_product = _group_product(TOKENS, True), _group_product(TOKENS, False)
 minimum_product = _group_product(TOKENS, False, with_minima=True)
+stepped_outlier_sums, stepped_pack_block = _correction(STEPPED), _packing(STEPPED)
 # Of codes of up to four bits. Where that form is the other one as well, so are these.
 narrow_outlier_sums, narrow_pack_block = (_correction(NARROW), _packing(NARROW)) if NARROW.halves else (outlier_sums, pack_block)
 narrow_half_product, narrow_product, narrow_minimum_product = (

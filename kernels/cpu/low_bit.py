@@ -35,7 +35,7 @@ def scratch_floats(dims: Dims, chunk: int, wide: int) -> int:
 
 def panel_floats(chunk: int, wide: int) -> int:
     """Floats of packed activations for the products of many columns."""
-    return -(-max(gemm.panel_nbytes(chunk, wide, way) for way in (gemm.SCALED, gemm.GROUPED, gemm.NARROW_CODES)) // 4)
+    return -(-max(gemm.panel_nbytes(chunk, wide, way) for way in (gemm.SCALED, gemm.GROUPED, gemm.NARROW_CODES, gemm.STEPPED)) // 4)
 
 
 def kind_of(weight: Weight) -> int:
@@ -63,10 +63,6 @@ def one_way(linears: Sequence[Linear]) -> bool:
     return len({each.weight.spec.scheme if each.weight.spec.is_raw else
                 (packed.seeds_way(each.weight.spec.scheme, each.weight.spec.group), _way_of(each.weight))
                 for each in linears}) == 1
-
-
-def _way_of(weight: Weight) -> int:
-    return gemm.way_of(weight.spec.bits, weight.spec.scheme)
 
 
 def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
