@@ -6,6 +6,7 @@ import numpy as np
 
 from effllm.kernels import reference
 from effllm.kernels.cpu.kv_few import MEAN_K, MEAN_V
+from effllm.kernels.cpu.kv_scratch import EIGHT
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
@@ -130,12 +131,64 @@ def check_largest_products() -> None:
                 assert abs(value) <= less and (out == 255 * PAGE * value).all(), (bits, fill, zero)
 
 
+def check_largest_digits(rows: int) -> None:
+    """The same of products with 16 bits, in tiles of so many rows."""
+    from effllm.kernels.cpu import kv_bytes, kv_digits
+    from effllm.kernels.deferred import compiler
+
+    quads, groups = 64, 16  # of the widest head
+    scale, dot_unit, dot_value = (getattr(kv_digits, f"{name}_digits_{rows}") for name in ("scale", "dot_unit", "dot_value"))
+
+    @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
+    def keys(queries, scales, high, low, words, codes, widths, terms, out):
+        scale(queries, scales, high, low, words, quads)
+        for unit in range(PAGE // kv_bytes.UNIT):
+            first = high if kv_digits.DIGITS else words
+            dot_unit(codes, widths, first, low, terms, terms + 64, unit, out, groups, codes, 0)
+
+    @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
+    def values(codes, bits, multiple, zeros, weights, lower, out, factors):
+        step = np.float32(1.0)
+        dot_value(codes, bits, multiple, zeros, weights, lower, step, out, 64, factors, factors + 4 * rows, codes, 0)
+
+    terms = np.zeros((2, 16), np.float32)
+    terms[0, :rows] = 256
+    for fill in (0, 255):
+        codes = np.full(8 * 16 * PAGE * groups, fill, np.uint8)
+        for bits in (8, 6, 5, 4, 3, 2, 1):
+            widths = np.full(groups, bits, np.uint8)
+            for query in (-32512, 32512, 128, -127):
+                queries, scales = np.full((quads, rows, 4), query, np.int16), np.full((quads, 4), 32767, np.int16)
+                high, low, words = (np.zeros((quads, rows, 4), kind) for kind in (np.int8, np.int8, np.int16))
+                out = np.full((rows, PAGE), np.nan, np.float32)
+                keys(*(each.ctypes.data for each in (queries, scales, high, low, words, codes, widths, terms, out)))
+                scaled = (query * 32767 + (1 << 14)) >> 15
+                scaled += scaled & 255 == 128
+                assert (256 * high.astype(int) + low == scaled).all() and low.min() > -128, query
+                assert (out == np.float32(4 * quads * scaled * (fill & (1 << bits) - 1))).all(), (bits, fill, query)
+            up, less = kv_digits.value_zero(bits)
+            for zero in (-less, (15 << up) - less):
+                zeros, out = np.full(PAGE, zero, np.int8), np.zeros((rows, 16), np.float32)
+                most = 32766
+                lower = np.full((rows, PAGE), most & 127, np.uint8)
+                weights = np.full((rows, PAGE), most >> 7, np.uint8) if kv_digits.DIGITS else np.full((rows, PAGE), most, np.int16)
+                factors = np.repeat(np.array([0, 1], np.float32), rows)
+                multiple = kv_bytes.value_multiple(bits)
+                values(codes.ctypes.data, bits, multiple, *(each.ctypes.data for each in (zeros, weights, lower, out, factors)))
+                code = (fill & (1 << bits) - 1) - (1 << bits - 1)
+                assert zero == np.int8(zero) and (out == np.float32(most * PAGE * ((code << multiple) + zero))).all(), (bits, fill, zero)
+
+
 def check_all() -> None:
     """Every width and a few shapes on this instruction set."""
     check_largest_products()
+    check_largest_digits(4)
+    if EIGHT:
+        check_largest_digits(8)
     pool = ThreadPool(2)
     for kv in ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2"):
         assert worst_error(pool, kv) < 5e-3, kv
     assert worst_error(pool, "4bit", heads=4, kv_heads=4, head_dim=80) < 5e-3
+    assert worst_error(pool, "8bit", heads=8, kv_heads=1, head_dim=256, softcap=20.0) < 5e-3
     assert worst_error(pool, "k3v6", heads=6, kv_heads=2, head_dim=96, window=100, softcap=20.0) < 5e-3
     pool.close()

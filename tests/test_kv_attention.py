@@ -152,8 +152,10 @@ def test_learned_sinks_join_the_softmax(pool):
     assert relative(stream.out, stream.want) < 5e-3 and relative(stream.out[:400], without.out[:400]) > 0.05
 
 
-def test_nan_in_a_query_shows(pool):
-    stream = Stream(packed_cache(pool), 8, 401)
+@pytest.mark.parametrize("softcap", (None, 5.0))
+@pytest.mark.parametrize("kv", ("4bit", "8bit", "16bit", "32bit"))
+def test_nan_in_a_query_shows(pool, kv, softcap):
+    stream = Stream(packed_cache(pool, kv, softcap=softcap), 8, 401)
     stream.run(400, compare=False)
     stream.q[400, 70] = np.nan
     stream.run(1, compare=False)
@@ -201,6 +203,7 @@ def test_with_emulated_instructions(name, tmp_path):
 
 def test_the_largest_products_there_are():
     kv_samples.check_largest_products()
+    kv_samples.check_largest_digits(4)
 
 
 def test_all_widths_on_this_machine():

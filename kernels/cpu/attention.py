@@ -60,7 +60,7 @@ def _cap(score, softcap):
     """softcap * tanh(score / softcap)."""
     if softcap == ZERO:
         return score
-    doubled = exp(min(float32(80.0), (score + score) / softcap))
+    doubled = exp(min((score + score) / softcap, float32(80.0)))  # in this order: what is no number stays none
     return softcap * (ONE - float32(2.0) / (doubled + ONE))
 
 

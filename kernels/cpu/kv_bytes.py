@@ -14,6 +14,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
+from ..kv_layout import PLANES, WIDTHS
 from ..layout import PAGE
 from .int8_ir import (
     BYTES,
@@ -97,7 +98,7 @@ def key_scales(typingctx, exponents, tops, eighths, room, out, count):
     return types.float32(*[types.int64] * 6), codegen
 
 
-def _repeated(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, lanes: int, rows: int) -> ir.Value:
+def repeated(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, lanes: int, rows: int) -> ir.Value:
     """A vector of `lanes` numbers: each of those at an address `rows` times."""
     if lanes <= rows:
         return splat(builder, load(builder, address, kind), ir.VectorType(kind, lanes))
@@ -126,7 +127,7 @@ def _scale_rows(rows: int):
                 place = offset(builder, builder.shl(at, I64(1)), WIDTH * part)
                 own = load(builder, builder.add(queries, place), HALVES)
                 four = builder.shl(builder.udiv(place, I64(quad)), I64(3))
-                factor = builder.bitcast(_repeated(builder, builder.add(scales, four), I64, WIDTH // 8, rows), HALVES)
+                factor = builder.bitcast(repeated(builder, builder.add(scales, four), I64, WIDTH // 8, rows), HALVES)
                 parts.append(builder.add(high_product(builder, own, factor), constant(HALVES, 128)))
             store(builder, upper_bytes(builder, *parts), builder.add(out, at))
             finish([])
@@ -152,7 +153,7 @@ def _zero_terms(rows: int):
             times_zero, alone = constant(WORDS, 0), constant(WORDS, 0)
             for vector in range(4 * rows // LANES):
                 x = load(builder, offset(builder, own, WIDTH * vector), BYTES)
-                z = _repeated(builder, offset(builder, zero_at, 4 * (vector * LANES // rows)), I32, LANES, rows)
+                z = repeated(builder, offset(builder, zero_at, 4 * (vector * LANES // rows)), I32, LANES, rows)
                 z = builder.bitcast(builder.xor(z, constant(WORDS, 0x80808080 - (1 << 32))), BYTES)
                 times_zero = dot(builder, times_zero, z, x, True)
                 alone = dot(builder, alone, constant(BYTES, 1), x, False)
@@ -187,12 +188,12 @@ def _plane(builder: ir.IRBuilder, base: ir.Value, width: int, quad: int, unit: i
     return builder.and_(builder.bitcast(builder.lshr(raw, bits), BYTES), constant(BYTES, (1 << width) - 1))
 
 
-def _by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir.Value], body) -> list[ir.Value]:
+def by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir.Value], body) -> list[ir.Value]:
     """body(width) for the number of bits that a group has; what it returns, whichever it was. Other numbers leave `carried`."""
     done, before = builder.append_basic_block("width.done"), builder.basic_block
     choice = builder.switch(bits, done)
     ends = []
-    for width in range(1, most + 1):
+    for width in [width for width in WIDTHS if width <= most]:
         block = builder.append_basic_block(f"width.{width}")
         choice.add_case(I8(width), block)
         builder.position_at_end(block)
@@ -210,13 +211,10 @@ def _by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir
     return merged
 
 
-def _ask_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int) -> None:
-    """One of `parts` shares of LINES cache lines: all at once would keep what is needed now waiting behind them."""
-    first, last = (LINES * each // parts for each in (part, part + 1))
-    ask(builder, offset(builder, address, 64 * first), 64 * (last - first))
-
-
-PLANES_OF = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
+def ask_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int, lines: int = LINES, nearness: int = 3) -> None:
+    """One of `parts` shares of some cache lines: all at once would keep what is needed now waiting behind them."""
+    first, last = (lines * each // parts for each in (part, part + 1))
+    ask(builder, offset(builder, address, 64 * first), 64 * (last - first), nearness)
 
 
 def _dot_units(rows: int):
@@ -240,8 +238,8 @@ def _dot_units(rows: int):
                 for first in range(0, 4, PAIRED):
                     quads, vectors = range(first, first + PAIRED), []
                     for quad in quads:
-                        _ask_part(builder, wanted, quad, 4)
-                        vectors.append([_codes(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES)
+                        ask_part(builder, wanted, quad, 4)
+                        vectors.append([codes_of_keys(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES)
                                         for v in range(VECTORS)])
                     for v in range(VECTORS):
                         # a register for each vector: one number read for two would cost an instruction, read twice it costs none
@@ -253,7 +251,7 @@ def _dot_units(rows: int):
                             made[index] = dots(builder, made[index], [each[v] for each in vectors], x, largest)
                 return made
 
-            running = _by_width(builder, bits, MOST_K, running, products)
+            running = by_width(builder, bits, MOST_K, running, products)
             following = builder.add(source, builder.shl(builder.zext(bits, I64), I64(8)))
             _, *running = finish([following, *running])
             place = builder.add(out, builder.shl(unit, I64(6)))
@@ -270,10 +268,10 @@ def _dot_units(rows: int):
     return dot_units
 
 
-def _codes(builder: ir.IRBuilder, source: ir.Value, width: int, quad: int, unit: ir.Value, piece: int) -> ir.Value:
+def codes_of_keys(builder: ir.IRBuilder, source: ir.Value, width: int, quad: int, unit: ir.Value, piece: int) -> ir.Value:
     """Codes of K of one quad and unit, a byte each."""
     code, base = None, source
-    for plane in PLANES_OF[width]:
+    for plane in PLANES[width]:
         part = _plane(builder, base, plane, quad, unit, piece)
         code = part if code is None else builder.or_(shift_left(builder, code, plane), part)
         base = offset(builder, base, 256 * plane)
@@ -303,10 +301,11 @@ def _dot_values(rows: int):
                 for first_quad in range(0, 8, PAIRED):
                     quads, values = range(first_quad, first_quad + PAIRED), []
                     for quad in quads:
-                        _ask_part(builder, wanted, quad, 8)
+                        ask_part(builder, wanted, quad, 8)
                         zero = load(builder, offset(builder, zero_at, 4 * quad), I32)
                         zero = builder.bitcast(splat(builder, zero, WORDS), BYTES)
-                        values.append([builder.add(_moved(builder, codes, source, width, quad, piece), zero) for piece in range(PIECES)])
+                        values.append([builder.add(codes_of_values(builder, codes, source, width, quad, piece, value_multiple(width)), zero)
+                                       for piece in range(PIECES)])
                     for row in range(rows):
                         x = [load(builder, offset(builder, weight_at, PAGE * row + 4 * quad), I32) for quad in quads]
                         x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
@@ -316,7 +315,7 @@ def _dot_values(rows: int):
                 made = finish(made)
                 return [builder.add(*(made[chain * count + i] for chain in range(chains))) if chains > 1 else made[i] for i in range(count)]
 
-            sums = _by_width(builder, builder.trunc(bits, I8), MOST_V, [constant(WORDS, 0)] * count, products)
+            sums = by_width(builder, builder.trunc(bits, I8), MOST_V, [constant(WORDS, 0)] * count, products)
             factor = splat(builder, step, FLOATS)
             for row in range(rows):
                 place = builder.add(out, builder.mul(stride, I64(row)))
@@ -333,14 +332,14 @@ def _dot_values(rows: int):
     return dot_values
 
 
-def _moved(builder: ir.IRBuilder, codes: ir.Value, chunk: ir.Value, width: int, quad: int, piece: int) -> ir.Value:
-    """Codes of V of one quad of a chunk of eight, moved up."""
-    planes, base, left, code = PLANES_OF[width], codes, width, None
+def codes_of_values(builder: ir.IRBuilder, codes: ir.Value, chunk: ir.Value, width: int, quad: int, piece: int, up: int) -> ir.Value:
+    """Codes of V of one quad of a chunk of eight, moved up by so many bits."""
+    planes, base, left, code = PLANES[width], codes, width, None
     for plane in planes:
         left -= plane
         unit, field = divmod(quad, 8 // plane)
         at = offset(builder, builder.add(base, builder.mul(chunk, I64(plane))), 64 * unit + WIDTH * piece)
-        part = field_at(builder, load(builder, at, BYTES), plane * field, plane, left + value_multiple(width))
+        part = field_at(builder, load(builder, at, BYTES), plane * field, plane, left + up)
         code = part if code is None else builder.or_(code, part)
         base = offset(builder, base, 256 * plane)
     return code

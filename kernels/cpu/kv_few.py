@@ -46,7 +46,7 @@ from .kv_bytes import MOST_K, MOST_V
 from .kv_loops import prefetch
 from .kv_merge import BLOCK_PAGES, load_partial, nothing, store_partial
 from .kv_scratch import line, query_places, row_places, tile_rows
-from .kv_sides import LN2, LOG2E, header_bits, load_kv, output_by_bytes, output_by_numbers, read_widths, scores_by_bytes, scores_by_numbers
+from .kv_sides import LN2, LOG2E, header_bits, load_kv, output_of, read_widths, scores_by_numbers, scores_of
 
 MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the rounding of the other factor would show beside the codec's
 
@@ -56,37 +56,28 @@ def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, s
     """Merge a page into the running output of its block. The page of the entry `following` is asked for meanwhile, one half beside each
     side's products: all of it beside K's would take longer than they do."""
     begin_of = scratch + query_places(padded, depth)[6]
-    _, _, _, _, _, at_steps, _, at_widths, behind = row_places(padded, depth)
+    _, _, _, _, at_steps, at_widths, behind = row_places(padded, depth)
     scores, widths, more = begin_of, begin_of + at_widths, begin_of + behind
     record, parts, tables, nbytes = _record(a, entry, kv), _parts(a, kv), a[TABLES], i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1]
     ahead, half = _record(a, following, kv), (nbytes // 2 + 63) // 64 * 64
     most_k, most_v = read_widths(record, widths, depth // CHANNELS)
-    if most_k <= MOST_K and header_bits(record, 0) <= MEAN_K and u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
-        scores_by_bytes(record, parts, depth, rows, padded, scratch, scores, widths, more, tables, ahead, half)
+    if u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
+        few = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K
+        scores_of(record, parts, depth, rows, padded, scratch, scores, widths, more, tables, few, ahead, half)
     else:
         prefetch(ahead, half)
         scores_by_numbers(record, parts, depth, rows, padded, scratch, scores, begin_of + at_steps, more, tables, scale,
                            a[CHANNEL_SCALE] + 4 * kv * depth)
-    begin, few = _begin(entry[FIRST], entry[COUNT], a[POSITION], a[WINDOW]), most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
-    s = f32_at(scores)
-    if softcap != ZERO or not few:
-        for t in range(rows * PAGE):
-            s[t] *= LN2
-        if softcap != ZERO:
-            for t in range(rows * PAGE):
-                s[t] = _cap(s[t], softcap)
-    if not few:
-        prefetch(ahead + half, nbytes - half)
-        output_by_numbers(record, parts, depth, rows, padded, scores, begin_of, more, tables, begin, entry[COUNT])
-        return
+    begin, s = _begin(entry[FIRST], entry[COUNT], a[POSITION], a[WINDOW]), f32_at(scores)
     if softcap != ZERO:
         for t in range(rows * PAGE):
-            s[t] *= LOG2E
+            s[t] = _cap(s[t] * LN2, softcap) * LOG2E
     if begin > 0:
         for r in range(rows):
             for t in range(begin):
                 s[r * PAGE + t] = MINUS_INF
-    output_by_bytes(record, parts, depth, rows, padded, scores, begin_of, more, tables, ahead + half, nbytes - half)
+    few = most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
+    output_of(record, parts, depth, rows, padded, scores, begin_of, more, tables, few, ahead + half, nbytes - half)
 
 
 @kernel({"contract"})
@@ -101,7 +92,7 @@ def attend_packed(args, worker, counter):
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
     scratch = line(a[SCRATCH] + worker * a[SCRATCH_STRIDE])
     rest = scratch + query_places(padded, depth)[6]
-    _, _, at_output, at_m, _, _, _, _, _ = row_places(padded, depth)
+    _, at_output, at_m, _, _, _, _ = row_places(padded, depth)
     output, m = rest + at_output, rest + at_m
     # With BY_PAGE, pages of another kind may lie between: then every row is looked at, and the grid is of no account.
     begin, end = (a[FROM], a[TO]) if a[BY_PAGE] else sealed_rows(a)

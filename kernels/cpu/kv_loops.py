@@ -1,10 +1,9 @@
-"""The inner loops of attention over packed pages, as LLVM instructions: codes to bytes, bytes to 16-bit numbers, their dot products.
+"""Opening packed pages, as LLVM instructions: codes to bytes, bytes to 16-bit numbers, and the dot products of those.
 
-A page is opened once for all queries of its KV head. Codes become bytes with the code in the high bits, then signed 16-bit numbers
-`code * a + b`: the scale and the zero of a code's channel (of K, for 32 tokens) or token (of V, for 16 channels) are in them, as whole
-numbers of a common step, at most `MOST`. Queries and softmax weights are rounded to 16 bits as well, so that sums of products stay below
-2^31: exact, and the same on every instruction set. A product of pairs of 16-bit numbers is one instruction everywhere and adds no noise
-that 8-bit codes could notice. The other way, scales multiplied into queries and weights and products of 8 bits, was slower.
+Prompts open what they read, and so does everybody K whose channels were kept apart. Codes become bytes with the code in the high bits,
+then signed 16-bit numbers `code * a + b`: the scale and the zero of a code's channel (of K, for 32 tokens) or token (of V, for 16
+channels) are in them, as whole numbers of a common step, at most `MOST`. Queries are rounded to 16 bits as well, so that sums of products
+stay below 2^31: exact, and the same on every instruction set.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from .intrinsics import F32, I16, I32, I64
 
 SPAN = 32  # tokens that share a scale of K
 MOST = 8191  # of an opened K or V
-TOTAL = 250_000.0  # of the sizes of a row of queries or weights: times MOST below 2^31
+TOTAL = 250_000.0  # of the sizes of a row of queries: times MOST below 2^31
 LARGEST = 32767.0
 LEAST = 2.0**-100  # a largest value below it counts as zero: its inverse could be infinite
 CHAINS = 8  # independent sums of a dot product
@@ -110,7 +109,6 @@ second_8, second_6, second_5, second_3 = _spread(4, 0, True), _spread(2, 2, True
 
 SHORTS = ir.VectorType(I16, LANES)
 EIGHT = ir.VectorType(I16, WIDTH // 2)  # a vector of 16-bit numbers
-FOUR = ir.VectorType(I16, 4)
 
 
 def _four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -165,42 +163,35 @@ def multiply(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) ->
     return sums
 
 
-def _dot(results: int, stride: int):
-    vectors = results * 4 * 2 // WIDTH
+@intrinsic
+def dot_keys(typingctx, opened, x, factor, out, quads):
+    """SPAN float32 at out: factor * sum over `quads` of opened [SPAN, 4] (of pages of tokens) times x [4]; both 16-bit. `quads` is a
+    multiple of four."""
+    vectors, stride = SPAN * 4 * 2 // WIDTH, PAGE * 4 * 2
     unrolled = max(1, CHAINS // vectors)
 
-    @intrinsic
-    def dot(typingctx, opened, x, factor, out, quads):
-        """`results` float32 at out: factor * sum over `quads` of opened [results, 4] (one `stride` bytes from the next) times x [4]; both
-        16-bit. `quads` is a multiple of four."""
+    def codegen(context, builder, signature, args):
+        opened, x, factor, out, quads = args
+        at, running, finish = loop(builder, quads, unrolled, [(WORDS, constant(WORDS, 0))] * (vectors * unrolled))
+        base, place = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
+        updated = []
+        for step in range(unrolled):
+            other = _four(builder, offset(builder, place, 8 * step))
+            for i in range(vectors):
+                own = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
+                updated.append(multiply(builder, running[vectors * step + i], own, other))
+        updated = finish(updated)
+        sums = updated[:vectors]
+        for step in range(1, unrolled):
+            sums = [builder.add(one, more) for one, more in zip(sums, updated[vectors * step : vectors * (step + 1)], strict=True)]
+        scale = splat(builder, factor, FLOATS)
+        for i in range(0, vectors, 2):
+            places = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
+            both = builder.add(*(builder.shuffle_vector(sums[i], sums[i + 1], each) for each in places))
+            store(builder, builder.fmul(builder.sitofp(both, FLOATS), scale), offset(builder, out, 4 * LANES * (i // 2)), 4)
+        return context.get_dummy_value()
 
-        def codegen(context, builder, signature, args):
-            opened, x, factor, out, quads = args
-            at, running, finish = loop(builder, quads, unrolled, [(WORDS, constant(WORDS, 0))] * (vectors * unrolled))
-            base, place = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
-            updated = []
-            for step in range(unrolled):
-                other = _four(builder, offset(builder, place, 8 * step))
-                for i in range(vectors):
-                    own = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
-                    updated.append(multiply(builder, running[vectors * step + i], own, other))
-            updated = finish(updated)
-            sums = updated[:vectors]
-            for step in range(1, unrolled):
-                sums = [builder.add(one, more) for one, more in zip(sums, updated[vectors * step : vectors * (step + 1)], strict=True)]
-            scale = splat(builder, factor, FLOATS)
-            for i in range(0, vectors, 2):
-                places = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
-                both = builder.add(*(builder.shuffle_vector(sums[i], sums[i + 1], each) for each in places))
-                store(builder, builder.fmul(builder.sitofp(both, FLOATS), scale), offset(builder, out, 4 * LANES * (i // 2)), 4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.float32, types.int64, types.int64), codegen
-
-    return dot
-
-
-dot_keys, dot_values = _dot(SPAN, PAGE * 4 * 2), _dot(16, 16 * 4 * 2)
+    return types.void(types.int64, types.int64, types.float32, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -241,7 +232,7 @@ def pick(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
     return builder.call(function(builder, FLOATS, [FLOATS, WORDS], "llvm.x86.avx512.permvar.sf.512"), [both, places])
 
 
-def _power(builder: ir.IRBuilder, exponent: ir.Value) -> ir.Value:
+def power(builder: ir.IRBuilder, exponent: ir.Value) -> ir.Value:
     """2 ** exponent, for -126 to 127; below, 0."""
     biased = builder.add(exponent, constant(WORDS, 127))
     biased = builder.select(builder.icmp_signed(">", biased, constant(WORDS, 0)), biased, constant(WORDS, 0))
@@ -269,8 +260,8 @@ def key_factors(typingctx, exponents, zeros, eighths, of_channel, products, a, b
         place = builder.shl(at, I64(2))
         gain, _, unit, half = _columns(builder, builder.add(of_channel, place), row, 4)
         e = _bytes(builder, builder.add(exponents, at), True)
-        power = _power(builder, builder.ashr(e, constant(WORDS, 3)))
-        scale = builder.fmul(builder.fmul(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), power), gain)
+        octave = power(builder, builder.ashr(e, constant(WORDS, 3)))
+        scale = builder.fmul(builder.fmul(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), octave), gain)
         zero = builder.fmul(builder.sitofp(_bytes(builder, builder.add(zeros, at), True), FLOATS), unit)
         store(builder, scale, builder.add(products, place), 4)
         store(builder, zero, builder.add(builder.add(products, row), place), 4)
@@ -303,7 +294,7 @@ def value_factors(typingctx, packed, eighths, top, bits, products, a, b):
         raw = _bytes(builder, builder.add(packed, at), False)
         quarters = builder.sub(top, builder.and_(raw, constant(WORDS, 15)))
         eighth = builder.shl(builder.and_(quarters, constant(WORDS, 3)), constant(WORDS, 1))
-        scale = builder.fmul(pick(builder, eighths, eighth), _power(builder, builder.ashr(quarters, constant(WORDS, 2))))
+        scale = builder.fmul(pick(builder, eighths, eighth), power(builder, builder.ashr(quarters, constant(WORDS, 2))))
         zero = builder.sitofp(builder.sub(builder.lshr(raw, constant(WORDS, 4)), constant(WORDS, 8)), FLOATS)
         zero = builder.fmul(zero, unit)
         store(builder, scale, place, 4)

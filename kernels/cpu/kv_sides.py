@@ -1,7 +1,7 @@
-"""The two sides of a packed record for the queries of its KV head: scores from K, an output from V. For each there are two ways.
+"""The two sides of a packed record for the queries of its KV head: scores from K, an output from V.
 
-Codes of few bits are multiplied as bytes (`kv_bytes.py`, `kv_weights.py`), all others are opened to 16-bit numbers (`kv_loops.py`,
-`kv_record.py`). Which, the record alone says.
+Scales go to the other factor, which codes of few bits meet as bytes (`kv_bytes.py`, `kv_weights.py`) and all others with 16 bits
+(`kv_digits.py`); K whose channels were kept apart is opened (`kv_record.py`). Which, the record alone says.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from numpy import float32, uint32
 from ..deferred import inlined
 from ..kv_layout import CHANNELS, MOST_GROUPS, TAIL_OFFSET
 from ..layout import BITS_OFFSET, PAGE
+from . import kv_digits
 from .arithmetic import ONE, ZERO
-from .attention import _load_queries, _softmax_row
+from .attention import _load_queries
 from .intrinsics import bits_to_f32, f32_at, i16_at, i32_at, u8_at
 from .kv_attention import TURN, _broad, _turn
 from .kv_bytes import (
@@ -33,30 +34,38 @@ from .kv_bytes import (
     zeros_4,
     zeros_8,
 )
-from .kv_loops import SPAN, dot_keys, dot_values, round_row, row_factor
-from .kv_merge import fold
-from .kv_record import GROUP_NBYTES, SPANS, _width, open_keys, open_values
+from .kv_digits import (
+    DIGITS,
+    ITEM,
+    VALUE_FULL,
+    dot_unit_digits_4,
+    dot_unit_digits_8,
+    dot_value_digits_4,
+    dot_value_digits_8,
+    rises,
+    scale_digits_4,
+    scale_digits_8,
+    weigh_digits_4,
+    weigh_digits_8,
+)
+from .kv_loops import SPAN, dot_keys, round_row, row_factor
+from .kv_record import SPANS, _width, open_keys
 from .kv_scratch import EIGHT, key_places, query_places, row_places, tile_rows, value_places
 from .kv_weights import FULL, fold_sums, lowest_steps, value_scales, weigh_4, weigh_8
 
 LOG2E, LN2 = float32(1.4426950408889634), float32(0.6931471805599453)
 _ZERO_FACTORS = tuple(zero_factors(bits) for bits in range(9))
 _VALUE_ZEROS = tuple(value_zero(bits) for bits in range(9))
+_MULTIPLES = tuple(value_multiple(bits) for bits in range(9))
 _VALUE_STEPS = tuple(float32(2.0**-value_multiple(bits) * 256 / FULL) for bits in range(9))
+_DIGIT_ZEROS = tuple(kv_digits.value_zero(bits) for bits in range(9))
+_DIGIT_STEPS = tuple(float32(2.0**-value_multiple(bits) / VALUE_FULL) for bits in range(9))
 _KEY_STEP, _TOP, _FLAT = float32(KEY_STEP), float32(TOP), float32(2.0**-100)
 
 
 @inlined()
-def rounded_row(x, out, count):
-    """float32 x [count] -> 16-bit numbers; returns what they count in."""
-    factor = row_factor(x, count)
-    round_row(x, factor, out, count)
-    return ZERO if factor == ZERO else ONE / factor
-
-
-@inlined()
 def load_kv(a, kv, scratch, rows, padded, depth, scale):
-    """Queries of a KV head: turned, as 16-bit numbers, and for multiplying bytes."""
+    """Queries of a KV head: as they are, in 16-bit numbers, and turned, to be scaled."""
     broad, tile = _broad(depth), tile_rows(rows)
     at_turned, at_queries, at_steps, at_tops, at_numbers, at_counts, _ = query_places(padded, depth)
     _load_queries(a, scratch, kv, 0, rows, padded)
@@ -66,11 +75,10 @@ def load_kv(a, kv, scratch, rows, padded, depth, scale):
         tops[c] = ZERO
     for r in range(padded):
         turned = scratch + at_turned + 4 * r * broad
-        factor = row_factor(turned, depth)
+        factor = row_factor(scratch + 4 * r * depth, depth)
         counts[r] = ZERO if factor == ZERO else ONE / factor
-        round_row(turned, factor, scratch + at_numbers + 2 * r * depth, depth)
-        counts[padded + r] = rounded_row(scratch + 4 * r * depth, scratch + at_numbers + 2 * (padded + r) * depth, depth)
-        row, top = f32_at(turned), ZERO
+        round_row(scratch + 4 * r * depth, factor, scratch + at_numbers + 2 * r * depth, depth)
+        row, top, factor = f32_at(turned), ZERO, row_factor(turned, depth)
         for c in range(depth):
             top = max(top, abs(row[c]))
         fine = factor == factor
@@ -104,15 +112,16 @@ def read_widths(record, widths, groups):
 
 
 @inlined()
-def scores_by_bytes(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, ahead, nbytes):
-    """Scores in units of log 2. `nbytes` from `ahead` on are asked for meanwhile."""
+def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, few, ahead, nbytes):
+    """Scores in units of log 2; `few`: by bytes. `nbytes` from `ahead` on are asked for meanwhile."""
     _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
-    at_scales, at_bounds, at_scaled, at_terms, at_room, at_factors = key_places(padded, depth)
+    at_scales, at_bounds, at_scaled, at_low, at_words, at_terms, at_room, at_factors = key_places(padded, depth)
     tile, groups, quads = tile_rows(rows), depth // CHANNELS, depth // 4
     factors, bits, bounds = i32_at(more + at_factors), u8_at(widths), f32_at(more + at_bounds)
     for group in range(groups):
         factors[2 * group], factors[2 * group + 1] = _ZERO_FACTORS[bits[group]]
-    share = nbytes // (SPANS * (SPAN // UNIT // UNITS_AT_ONCE) * groups) + 1
+    at_once = UNITS_AT_ONCE if few else 1
+    share = nbytes // (SPANS * (SPAN // UNIT // at_once) * groups) + 1
     # One kind of work after the other for all spans: each waits for the one before, and spans do not wait for one another.
     for span in range(SPANS):
         bounds[span] = key_scales(record + at[1] + span * depth, scratch + at_tops, eighths, more + at_room,
@@ -120,56 +129,87 @@ def scores_by_bytes(record, at, depth, rows, padded, scratch, scores, widths, mo
     for r in range(0, rows, tile):
         queries, steps, out = scratch + at_queries + 2 * r * depth, scratch + at_steps + 4 * r, scores + 4 * PAGE * r
         for span in range(SPANS):
-            scales, scaled, terms = more + at_scales + 2 * depth * span, more + at_scaled + 8 * depth * span, more + at_terms + 64 * span
-            zeros = record + at[2] + span * depth
+            scales, scaled, terms = more + at_scales + 2 * depth * span, more + at_scaled + 8 * depth * span, more + at_terms + 128 * span
+            low, words, zeros = more + at_low + 8 * depth * span, more + at_words + 16 * depth * span, record + at[2] + span * depth
             if EIGHT and tile == 8:
-                scale_8(queries, scales, scaled, quads)
+                if few:
+                    scale_8(queries, scales, scaled, quads)
+                else:
+                    scale_digits_8(queries, scales, scaled, low, words, quads)
+                    zeros_8(low, zeros, more + at_factors, steps, bounds[span], terms + 64, groups)
                 zeros_8(scaled, zeros, more + at_factors, steps, bounds[span], terms, groups)
             else:
-                scale_4(queries, scales, scaled, quads)
+                if few:
+                    scale_4(queries, scales, scaled, quads)
+                else:
+                    scale_digits_4(queries, scales, scaled, low, words, quads)
+                    zeros_4(low, zeros, more + at_factors, steps, bounds[span], terms + 64, groups)
                 zeros_4(scaled, zeros, more + at_factors, steps, bounds[span], terms, groups)
-        for unit in range(0, SPANS * (SPAN // UNIT), UNITS_AT_ONCE):
-            span, place = unit // (SPAN // UNIT), ahead + share * groups * (unit // UNITS_AT_ONCE)
-            scaled, terms = more + at_scaled + 8 * depth * span, more + at_terms + 64 * span
+        for unit in range(0, SPANS * (SPAN // UNIT), at_once):
+            span, place = unit // (SPAN // UNIT), ahead + share * groups * (unit // at_once)
+            scaled, terms = more + at_scaled + 8 * depth * span, more + at_terms + 128 * span
+            high, low = scaled if DIGITS else more + at_words + 16 * depth * span, more + at_low + 8 * depth * span
             if EIGHT and tile == 8:
-                dot_units_8(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
-            else:
+                if few:
+                    dot_units_8(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
+                else:
+                    dot_unit_digits_8(record + at[0], widths, high, low, terms, terms + 64, unit, out, groups, place, share)
+            elif few:
                 dot_units_4(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
+            else:
+                dot_unit_digits_4(record + at[0], widths, high, low, terms, terms + 64, unit, out, groups, place, share)
 
 
 @inlined()
-def output_by_bytes(record, at, depth, rows, padded, scores, begin_of, more, tables, ahead, nbytes):
-    """Merge a page into its block's output, from scores in units of log 2. `nbytes` from `ahead` on are asked for meanwhile."""
-    at_lowest, at_low, at_up, at_fractions, at_zeros, at_weights = value_places(padded, depth)
-    _, at_sums, at_output, at_m, at_factors, _, _, at_widths, _ = row_places(padded, depth)
+def output_of(record, at, depth, rows, padded, scores, begin_of, more, tables, few, ahead, nbytes):
+    """Merge a page into its block's output, from scores in units of log 2; `few`: by bytes. `nbytes` from `ahead` on are asked for
+    meanwhile."""
+    at_lowest, at_low, at_up, at_rise, at_fractions, at_zeros, at_weights = value_places(padded, depth)
+    at_sums, at_output, at_m, at_factors, _, at_widths, _ = row_places(padded, depth)
     sums, output, factors = begin_of + at_sums, begin_of + at_output, begin_of + at_factors
     tile, groups, bits = tile_rows(rows), depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)
     lowest_steps(record + at[4], groups, more + at_lowest, more + at_low, more + at_up)
     for group in range(groups):
-        up, less = _VALUE_ZEROS[bits[group]]
+        up, less = _VALUE_ZEROS[bits[group]] if few else _DIGIT_ZEROS[bits[group]]
         value_scales(record + at[4] + PAGE * group, more + at_lowest, up, less, more + at_fractions + 2 * PAGE * group,
                      more + at_zeros + PAGE * group)
+    # low digits behind all high ones
+    item, lower = 1 if few else ITEM, PAGE * padded * groups
+    if not few:
+        rises(more + at_lowest, tables, more + at_rise)
     for r in range(0, rows, tile):
-        weights, tops = more + at_weights + PAGE * r, sums + 4 * r
+        weights, tops = more + at_weights + PAGE * item * r, sums + 4 * r
+        own, stride, totals, low = scores + 4 * PAGE * r, PAGE * item * padded, tops + 4 * padded, weights + lower
         if EIGHT and tile == 8:
-            weigh_8(scores + 4 * PAGE * r, more + at_low, more + at_up, more + at_fractions, tables, weights, PAGE * padded, groups,
-                    tops, tops + 4 * padded)
+            if few:
+                weigh_8(own, more + at_low, more + at_up, more + at_fractions, tables, weights, stride, groups, tops, totals)
+            else:
+                weigh_digits_8(own, more + at_low, more + at_rise, more + at_fractions, weights, low, stride, groups, tops, totals)
+        elif few:
+            weigh_4(own, more + at_low, more + at_up, more + at_fractions, tables, weights, stride, groups, tops, totals)
         else:
-            weigh_4(scores + 4 * PAGE * r, more + at_low, more + at_up, more + at_fractions, tables, weights, PAGE * padded, groups,
-                    tops, tops + 4 * padded)
+            weigh_digits_4(own, more + at_low, more + at_rise, more + at_fractions, weights, low, stride, groups, tops, totals)
     fold_sums(begin_of + at_m, begin_of + at_m + 4 * padded, sums, sums + 4 * padded, factors, padded)
     share = nbytes // (SPANS * groups) + 1
     source, largest = record + at[3], quarter_power(i16_at(record + TAIL_OFFSET)[0], tables)
     for group in range(groups):
-        step, zeros = largest * _VALUE_STEPS[bits[group]], more + at_zeros + PAGE * group
+        width, zeros = bits[group], more + at_zeros + PAGE * group
         for r in range(0, rows, tile):
-            weights, out = more + at_weights + PAGE * (group * padded + r), output + 4 * (r * depth + CHANNELS * group)
-            keep = factors + 4 * r
-            if EIGHT and tile == 8:
-                dot_values_8(source, bits[group], zeros, weights, step, out, 4 * depth, keep, keep + 4 * padded, ahead, share)
+            weights, out = more + at_weights + PAGE * item * (group * padded + r), output + 4 * (r * depth + CHANNELS * group)
+            keep, take = factors + 4 * r, factors + 4 * (padded + r)
+            if few:
+                step = largest * _VALUE_STEPS[width]
+                if EIGHT and tile == 8:
+                    dot_values_8(source, width, zeros, weights, step, out, 4 * depth, keep, take, ahead, share)
+                else:
+                    dot_values_4(source, width, zeros, weights, step, out, 4 * depth, keep, take, ahead, share)
             else:
-                dot_values_4(source, bits[group], zeros, weights, step, out, 4 * depth, keep, keep + 4 * padded, ahead, share)
-        source, ahead = source + 2 * PAGE * bits[group], ahead + SPANS * share
+                step, multiple, low = largest * _DIGIT_STEPS[width], _MULTIPLES[width], weights + lower
+                if EIGHT and tile == 8:
+                    dot_value_digits_8(source, width, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
+                else:
+                    dot_value_digits_4(source, width, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
+        source, ahead = source + 2 * PAGE * width, ahead + SPANS * share
 
 
 @inlined()
@@ -180,29 +220,12 @@ def quarter_power(exponent, tables):
 
 
 @inlined()
-def output_by_numbers(record, at, depth, rows, padded, scores, begin_of, opened, tables, begin, count):
-    """`output_by_bytes` for a side of many bits: values are opened to 16-bit numbers. Scores in natural units; tokens [begin, count) are
-    seen."""
-    at_part, at_sums, at_output, at_m, at_factors, at_steps, at_rounded, _, _ = row_places(padded, depth)
-    part, rounded = begin_of + at_part, begin_of + at_rounded
-    open_values(record, at, depth, opened, tables, begin_of + at_steps)
-    step, stats = f32_at(begin_of + at_steps), f32_at(begin_of + at_sums)
-    for r in range(rows):
-        weights = scores + 4 * r * PAGE
-        stats[r], stats[padded + r] = _softmax_row(weights, begin, count)
-        own = rounded_row(weights, rounded, PAGE)
-        for group in range(depth // CHANNELS):
-            dot_values(opened + 2 * GROUP_NBYTES * group, rounded, step[group] * own, part + 4 * (r * depth + CHANNELS * group), PAGE // 4)
-    fold(begin_of + at_output, begin_of + at_m, part, 4 * depth, begin_of + at_sums, begin_of + at_factors, rows, padded, depth)
-
-
-@inlined()
 def scores_by_numbers(record, at, depth, rows, padded, scratch, scores, steps, opened, tables, scale, channel_scale):
-    """`scores_by_bytes` for a side of many bits, or one whose channels were kept apart."""
+    """`scores_of` for keys whose channels were kept apart: opened to 16-bit numbers, times queries that were not turned."""
     _, _, _, _, at_numbers, at_counts, _ = query_places(padded, depth)
-    rotated = open_keys(record, at, depth, opened, tables, scale * LOG2E, channel_scale, steps)
-    side, step, counts = 0 if rotated else padded, f32_at(steps), f32_at(scratch + at_counts)
+    open_keys(record, at, depth, opened, tables, scale * LOG2E, channel_scale, steps)
+    step, counts = f32_at(steps), f32_at(scratch + at_counts)
     for r in range(rows):
         for span in range(SPANS):
-            dot_keys(opened + 8 * SPAN * span, scratch + at_numbers + 2 * (side + r) * depth, step[span] * counts[side + r],
+            dot_keys(opened + 8 * SPAN * span, scratch + at_numbers + 2 * r * depth, step[span] * counts[r],
                      scores + 4 * (r * PAGE + SPAN * span), depth // 4)

@@ -201,6 +201,19 @@ def _scaled(builder: ir.IRBuilder, weights: list[ir.Value], tables: ir.Value, fr
 weigh_4, weigh_8 = _weigh(4), _weigh(8)
 
 
+def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2^x of floats that are not above 0; 2^-126 below that."""
+    kind, words = x.type, ir.VectorType(I32, x.type.count)
+    least, magic = constant(kind, -126.0), constant(kind, MAGIC)
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+    moved = builder.fadd(x, magic)
+    rest, value = builder.fsub(x, builder.fsub(moved, magic)), constant(kind, EXP2[-1])
+    for factor in EXP2[-2::-1]:
+        value = builder.fadd(builder.fmul(value, rest), constant(kind, factor))
+    exponent = builder.shl(builder.bitcast(moved, words), constant(words, 23))
+    return builder.bitcast(builder.add(builder.bitcast(value, words), exponent), kind)
+
+
 @intrinsic
 def fold_sums(typingctx, m, l, tops, totals, factors, rows):
     """Take (m, l) into running ones, float32 [rows] each; at `factors` [2, rows], what the running output is multiplied by, and the new
@@ -208,21 +221,14 @@ def fold_sums(typingctx, m, l, tops, totals, factors, rows):
 
     def codegen(context, builder, signature, args):
         m, l, tops, totals, factors, rows = args
-        four, words = ir.VectorType(F32, 4), ir.VectorType(I32, 4)
+        four = ir.VectorType(F32, 4)
         row, _, finish = loop(builder, builder.shl(rows, I64(2)), 16, [])
         places = [builder.add(each, row) for each in (m, l, tops, totals, factors, builder.add(factors, builder.shl(rows, I64(2))))]
         old, total, new, more = (load(builder, each, four, 4) for each in places[:4])
         top = larger(builder, new, old)
         scaled = []
         for each in (old, new):
-            x, least = builder.fmul(builder.fsub(each, top), constant(four, LOG2E)), constant(four, -126.0)
-            x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
-            moved = builder.fadd(x, constant(four, MAGIC))
-            rest, value = builder.fsub(x, builder.fsub(moved, constant(four, MAGIC))), constant(four, EXP2[-1])
-            for factor in EXP2[-2::-1]:
-                value = builder.fadd(builder.fmul(value, rest), constant(four, factor))
-            exponent = builder.shl(builder.bitcast(moved, words), constant(words, 23))
-            scaled.append(builder.bitcast(builder.add(builder.bitcast(value, words), exponent), four))
+            scaled.append(exp2(builder, builder.fmul(builder.fsub(each, top), constant(four, LOG2E))))
         store(builder, top, places[0], 4)
         store(builder, builder.fadd(builder.fmul(total, scaled[0]), builder.fmul(more, scaled[1])), places[1], 4)
         for each, place in zip(scaled, places[4:], strict=True):
