@@ -38,6 +38,10 @@ class DoesNotFit(EffllmError):
     exit_code = 4
 
 
+class DiskFull(DoesNotFit):
+    """A disk, a quota or a limit on the size of files has no room for what is being written, whatever that is."""
+
+
 class ContextOverflow(EffllmError):
     """The prompt is longer than the context."""
 
@@ -48,6 +52,20 @@ class DownloadFailed(EffllmError):
     """The network or the hub failed, or the machine is offline."""
 
     exit_code = 6
+
+
+def lacks_room(error: OSError) -> bool:
+    """Did a write fail for want of room?"""
+    import errno
+
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def not_written(error: OSError, what: str, hint: str, room: str = "make room on that disk, then run it again") -> EffllmError:
+    """What an error that ended a write is for a person, `what` and the system's reason: DiskFull with the next step `room`, or an
+    EffllmError with `hint`."""
+    message = f"{what}: {error.strerror or error}"
+    return DiskFull(message, room) if lacks_room(error) else EffllmError(message, hint)
 
 
 def __getattr__(name: str):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
 import io
 import os
 import shutil
@@ -20,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from .. import EffllmError
+from .. import DiskFull, EffllmError, lacks_room
 
 if TYPE_CHECKING:
     from .settings import Setting
@@ -48,7 +47,11 @@ codecs.register_error(PLAIN, in_plain_letters)
 
 
 class OutputFailed(EffllmError):
-    """stdout cannot be written (a full disk)."""
+    """stdout cannot be written."""
+
+
+class OutputFull(OutputFailed, DiskFull):
+    """The disk of what stdout goes to has no room."""
 
 
 @dataclass
@@ -81,8 +84,9 @@ class Environment:
         except BrokenPipeError as error:
             raise OutputClosed from error
         except OSError as error:
-            hint = "free some space, or send the output elsewhere" if error.errno == errno.ENOSPC else "send the output to a file or a pipe"
-            raise OutputFailed(f"the output cannot be written: {error.strerror or error}", hint) from error
+            kind = OutputFull if lacks_room(error) else OutputFailed
+            hint = "free some space, or send the output elsewhere" if kind is OutputFull else "send the output to a file or a pipe"
+            raise kind(f"the output cannot be written: {error.strerror or error}", hint) from error
 
     def demand_stdout(self) -> None:
         """Before work whose result goes there alone."""

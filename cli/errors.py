@@ -2,7 +2,7 @@
 
 Commands let exceptions pass; nothing else in `cli/` turns one into text or into an exit code. Codes: 0 ok, 1 failure, 2 usage, 3 model
 not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline, 130 interrupted. A reader that closes the pipe
-(`| head`) has what it wanted: that ends quietly with 0.
+(`| head`) has what it wanted: that ends quietly with 0. Want of room on a disk is 4 wherever it is found (`DiskFull`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import typer
 
-from .. import DoesNotFit, EffllmError
+from .. import DiskFull, DoesNotFit, EffllmError, lacks_room
 from .environment import Environment, OutputClosed, OutputFailed
 from .habits import flag_hint
 
@@ -56,7 +56,8 @@ def describe(error: Exception) -> tuple[str, str, int]:
         return "memory ran out", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}", "--debug shows where this happened", 1
+        code = DiskFull.exit_code if lacks_room(error) else 1
+        return f"{where}{error.strerror}", "--debug shows where this happened", code
     text = str(error)
     return f"internal error: {type(error).__name__}{f': {text}' if text else ''}", "--debug shows the traceback", 1
 

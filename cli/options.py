@@ -38,10 +38,14 @@ def complete_session(incomplete: str) -> list[str]:
     """Names of saved sessions, for the shell."""
     import os
 
+    from .. import EffllmError
     from ..runtime.session_store import SessionStore
     from ..runtime.storage import sessions_folder
 
-    return [name for name in SessionStore(sessions_folder(os.environ)).names() if name.startswith(incomplete)]
+    try:
+        return [name for name in SessionStore(sessions_folder(os.environ)).names() if name.startswith(incomplete)]
+    except EffllmError:  # whoever runs the command is told
+        return []
 
 
 def model_argument() -> Any:

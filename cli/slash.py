@@ -224,7 +224,11 @@ def session_name(chat: Conversation, rest: str, command: str) -> str:
 
 
 def saved(chat: Conversation) -> list[str]:
-    return chat.keeper.store.names()
+    """For completion and hints: none where nobody may look."""
+    try:
+        return chat.keeper.store.names()
+    except EffllmError:
+        return []
 
 
 def attach(chat: Conversation, rest: str) -> None:

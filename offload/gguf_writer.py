@@ -15,7 +15,7 @@ from types import TracebackType
 
 import numpy as np
 
-from .. import DoesNotFit, EffllmError, UsageError
+from .. import DiskFull, EffllmError, UsageError, lacks_room
 from .gguf import ARRAY, BLOCKS, BOOL, MAGIC, SCALARS, STRING, TYPES, Value
 from .size import format_size
 
@@ -57,7 +57,7 @@ def padded(nbytes: int) -> int:
 
 
 def _text(value: str) -> bytes:
-    raw = value.encode("utf-8")
+    raw = value.encode("utf-8", "replace")  # a folder's name may be no text
     return struct.pack("<Q", len(raw)) + raw
 
 
@@ -80,7 +80,7 @@ class NewFile:
     """A file that is not there until `commit`: it grows under a hidden name beside it, and an error removes that. A context manager.
 
     The hidden file is locked, so that two never write into one. Raises UsageError where another process does, EffllmError where the disk
-    or the place refuses.
+    or the place refuses. `left_nbytes`: what a run that was killed had left of the disk under the hidden name, given back by now.
     """
 
     def __init__(self, path: Path, nbytes: int = 0) -> None:
@@ -88,12 +88,14 @@ class NewFile:
         self.path, self._part, self._left = path, path.with_name(f".{path.name}.part"), nbytes
         self._fd = -1
         with self._refusals("give another place with -o"):
-            self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            # No links: what they show may be another program's. A pipe would be waited for.
+            self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             if not self._lock():
                 raise UsageError(f"another effllm is writing {path}", "wait for it, or give another place with -o")
             with self._refusals("give another place with -o"):
-                os.ftruncate(self._fd, 0)  # what a killed run has left
+                self.left_nbytes = os.fstat(self._fd).st_blocks * 512
+                os.ftruncate(self._fd, 0)
         except BaseException:
             self._close()
             raise
@@ -130,10 +132,11 @@ class NewFile:
         try:
             yield
         except OSError as error:
-            if error.errno == errno.ENOSPC:
+            if lacks_room(error):
+                full = "a file may not become that large here" if error.errno == errno.EFBIG else f"the disk of {self.path.parent} is full"
                 missing = f": {self.path.name} needs {format_size(self._left)} more" if self._left > 0 else ""
-                raise DoesNotFit(f"the disk of {self.path.parent} is full{missing}",
-                                 "make room, then run it again: it begins anew; or give a place on another disk with -o") from error
+                raise DiskFull(f"{full}{missing}",
+                               "make room, then run it again: it begins anew; or give a place on another disk with -o") from error
             raise EffllmError(f"{self.path} cannot be written: {error.strerror}", hint) from error
 
     def _close(self) -> None:

@@ -23,13 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import EffllmError
+from .. import DiskFull, EffllmError, lacks_room, not_written
 from .direct import POLL_S, Interrupted
 from .size import format_size
 
 PREFIX = "effllm-kv-"
 QUIET_S, MOST_BEHIND = 0.02, 32 << 20  # when what was written is sent to the disk: nothing more comes, or this much waits
 HINT = "--spill-dir DIR for another disk, a smaller -c, or fewer bits (--kv 4bit)"
+ROOM = f"make room there, or {HINT}"
 
 
 class SpillFile:
@@ -43,7 +44,7 @@ class SpillFile:
             sweep(folder)
             self.descriptor, self._name = _opened(folder)
         except OSError as error:
-            raise EffllmError(f"no file for the KV cache in {folder}: {error.strerror}", HINT) from error
+            raise not_written(error, f"no file for the KV cache in {folder}", HINT, ROOM) from error
         self.path = Path("the KV cache's file")
         self.nbytes = 0  # written so far
         self._work = threading.Condition()
@@ -55,7 +56,8 @@ class SpillFile:
     def write(self, pieces: Sequence[tuple[int, np.ndarray]]) -> None:
         """Write memory at offsets and wait until the system has it; the memory may change afterwards.
 
-        Raises EffllmError where that failed, or where what was written before did not reach the disk; Interrupted when `cancelled()`.
+        Raises DiskFull or another EffllmError where that failed, or where what was written before did not reach the disk; Interrupted when
+        `cancelled()`.
         """
         with self._work:
             self._queue.append(list(pieces))
@@ -67,7 +69,7 @@ class SpillFile:
                 self._work.wait(POLL_S)
             error, self._error = self._error, None
         if error is not None:
-            raise EffllmError(self._told(error), HINT) from error
+            raise self._told(error) from error
 
     def close(self) -> None:
         with self._work:
@@ -80,10 +82,11 @@ class SpillFile:
                 self._name.unlink(missing_ok=True)
             os.close(self.descriptor)
 
-    def _told(self, error: OSError) -> str:
-        if error.errno == errno.ENOSPC:
-            return f"the disk is full: {format_size(self.nbytes)} of the KV cache lie in {self._folder}, the next page found no room"
-        return f"the KV cache cannot be written to {self._folder}: {error.strerror}"
+    def _told(self, error: OSError) -> EffllmError:
+        if lacks_room(error):
+            full = "a file may not become that large" if error.errno == errno.EFBIG else "the disk is full"
+            return DiskFull(f"{full}: {format_size(self.nbytes)} of the KV cache lie in {self._folder}, the next page found no room", ROOM)
+        return EffllmError(f"the KV cache cannot be written to {self._folder}: {error.strerror}", HINT)
 
     def _serve(self) -> None:
         behind: list[tuple[int, int]] = []  # (offset, bytes) that the system's cache still has

@@ -2,7 +2,8 @@
 
 Everything is written to `.NAME.partial` beside the folder: weight files at their full size with their headers, then tensor after tensor
 in place, and a journal with a line per finished tensor that is on the disk before the line is. The first line is a fingerprint of what is
-being made, with the name of what it is made of; another fingerprint starts afresh. Copies and the marker file come last, then the folder
+being made, with the name of what it is made of; another fingerprint starts afresh. A line ends with its checksum: from the first one that
+was damaged on, tensors count as not written. Copies and the marker file come last, then the folder
 gets its name in one step. The journal stays locked while a process writes, so that two never share a folder.
 """
 
@@ -13,18 +14,18 @@ import errno
 import fcntl
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from .. import DoesNotFit, EffllmError, UsageError
+from .. import DiskFull, EffllmError, UsageError, lacks_room
 from .header import read_header
 from .shards import PAD, PlannedFile
 from .size import format_size
 
 JOURNAL = "journal"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COPY_NBYTES = 4 << 20
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
@@ -66,7 +67,7 @@ class FolderWriter:
         """All bytes of a tensor have been written: make them last, then say so in the journal. `entry` must survive JSON."""
         with self._space():
             _make_last(self._fds[self._places[name][0]])
-            _write_all(self._journal, (json.dumps([name, entry]) + "\n").encode())
+            _write_all(self._journal, _journal_line(name, entry))
             _make_last(self._journal)
         self.finished[name] = entry
 
@@ -169,10 +170,10 @@ class _Space:
         if not isinstance(error, OSError):
             return
         out = self._writer.out
-        if error.errno in FULL:
+        if lacks_room(error):
             reason = "a file may not become that large here" if error.errno == errno.EFBIG else f"the disk of {out.parent} is full"
-            raise DoesNotFit(f"{reason}: {out.name} needs {format_size(self._writer.missing_nbytes())} more",
-                             "make room, then run the same command again: it goes on where it stopped") from error
+            raise DiskFull(f"{reason}: {out.name} needs {format_size(self._writer.missing_nbytes())} more",
+                           "make room, then run the same command again: it goes on where it stopped") from error
         raise EffllmError(f"{error.filename or self._writer.partial} cannot be written: {error.strerror}",
                           f"check the folder: ls -ld {out.parent}") from error
 
@@ -257,16 +258,21 @@ def _read_journal(path: Path) -> tuple[str | None, dict[str, Mapping[str, object
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
         try:
             value = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if number == 0 and isinstance(value, dict):
             fingerprint = value.get("fingerprint")
-        elif number and isinstance(value, list) and len(value) == 2:
+        elif number and isinstance(value, list) and len(value) == 3 and isinstance(value[0], str) and line == _journal_line(*value[:2]):
             entries[value[0]] = value[1]
         else:
             break
         length += len(line)
     return fingerprint, entries, length
+
+
+def _journal_line(name: str, entry: Mapping[str, object]) -> bytes:
+    """A list of both and of the checksum of their JSON."""
+    return (json.dumps([name, entry, zlib.crc32(json.dumps([name, entry]).encode())]) + "\n").encode()
 
 
 def _pwrite(fd: int, data: memoryview | bytes, offset: int) -> None:

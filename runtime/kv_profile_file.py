@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import EffllmError, UsageError
+from .. import EffllmError, UsageError, not_written
 from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
 from ..quant.kv_basis import KVBasis
@@ -69,7 +69,7 @@ def save_profile(profile: Profile, path: Path) -> Path:
             part.write_bytes(data)
             os.replace(part, where)
     except OSError as error:
-        raise EffllmError(f"{target} cannot be written: {error.strerror}", "a copy of the model in a folder of your own") from error
+        raise not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own") from error
     return target
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import EffllmError, UsageError
+from .. import UsageError, not_written
 from ..offload.size import format_size
 from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
@@ -81,7 +81,7 @@ def temporary_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise EffllmError(f"no temporary folder can be made in {root}: {error.strerror}", "set TMPDIR to a folder with room") from error
+        raise not_written(error, f"no temporary folder can be made in {root}", "set TMPDIR to a folder with room") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder

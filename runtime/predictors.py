@@ -16,11 +16,12 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import EffllmError
+from .. import not_written
 from .events import Progress
 from .sparsity_file import PredictorRates
 from .written import PREDICTORS
@@ -69,7 +70,7 @@ class Predictors:
                 np.savez(out, **{name: np.stack([getattr(each, name) for each in self.layers]) for name in ("into", "out", "thresholds")})
             os.replace(aside, target)
         except OSError as error:
-            raise EffllmError(f"{target} cannot be written: {error.strerror}", "a copy of the model in a folder of your own") from error
+            raise not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own") from error
         return target
 
 
@@ -80,7 +81,8 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
             return None
         with np.load(folder / FILE, allow_pickle=False) as stored:
             into, out, thresholds = (np.ascontiguousarray(stored[name], np.float32) for name in ("into", "out", "thresholds"))
-    except (OSError, ValueError, KeyError, EOFError, MemoryError, TypeError, RuntimeError, zipfile.BadZipFile):
+    except (OSError, ArithmeticError, ValueError, KeyError, EOFError, MemoryError, TypeError, RuntimeError, SyntaxError, TokenError,
+            zipfile.BadZipFile):
         return None
     rank = into.shape[-1] if into.ndim else 0
     fits = (into.shape, out.shape, thresholds.shape) == ((layers, width, rank), (layers, rank, neurons), (layers, neurons))
@@ -90,6 +92,8 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
 
 def _is_plain(path: Path) -> bool:
     """Whether a file is an archive of arrays as they lie in memory, as `save` writes it: what is packed may unfold to any size."""
+    if not path.is_file():  # a pipe would be waited for
+        return False
     with zipfile.ZipFile(path) as archive:
         return all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
 

@@ -10,7 +10,6 @@ goes that a session about to be written needs. The lock ends with the process th
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
@@ -20,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import EffllmError, UsageError
+from .. import EffllmError, UsageError, not_written
 from ..offload.page_file import DamagedPage, PageFile, describe, read_page_file, sync_folder, write_page_file
 from ..offload.size import format_size
 from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
@@ -30,7 +29,6 @@ SUFFIX, PAGES = ".json", "pages"
 LONGEST_NAME = 100
 DISK = "4G"  # for the pages of all sessions
 YOUNG_S = 3600.0  # sessions younger than this differ in what they save, not in their age
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class NoSession(UsageError):
@@ -65,6 +63,13 @@ def check_name(name: str) -> str:
     return name
 
 
+def _can_be_named(name: str) -> bool:
+    try:
+        return bool(check_name(name))
+    except UsageError:
+        return False
+
+
 class SessionStore:
     """The sessions in one folder, which need not exist yet."""
 
@@ -73,7 +78,14 @@ class SessionStore:
         self._known: set[str] = set()  # files that this process has written, or read and found whole
 
     def names(self) -> list[str]:
-        return sorted(path.stem for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+        """Of what lies here, all that a session can be called. Raises EffllmError where nobody may look."""
+        try:
+            found = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self._closed(error) from error
+        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and _can_be_named(name.removesuffix(SUFFIX)))
 
     def newest(self) -> list[str]:
         """`names`, the one that was saved last first."""
@@ -89,7 +101,17 @@ class SessionStore:
         return self.folder / f"{check_name(name)}{SUFFIX}"
 
     def has(self, name: str) -> bool:
-        return self.path(name).exists()
+        """Also where nobody can read it. Raises EffllmError where nobody may look."""
+        try:
+            self.path(name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise self._closed(error) from error
+        return True
+
+    def _closed(self, error: OSError) -> EffllmError:
+        return EffllmError(f"the sessions in {self.folder} cannot be read: {error.strerror}", f"check the folder: ls -ld {self.folder}")
 
     def version(self, name: str) -> tuple[int, int] | None:
         """What tells a session's file from the one before it: each is another file in the same place. None where there is none."""
@@ -108,10 +130,14 @@ class SessionStore:
         except OddFile as error:
             raise _damaged(name, path, f"it is {error.strerror}") from None
         except FileNotFoundError as error:
+            if path.is_symlink():
+                raise EffllmError(f"session {name}: {path} is a link that leads nowhere", "bring back what it leads to (a disk that is not"
+                                  f" there?), another --session NAME, or effllm session rm {name}") from error
             there = self.names()
             raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
         except OSError as error:
-            raise EffllmError(f"session {name}: {path} cannot be read: {error.strerror}", "another --session NAME") from error
+            raise EffllmError(f"session {name}: {path} cannot be read: {error.strerror}",
+                              f"check it: ls -l {path}, or another --session NAME") from error
         if mentions.encode() not in data:
             return None
         try:
@@ -166,9 +192,8 @@ class SessionStore:
             with self._locked(fcntl.LOCK_SH):
                 yield
         except OSError as error:
-            hint = "effllm session list shows what takes space; the session is what it was before" if error.errno in FULL else \
-                f"check its folder: ls -ld {self.folder}"
-            raise EffllmError(f"session {name} cannot be saved: {error.strerror or error}", hint) from error
+            raise not_written(error, f"session {name} cannot be saved", f"check its folder: ls -ld {self.folder}",
+                              "effllm session list shows what takes space; the session is what it was before") from error
 
     def write(self, session: SavedSession) -> None:
         """Let a session be this one from now on, after its pages. Raises OSError."""
@@ -319,10 +344,15 @@ class SessionStore:
         return found
 
     def listed(self) -> list[Listed]:
-        """All sessions, the newest first."""
-        sizes, read, found = self._sizes(), [], []
+        """All sessions, the newest first. Raises EffllmError where nobody may look."""
+        try:
+            names, sizes = self.names(), self._sizes()
+        except OSError as error:
+            raise self._closed(error) from error
+        read: list[SavedSession] = []
+        found: list[Listed] = []
         users: dict[str, int] = {}
-        for name in self.names():
+        for name in names:
             try:
                 read.append(self.read(name))
             except NoSession:  # removed meanwhile

@@ -22,7 +22,7 @@ def read_whole(path: Path, most: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OddFile(errno.EINVAL, "not a regular file", str(path))
         if status.st_size > most:
-            raise OddFile(errno.EFBIG, f"{status.st_size:,} bytes, at most {most:,} are read of such a file", str(path))
+            raise OddFile(errno.EINVAL, f"{status.st_size:,} bytes, at most {most:,} are read of such a file", str(path))
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:

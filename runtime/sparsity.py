@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import EffllmError, UsageError
+from .. import UsageError, not_written
 from ..offload.header import is_gguf
 from ..offload.neurons import Window
 from .bundles import SPARSE, is_lossy
@@ -53,7 +53,7 @@ class Trace:
             with path.open("wb") as out:
                 np.savez_compressed(out, neurons=np.int64(self.neurons), active=np.stack(self.layers))
         except OSError as error:
-            raise EffllmError(f"{path} cannot be written: {error.strerror}", "another --trace FILE") from error
+            raise not_written(error, f"{path} cannot be written", "another --trace FILE") from error
 
     @classmethod
     def load(cls, path: Path) -> Trace:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import EffllmError
+from .. import EffllmError, not_written
 from .config_reader import read_json
 from .written import SPARSITY
 
@@ -86,7 +86,7 @@ def _write(folder: Path, text: str, target: Path | None) -> Path:
         aside.write_text(text, encoding="utf-8")
         aside.unlink() if target is None else os.replace(aside, target)
     except OSError as error:
-        raise EffllmError(f"{folder / FILE} cannot be written: {error.strerror}", "a copy of the model in a folder of your own") from error
+        raise not_written(error, f"{folder / FILE} cannot be written", "a copy of the model in a folder of your own") from error
     return folder / FILE
 
 
@@ -100,7 +100,9 @@ def load(folder: Path | None, layers: int) -> Sparsity | None:
             return None
         missed = {float(share): tuple(map(float, own)) for share, own in dict(raw["missed"]).items()}
         rates = raw.get("predictor")
-        predictor = rates and PredictorRates(int(rates["rank"]), tuple(map(float, rates["recall"])), tuple(map(float, rates["named"])))
+        predictor = None
+        if rates is not None:
+            predictor = PredictorRates(int(rates["rank"]), tuple(map(float, rates["recall"])), tuple(map(float, rates["named"])))
         found = Sparsity(int(raw["tokens"]), tuple(map(float, raw["active"])), missed, predictor)
     except (EffllmError, KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -69,6 +69,7 @@ def test_memory_files_and_interrupts() -> None:
     assert guarded(MemoryError(), world())[0] == 4
     assert guarded(FileNotFoundError(2, "No such file or directory", "a.txt"), world()) == (
         1, "effllm: a.txt: No such file or directory\nhint: --debug shows where this happened\n")
+    assert guarded(OSError(28, "No space left on device", "a.txt"), world())[0] == 4
     assert guarded(KeyboardInterrupt(), world()) == (130, "")
 
 
@@ -82,7 +83,7 @@ def test_a_reader_that_left_is_no_error() -> None:
 
 def test_a_full_disk_is_said() -> None:
     environment = world(stdout=FullDisk())
-    assert main(["--version"], environment) == 1
+    assert main(["--version"], environment) == 4
     assert environment.stderr.getvalue() == (
         "effllm: the output cannot be written: No space left on device\nhint: free some space, or send the output elsewhere\n")
 

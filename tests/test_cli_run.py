@@ -57,7 +57,7 @@ def test_a_reader_that_leaves_is_no_failure() -> None:
 
 def test_a_full_disk_is_one_line() -> None:
     ran = shell("EFFLLM run fable hi -n 3 > /dev/full")
-    assert ran.returncode == 1 and ran.stderr.splitlines() == ["effllm: the output cannot be written: No space left on device",
+    assert ran.returncode == 4 and ran.stderr.splitlines() == ["effllm: the output cannot be written: No space left on device",
                                                                "hint: free some space, or send the output elsewhere"]
     assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
 
@@ -65,8 +65,8 @@ def test_a_full_disk_is_one_line() -> None:
 def test_a_disk_that_fills_up_in_mid_answer_is_one_line(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: what fitted stays, and the end is said."""
     ran = shell(f'ulimit -f 1; trap "" XFSZ; EFFLLM run fable "{STORY}" --temp 1 --seed 1 --ignore-eos > {tmp_path}/answer.txt')
-    assert ran.returncode == 1 and len(ran.stderr.splitlines()) == 2, ran.stderr
-    assert ran.stderr.startswith("effllm: the output cannot be written: File too large\nhint: send the output")
+    assert ran.returncode == 4 and len(ran.stderr.splitlines()) == 2, ran.stderr
+    assert ran.stderr.startswith("effllm: the output cannot be written: File too large\nhint: free some space, or send the output")
     assert (tmp_path / "answer.txt").stat().st_size == 1024
 
 

@@ -1,6 +1,8 @@
 """Export as GGUF: bytes as the format's own package writes them, files that answer as their source does, nothing half written."""
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
+from effllm.runtime.generation_config import read_generation_config
 from effllm.runtime.gguf.export import Exported, export_gguf
 from effllm.runtime.gguf.tokenizer import tokenizer_files
 from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
@@ -49,6 +52,29 @@ def logits(path: Path, ids: list[int] = IDS) -> np.ndarray:
         return engine.forward_logits(ids).copy()
     finally:
         engine.close()
+
+
+def test_the_recommended_sampling_goes_along(tmp_path: Path) -> None:
+    """Without it a file answers otherwise than the folder that it was made of, at the same flags."""
+    folder = tmp_path / "model"
+    shutil.copytree(FABLE, folder)
+    wanted = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}
+    for given, kept in ((wanted, wanted), ({"do_sample": False, "top_k": -1}, {"temperature": 0.0, "top_k": 0}), ({}, {}),
+                        ({"top_k": 10**20, "temperature": 1e300}, {"top_k": 2**31 - 1}),
+                        ({"top_k": "many", "temperature": 0.5, "seed": 3}, {"temperature": 0.5})):
+        (folder / "generation_config.json").write_text(json.dumps(given))
+        _, said = exported(folder, tmp_path / "m.gguf", replace=True)
+        found, _ = read_generation_config(tmp_path / "m.gguf")
+        assert found == pytest.approx(kept), given
+        assert any("top_k must be a whole number" in text for text in said) == (given.get("top_k") == "many")
+        exported(tmp_path / "m.gguf", tmp_path / "again.gguf", replace=True)
+        assert read_generation_config(tmp_path / "again.gguf")[0] == pytest.approx(kept)
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    """A folder out of an old archive, named in another code than UTF-8: internal error."""
+    *_, made = export_gguf(FABLE, tmp_path / "m.gguf", "Q8_0", os.fsdecode(b"caf\xe9"))
+    assert gguf.GGUFReader(made.path).fields["general.name"].contents() == "caf?"
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS])

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from effllm import DoesNotFit, EffllmError, UsageError
 from effllm.offload.gguf_writer import NewFile
 from effllm.offload.size import format_size
+from effllm.runtime.events import Notice
 from effllm.runtime.gguf.export import export_gguf
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
@@ -67,6 +69,32 @@ def test_what_a_kill_leaves_is_taken_up(tmp_path: Path) -> None:
     assert written(out) == b"content" and list(tmp_path.iterdir()) == [out]
 
 
+def test_an_export_that_was_killed_leaves_one_hidden_file_and_the_next_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its room counts as free: on a full disk the next one would be refused for it."""
+    out = tmp_path / "m.gguf"
+    code = ("import os, signal, sys\nfrom pathlib import Path\nfrom effllm.runtime.gguf.export import export_gguf\n"
+            "for event in export_gguf(Path(sys.argv[1]), Path(sys.argv[2]), 'Q8_0', 'one'):\n"
+            "    if getattr(event, 'done', 0) > 4_000_000:\n        os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert subprocess.run([sys.executable, "-P", "-c", code, str(FABLE), str(out)], timeout=MINUTE, check=False).returncode < 0
+    (part,) = tmp_path.iterdir()
+    left = part.stat().st_blocks * 512
+    assert part.name == ".m.gguf.part" and left >= 4_000_000
+    free = [0]
+    truncate, usage = os.ftruncate, shutil.disk_usage(tmp_path)
+
+    def ftruncate(fd: int, length: int) -> None:
+        free[0] += os.fstat(fd).st_blocks * 512
+        truncate(fd, length)
+
+    monkeypatch.setattr(os, "ftruncate", ftruncate)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[0] + 3_000_000))
+    said = [event.text for event in export_gguf(FABLE, out, "Q8_0", "one") if isinstance(event, Notice)]
+    assert said.count(f"an export to m.gguf that was ended had left {format_size(left)}: removed, it begins anew") == 1
+    assert list(tmp_path.iterdir()) == [out] and out.stat().st_size < left + 3_000_000
+    said = [event.text for event in export_gguf(FABLE, out, "Q8_0", "one", replace=True) if isinstance(event, Notice)]
+    assert not any("had left" in text for text in said)
+
+
 @pytest.mark.parametrize("step", ("write", "fsync", "replace"))
 @pytest.mark.parametrize("code", (errno.ENOSPC, errno.EIO))
 def test_a_disk_that_refuses_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str,
@@ -119,6 +147,19 @@ def test_a_place_that_nobody_may_write(tmp_path: Path) -> None:
     with pytest.raises(EffllmError, match="cannot be written: No such file") as caught:
         NewFile(tmp_path / "absent" / "m.gguf")
     assert caught.value.hint == "give another place with -o"
+
+
+def test_what_lies_under_the_hidden_name_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
+    """A link's file was emptied and written, and the link became the result; a pipe was waited for without end."""
+    part, mine = tmp_path / ".m.gguf.part", tmp_path / "mine"
+    mine.write_text("mine")
+    for make in (lambda: part.symlink_to(mine), lambda: os.mkfifo(part)):
+        make()
+        with pytest.raises(EffllmError, match="m.gguf cannot be written") as caught:
+            NewFile(tmp_path / "m.gguf")
+        assert caught.value.hint == "give another place with -o"
+        part.unlink()
+    assert mine.read_text() == "mine" and [*tmp_path.iterdir()] == [mine]
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +114,16 @@ def test_what_is_kept_is_read_without_trust(trained: tuple[Path, predictors.Pred
     for damage in (b"", content[:1000], b"PK" + content[40:]):
         (tmp_path / predictors.FILE).write_bytes(damage)
         assert predictors.load(tmp_path, 6, 256, 768) is None
+    for head in ("{'descr': (", "{'descr': '<f4', 'fortran_order': False, 'shape': (0, 99999999999999999999), }", "[" * 900, "'" * 3):
+        text = head.encode().ljust(1000) + b"\n"
+        array = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+        with zipfile.ZipFile(tmp_path / predictors.FILE, "w") as archive:
+            for name in ("into.npy", "out.npy", "thresholds.npy"):
+                archive.writestr(name, array)
+        assert predictors.load(tmp_path, 6, 256, 768) is None
+    (tmp_path / predictors.FILE).unlink()
+    os.mkfifo(tmp_path / predictors.FILE)
+    assert predictors.load(tmp_path, 6, 256, 768) is None, "nobody waits for a pipe"
     kept = Sparsity(1024, (0.1,) * 6, {0.5: (0.01,) * 6}, rates)
     sparsity_file.save(kept, tmp_path)
     assert sparsity_file.load(tmp_path, 6).predictor == PredictorRates(rates.rank, tuple(round(own, 5) for own in rates.recall),

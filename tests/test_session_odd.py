@@ -1,5 +1,6 @@
 """What lies under a session's name and is no session: pipes, devices, folders, files with holes, JSON that nobody wrote."""
 
+import errno
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
+from effllm.cli.options import complete_session
 from effllm.runtime.conversation_file import parse_conversation
 from effllm.runtime.saved_format import LARGEST, Malformed, _checksum, parse_saved
 from effllm.runtime.session_store import DamagedSession, NoSession, SessionStore
@@ -64,6 +66,64 @@ def test_a_session_that_goes_while_all_are_listed(store: SessionStore, monkeypat
     with pytest.raises(NoSession):
         store.read("gone")
     assert [each.name for each in store.listed()] == ["tale"]
+
+
+@pytest.mark.parametrize("name", ["-copy", "a" * 101, "two\nlines"])
+def test_a_file_that_no_session_can_be_called_holds_up_nobody(store: SessionStore, name: str) -> None:
+    """Such a copy ended every run with a new session, and no page was ever removed for its sake."""
+    os.link(store.path("tale"), os.path.join(store.folder, f"{name}.json"))
+    assert store.names() == store.newest() == ["tale"] and store.unread() == []
+    assert [each.name for each in store.listed()] == ["tale"]
+    assert store.remove(["tale"]) > 0 and store.nbytes() == 0
+
+
+def test_a_link_that_leads_nowhere_is_no_new_session(store: SessionStore) -> None:
+    """As to a disk that is not mounted: the run said that the session was new and put it in the place of the link."""
+    elsewhere = store.folder.parent / "tale.json"
+    store.path("tale").rename(elsewhere)
+    store.path("tale").symlink_to(elsewhere)
+    assert check(store, "tale") == 1
+    elsewhere.rename(elsewhere.with_suffix(".gone"))
+    assert store.has("tale")
+    with pytest.raises(EffllmError, match="session tale: .* is a link that leads nowhere") as caught:
+        store.read("tale")
+    assert "effllm session rm tale" in caught.value.hint and not isinstance(caught.value, DamagedSession)
+    save(store, "story", 2)
+    assert [(each.name, "leads nowhere" in each.problem) for each in store.listed()] == [("story", False), ("tale", True)]
+    before = store.nbytes()
+    assert store.make_room(0, "story") == [] and store.nbytes() == before, "its pages wait for it"
+    elsewhere.with_suffix(".gone").rename(elsewhere)
+    assert check(store, "tale") == 1
+    elsewhere.unlink()
+    assert store.remove(["tale"]) > 0 and store.names() == ["story"]
+
+
+@pytest.mark.parametrize("call", ["listed", "names", "has"])
+def test_a_folder_that_nobody_may_look_into_is_told_with_a_next_step(store: SessionStore, monkeypatch: pytest.MonkeyPatch,
+                                                                     call: str) -> None:
+    """As another person's: a list was empty, or a line whose next step was --debug."""
+    def closed(path: object, *more: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "listdir", closed)
+    monkeypatch.setattr(Path, "lstat", closed)
+    with pytest.raises(EffllmError, match="the sessions in .* cannot be read: Permission denied") as caught:
+        getattr(store, call)(*(["tale"] if call == "has" else []))
+    assert caught.value.hint == f"check the folder: ls -ld {store.folder}"
+    monkeypatch.setenv("XDG_STATE_HOME", str(store.folder.parent))
+    assert complete_session("") == [], "a shell is not told in the middle of a line"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may look everywhere")
+@pytest.mark.parametrize("mode", [0, 0o400])
+def test_a_folder_whose_names_alone_may_be_seen(store: SessionStore, mode: int) -> None:
+    store.folder.chmod(mode)
+    try:
+        for call in (store.listed, lambda: store.has("tale")):
+            with pytest.raises(EffllmError, match="cannot be read: Permission denied"):
+                call()
+    finally:
+        store.folder.chmod(0o700)
 
 
 # ---- whole checksums around what no effllm wrote

@@ -310,7 +310,7 @@ def test_a_file_that_grows_beyond_its_limit(store: SessionStore) -> None:
          "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\nsys.argv = sys.argv[1:]\n"
          "runpy.run_path(sys.argv[0], run_name='__main__')",
          CHILD[1], str(store.folder), "tale", "2", "6", "1"], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1 and "EffllmError: session tale cannot be saved: File too large" in ended.stderr
+    assert ended.returncode == 1 and "DiskFull: session tale cannot be saved: File too large" in ended.stderr
     assert check(store, "tale") == 1 and not [path for path in store.folder.rglob(".*")]
 
 

@@ -123,7 +123,8 @@ def test_what_was_measured_is_read_back_and_nonsense_is_not(tmp_path: Path) -> N
     assert 0.005 < made.missed_at(0.375) < 0.03
     assert sparsity_file.load(tmp_path, 3) is None
     for wrong in ("{}", "[1]", "nothing", json.dumps({**made.to_json(), "missed": {"2": [0.1, 0.1]}}),
-                  json.dumps({**made.to_json(), "active": [0.1, "x"]})):
+                  json.dumps({**made.to_json(), "active": [0.1, "x"]}),
+                  *(json.dumps({**made.to_json(), "predictor": rates}) for rates in ({}, [], 0, False, "", "x", 5))):
         (tmp_path / sparsity_file.FILE).write_text(wrong)
         assert sparsity_file.load(tmp_path, 2) is None
 

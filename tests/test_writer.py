@@ -170,6 +170,39 @@ def test_every_cut_of_the_journal_is_survived(tmp_path: Path) -> None:
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "straight")
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_journal_that_was_damaged_costs_time_and_no_byte(tmp_path: Path, seed: int) -> None:
+    """Its entries were believed: one that had lost its checksum ended every run with a traceback, an altered one went into the result."""
+    make(tmp_path / "straight")
+    files, chance = plan_files(GROUPS, {"format": "test"}), random.Random(seed)
+    with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
+        write_all(writer)
+        entries = dict(writer.finished)
+    journal = partial_folder(tmp_path / "out") / "journal"
+    head, *lines = journal.read_bytes().splitlines(keepends=True)
+    harmed = bytearray(b"".join(lines))
+    at = chance.randrange(len(harmed))
+    harmed[at : at + chance.choice((0, 1, 512))] = chance.choice((b"", b"0", b'"', bytes(16), chance.randbytes(3), b"[" * 100_000))
+    journal.write_bytes(head + harmed)
+    with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
+        assert all(entries[name] == entry for name, entry in writer.finished.items())
+        assert {*writer.finished} >= {*[*entries][: bytes(harmed[:at]).count(b"\n")]}, "what lies before the damage is kept"
+        write_all(writer)
+        assert writer.finished == entries
+        writer.commit({}, {MARKER: "{}"})
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("line", ['[["c0"], {}]', '[{}, {}]', '["c0", 5]', '["c0", {}]', '["c0", {}, 1]'])
+def test_lines_that_no_writer_wrote_count_as_nothing(tmp_path: Path, line: str) -> None:
+    files = plan_files(GROUPS, {"format": "test"})
+    FolderWriter(tmp_path / "out", files, "one", MARKER).close()
+    with (partial_folder(tmp_path / "out") / "journal").open("a", encoding="utf-8") as journal:
+        journal.write(line + "\n")
+    with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
+        assert not writer.finished and not writer.discarded
+
+
 def test_another_kind_of_result_starts_afresh(tmp_path: Path) -> None:
     files = plan_files(GROUPS, {"format": "test"})
     with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:

@@ -28,6 +28,7 @@ from ..container import read_container
 from ..convert_plan import MATRICES
 from ..events import Notice, Progress
 from ..families import expert_of, kind_of
+from ..generation_config import read_generation_config
 from ..model import ModelTensor, check_tensors
 from ..outliers import check_outliers
 from ..source import open_store
@@ -35,6 +36,7 @@ from ..text import Tokenizer
 from ..written import demand_folder
 from .architectures import BY_FAMILY, Architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
+from .settings import sampling_metadata
 from .store import separated
 
 BLOCK, HEADS = 32, ("embed", "head")
@@ -80,17 +82,21 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         tensors = check_tensors(config, store, container)
         check_outliers(tensors, store)
         jobs = list(_jobs(tensors, config, found, kind))
-        metadata = config_metadata(config, name, kind) | _tokenizer(source, config)
+        settings, remarks = read_generation_config(source)
+        yield from map(Notice, remarks)
+        metadata = config_metadata(config, name, kind) | sampling_metadata(settings) | _tokenizer(source, config)
         factors = rotary_tensors(config)
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, container is not None)
         head = gguf_head(metadata, planned)
         total = len(head) + sum(padded(tensor.nbytes) for tensor in planned)
-        if (free := shutil.disk_usage(out.parent).free) < total:
-            raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
-                             "make room, or give a place on another disk with -o")
         done = len(head)
         with NewFile(out, total) as file:
+            if file.left_nbytes:
+                yield Notice(f"an export to {out.name} that was ended had left {format_size(file.left_nbytes)}: removed, it begins anew")
+            if (free := shutil.disk_usage(out.parent).free) < total:
+                raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
+                                 "make room, or give a place on another disk with -o")
             file.write(head)
             for values in factors.values():
                 file.write(values.tobytes() + bytes(padded(values.nbytes) - values.nbytes))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from ...offload.gguf import GgufHeader
+from ...offload.gguf import GgufHeader, Value
 from .config import config_json
 from .split import close_all
 from .store import open_file, read_header
@@ -14,6 +15,7 @@ from .tokenizer import ENDS, tokenizer_files
 
 SAMPLING = "general.sampling."
 LICENCE = re.compile(r"[A-Za-z0-9.+_-]{1,40}")
+LARGEST_TOP_K, LARGEST_VALUE = 2**31 - 1, 3e38  # of 32 bits
 # What a file recommends -> generation_config.json.
 SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 
@@ -26,6 +28,15 @@ def generation_config(path: Path) -> dict[str, object]:
 def _sampling(header: GgufHeader) -> dict[str, object]:
     stated = {ours: header.metadata.get(SAMPLING + theirs) for theirs, ours in SETTINGS.items()}
     return {name: value for name, value in stated.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def sampling_metadata(settings: Mapping[str, object]) -> dict[str, Value]:
+    """The keys that recommend what a generation_config.json does, as far as a GGUF file has names for it; `settings` are usable ones."""
+    found = {theirs: settings[ours] for theirs, ours in SETTINGS.items() if ours in settings}
+    if settings.get("do_sample") is False:
+        found["temp"] = 0.0
+    return {SAMPLING + name: min(max(0, value), LARGEST_TOP_K) if name == "top_k" else float(value) for name, value in found.items()
+            if value < LARGEST_VALUE}
 
 
 def stated_licence(header: GgufHeader) -> str | None:

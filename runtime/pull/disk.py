@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ... import DoesNotFit, EffllmError
+from ... import DiskFull, DoesNotFit, EffllmError, lacks_room
 from ...offload.size import format_size
-from ...offload.writer import FULL, held_nbytes
+from ...offload.writer import held_nbytes
 from ..events import Notice
 
 POLL_S = 0.2
@@ -30,13 +30,13 @@ def speaking(folder: Path, variable: str, missing: Callable[[], int]) -> Iterato
     except OSError as error:
         if error.errno in (errno.EFBIG, errno.EDQUOT):  # there may be room, but not for this
             why = "a file that large may not be written" if error.errno == errno.EFBIG else "the quota is used up"
-            raise DoesNotFit(f"{why} in {folder}: {format_size(missing())} are still to come",
-                             f"set {variable} to a folder of another disk, or raise the limit (ulimit -f, quota)") from error
-        if error.errno in FULL:
+            raise DiskFull(f"{why} in {folder}: {format_size(missing())} are still to come",
+                           f"set {variable} to a folder of another disk, or raise the limit (ulimit -f, quota)") from error
+        if lacks_room(error):
             nbytes, free = missing(), free_nbytes(folder)
-            raise DoesNotFit(f"the disk of {folder} is full: {format_size(nbytes)} are still to come, {format_size(free)} are free",
-                             f"make room for {format_size(max(1, nbytes - free))}, then run the same command again: it goes on where it "
-                             "stopped") from error
+            raise DiskFull(f"the disk of {folder} is full: {format_size(nbytes)} are still to come, {format_size(free)} are free",
+                           f"make room for {format_size(max(1, nbytes - free))}, then run the same command again: it goes on where it "
+                           "stopped") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise EffllmError(f"{error.filename or folder} cannot be written: {error.strerror.lower()}",
                               f"set {variable} to a folder that you may write") from error
