@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from .saving import Keeper
 
 
+READ_AGAIN = "your next message reads that part of the conversation again; where this comes back: check the disk, or --spill-dir DIR"
+
+
+def next_step(error: EffllmError) -> str:
+    """What a hint says in a chat, which goes on."""
+    from ..runtime.engine import PagesLost
+
+    return READ_AGAIN if isinstance(error, PagesLost) else error.hint
+
+
 def current_rss() -> int:
     """Bytes that this process holds in memory."""
     import psutil
@@ -69,7 +79,7 @@ class Conversation:
             except KeyboardInterrupt:  # while a session is saved or taken up; an answer has its own way of being stopped
                 self.screen.note("stopped by Ctrl-C")
             except EffllmError as error:
-                write_error(self.screen.environment, error.message, error.hint)
+                write_error(self.screen.environment, error.message, next_step(error))
             except OSError as error:
                 write_error(self.screen.environment, f"{error.filename or 'file'}: {error.strerror}", "")
 

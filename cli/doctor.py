@@ -161,7 +161,8 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
     screen.line(f"speed with {machine.threads} threads, measured {machine.date}")
     screen.pairs((
         ("memory", f"reads {machine.memory / 1e9:.1f} GB/s at best, {machine.memory_usual / 1e9:.1f} usually"),
-        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us a layer, beside its weights"),
+        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us a layer, beside its weights; "
+                      f"{1e6 * machine.choice_s:.0f} us until the next begins"),
         *((f"attention, {kv}", f"one token {rate.decode / 1e9:.1f}, deep in a context {(rate.deep or rate.decode) / 1e9:.1f}, a prompt "
            f"{rate.prefill / 1e9:.1f} billion products/s")
           for kv, rate in machine.attention.items())))

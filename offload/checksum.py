@@ -13,6 +13,8 @@ import numpy as np
 
 POLYNOMIAL = 0xEDB88320
 LONGEST = 48  # bits of a length
+BLOCK_WORDS = 512
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio (Knuth, The Art of Computer Programming 3, 6.4)
 
 
 def join(parts: Iterable[tuple[int, int]]) -> int:
@@ -27,12 +29,28 @@ def join(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def word_sums(memory: np.ndarray) -> np.ndarray:
-    """Of each row of a uint8 array [N, M] the sum of its little-endian 64-bit words and of the bytes behind the last whole one, modulo
-    2^64: uint64 [N]. For bytes that are read again and again: six times as fast as a CRC-32. It tells a word that was altered, bytes that
-    are others' or were never written; not words that changed places."""
-    whole = memory.shape[1] // 8 * 8
-    sums = np.add.reduce(memory[:, :whole].view("<u8"), axis=1, dtype=np.uint64)
-    return sums if whole == memory.shape[1] else sums + np.add.reduce(memory[:, whole:], axis=1, dtype=np.uint64)
+    """A checksum of each row of a uint8 array [N, M >= 8]: uint64 [N]. For bytes that are read again and again: some six times as fast as
+    a CRC-32.
+
+    A block of 4 KiB, as disks and file systems move them, is the sum of its little-endian 64-bit words modulo 2^64; blocks are added with
+    an odd weight for each place, and bytes behind the last whole word as they are. So any one word that was altered is told, and so are
+    bytes that are others' or were never written, and blocks that changed places. What is not told: words that changed places within a
+    block, and changes to several words that cancel out. A weight for every word would tell the first, but NumPy multiplies 64-bit integers
+    one by one: a token that reads 178 MB took 146 ms with that, 141 with this and with plain sums, 132 unchecked (medians of 112, by
+    turns, AVX2).
+    """
+    whole = memory.shape[1] // 8
+    begins, weights = _blocks(whole)
+    sums = np.add.reduceat(memory[:, : 8 * whole].view("<u8"), begins, axis=1).dot(weights)
+    return sums if 8 * whole == memory.shape[1] else sums + np.add.reduce(memory[:, 8 * whole :], axis=1, dtype=np.uint64)
+
+
+@cache
+def _blocks(words: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the blocks of so many words begin, and their weights, uint64: odd, so that no change of a sum is lost, and far from one
+    another."""
+    begins = np.arange(0, words, BLOCK_WORDS)
+    return begins, np.arange(1, len(begins) + 1, dtype=np.uint64) * np.uint64(GOLDEN) | np.uint64(1)
 
 
 def _times(matrix: tuple[int, ...], vector: int) -> int:

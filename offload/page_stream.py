@@ -15,6 +15,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from .. import EffllmError
 from .checksum import word_sums
 from .direct import BLOCK, READ_NBYTES, THREADS, Read, Reader, Traffic
 from .direct_queue import DirectQueue
@@ -23,12 +24,26 @@ from .memory import anonymous
 from .page_slots import PageSlots
 from .read_queue import ReadQueue
 from .spill import SpillFile
-from .turns import Turns
+from .turns import Turn, Turns
 
 RING_NBYTES = 16 << 20  # at least two slots, else about this much
 RUN_NBYTES = 2 << 20
 QUEUED = 128  # pages that are read at a time, at most
 RUN_THREADS = 2  # reads of runs at a time: more are no faster, and take from the threads that compute
+
+
+class PagesLost(EffllmError):
+    """Pages in the file cannot be read, or are not what was written. Of a file where that happens no page is to be trusted: whoever reads
+    on writes all of them anew."""
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What a reader of files says of this one. Raises PagesLost."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise PagesLost(error.message, "check the disk, or give another one with --spill-dir DIR, then run it again") from error
 
 
 def run_pages(page_nbytes: int, pages: int) -> int:
@@ -162,8 +177,8 @@ class PageStream:
 
     @contextmanager
     def lease(self, run: Run) -> Iterator[int]:
-        """The address of a run's first page for the time of a `with`. Raises CheckpointError where it cannot be read, Interrupted."""
-        turn = self._turns.enter(self._places[run])
+        """The address of a run's first page for the time of a `with`. Raises PagesLost, Interrupted."""
+        turn = self._enter(run)
         try:
             yield self._address(turn.where)
         finally:
@@ -174,7 +189,7 @@ class PageStream:
         come, at most half of the ring, and at least one, which is waited for. They stay until the next are asked for. Raises as `lease`."""
         runs, at = self._runs[layer], 0
         while at < len(runs):
-            self._turns.enter(self._places[runs[at]])
+            self._enter(runs[at])
             turns = self._turns.come(min(self._most, len(runs) - at))
             try:
                 yield [(turn.where.run.begin, turn.where.run.end, self._address(turn.where)) for turn in turns]
@@ -182,17 +197,22 @@ class PageStream:
                 self._turns.leave(len(turns))
             at += len(turns)
 
+    def _enter(self, run: Run) -> Turn:
+        with _told():
+            return self._turns.enter(self._places[run])
+
     def _address(self, held: _Slot) -> int:
         """Of the first page of a run in its slot."""
         run = held.run
         return self._at + held.slot * self._slot + (self._starts[run.layer] + run.begin * self.page_nbytes[run.layer]) % BLOCK
 
     def page(self, layer: int, index: int) -> np.ndarray:
-        """A copy of one page, for those who need one now and then."""
+        """A copy of one page, for those who need one now and then. Raises as `lease` does."""
         offset, nbytes = self._starts[layer] + index * self.page_nbytes[layer], self.page_nbytes[layer]
         memory = anonymous(-(-nbytes // BLOCK) * BLOCK + BLOCK)
         ticket = self._reader.submit([self._checked(Run(layer, index, index + 1), memory)], urgent=True)
-        self._reader.wait(ticket, self._cancelled)
+        with _told():
+            self._reader.wait(ticket, self._cancelled)
         return memory[offset % BLOCK : offset % BLOCK + nbytes]
 
     def _slots_of(self, layer: int, count: int) -> PageSlots:
@@ -238,8 +258,7 @@ class PageStream:
         if not differ.any():
             return None
         page = run.begin + int(differ.argmax())
-        return CheckpointError(f"the KV cache's file was altered: the checksum of page {page} of layer {run.layer} differs",
-                               "check the disk, or give another one with --spill-dir DIR, then run it again")
+        return CheckpointError(f"the KV cache's file was altered: the checksum of page {page} of layer {run.layer} differs")
 
     def _reads(self, offset: int, nbytes: int, memory: np.ndarray) -> list[Read]:
         """Whole blocks around bytes of the file, cut into reads."""
@@ -275,7 +294,14 @@ class LayerSpill:
         return self._stream.slots[self._layer].most if self._stream.slots else 0
 
     def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
-        return self._stream.slots[self._layer].fetch(pages, among)
+        """As of `PageSlots`: reading begins with the call. Raises PagesLost, Interrupted, as what it gives does."""
+        with _told():
+            return _each(self._stream.slots[self._layer].fetch(pages, among))
 
     def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
         self._stream.slots[self._layer].prefetch(pages, keep)
+
+
+def _each(coming: Iterator[list[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:
+    with _told():
+        yield from coming

@@ -64,6 +64,7 @@ class Rates:
     small: Callable[[int], float] | None = None  # bytes a second from the disk of many reads of so many bytes
     disk_alone: float | None = None  # of one read at a time
     again: Callable[[int], float] | None = None  # bytes a second of so many that every pass reads, in the order of the file
+    choice_s: float = 0.0  # seconds from a pass's logits to the next pass
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     reaches = [min(depth, depth if window is None else window) for window in work.windows]
     kept = work.kv_bytes * sum(reaches) / max(1, len(reaches)) / rates.memory
     attention = max(_attention(rates, work.kv).attention_s(work.attention_width, reaches), kept)
-    fixed = rates.token_s + len(work.windows) * rates.layer_s
+    fixed = rates.token_s + rates.choice_s + len(work.windows) * rates.layer_s
     memory = work.bytes_per_token / rates.memory + kept
     # What is missing is known, and read, when a layer's gates are: the processor waits for it.
     waits = work.missed / (rates.small(work.read_bytes) if rates.small else rates.disk) if work.missed else 0.0

@@ -15,6 +15,7 @@ from typing import NamedTuple
 FADE = 0.98  # weight of what was seen of a kind when it is seen again
 FIRST_TRIALS = 2.0  # weight of the assumption that half of all guesses are right
 SAMPLES, OLD = 5, 64  # passes that a cost is the median of, and after how many passes it is not known any more
+UNLIKELY = 0.01  # what a token that is no more likely than that adds is not worth counting
 ALONE_EVERY = 32  # a pass of one token, so that the others are held against what that costs now
 
 
@@ -56,16 +57,20 @@ class PassCosts:
     def __init__(self, pays: Pays = WAITING) -> None:
         self.pays = pays
         self._seconds: dict[int, deque[float]] = {}
+        self._typical: dict[int, float] = {}  # their medians, asked for many times between two passes
         self._when: dict[int, int] = {}
         self._passes = 0
 
     def took(self, columns: int, seconds: float) -> None:
         """A pass of so many tokens."""
         self._passes += 1
-        self._seconds.setdefault(columns, deque(maxlen=SAMPLES)).append(seconds)
+        samples = self._seconds.setdefault(columns, deque(maxlen=SAMPLES))
+        samples.append(seconds)
+        self._typical[columns] = median(samples)
         self._when[columns] = self._passes
-        for old in [each for each, when in self._when.items() if each > 1 and self._passes - when > OLD]:
-            del self._seconds[old], self._when[old]
+        if len(self._when) > 1:
+            for old in [each for each, when in self._when.items() if each > 1 and self._passes - when > OLD]:
+                del self._seconds[old], self._typical[old], self._when[old]
 
     @property
     def alone_is_due(self) -> bool:
@@ -75,12 +80,12 @@ class PassCosts:
     @property
     def alone(self) -> float:
         """Seconds of a pass of one token. Raises KeyError before the first."""
-        return median(self._seconds[1])
+        return self._typical[1]
 
     def ratio(self, columns: int) -> float:
         """What a pass of so many tokens costs, in passes of one: as measured, else from the longest shorter one."""
-        nearest = max(each for each in self._seconds if each <= columns)
-        return median(self._seconds[nearest]) / self.alone + self.pays.slope * (columns - nearest)
+        nearest = max(each for each in self._typical if each <= columns)
+        return self._typical[nearest] / self.alone + self.pays.slope * (columns - nearest)
 
 
 def best_length(share: float, costs: PassCosts, most: int, extra: float = 0.0) -> tuple[int, float]:
@@ -90,6 +95,8 @@ def best_length(share: float, costs: PassCosts, most: int, extra: float = 0.0) -
     expected = chance = 1.0
     for length in range(1, most + 1):
         chance *= share
+        if chance < UNLIKELY:
+            break
         expected += chance
         gained = expected / (costs.ratio(1 + length) + extra * length)
         if gained > value:

@@ -21,6 +21,7 @@ from ..kernels.layout import PAGE
 from ..kernels.workspace import Dims
 from ..offload.direct import Interrupted, Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
+from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
 from .bundles import is_bundled
 from .cache import KVCache, open_cache
@@ -121,7 +122,7 @@ class Engine:
         self.truncated = False
         self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and that were run
         self.load_s = 0.0
-        self.prefill_s = self.decode_s = self.sampling_s = 0.0  # sampling is part of decode
+        self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode is its passes, choosing tokens, and guessing them
         self._logits: np.ndarray | None = None
         self.speculation = speculation(prepared)
 
@@ -226,9 +227,21 @@ class Engine:
 
     def _forward(self, ids: Sequence[int]) -> np.ndarray:
         self.watch.look(self.cache)
-        x = self.model.forward(np.array(ids, np.int64), self.cache)
+        with self.keeping_what_is_whole():
+            x = self.model.forward(np.array(ids, np.int64), self.cache)
         self.tokens.extend(ids)
         return x
+
+    @contextmanager
+    def keeping_what_is_whole(self) -> Iterator[None]:
+        """While pages of the cache are read: where those on the disk are lost, only what memory has of the sequence is held, so that the
+        next prompt reads the rest again, into pages that are written anew. Raises PagesLost all the same: this answer cannot go on."""
+        try:
+            yield
+        except PagesLost:
+            held = self.cache.truncate(self.cache.shape.sinks + PAGE * self.cache.pool.first)
+            self.hold(self.tokens[:held], min(self.anew, held))
+            raise
 
     # -- answer ----------------------------------------------------------------------------------------------------------------
 
@@ -240,14 +253,14 @@ class Engine:
         while max_tokens is None or made < max_tokens:
             started = time.perf_counter()
             token = self._sample(sampler)
-            self.sampling_s += time.perf_counter() - started
             made += 1
             finish = "stop" if token in stop_ids and not ignore_eos else "length" if made == max_tokens else None
             if finish is None and len(self.tokens) + 1 >= self.n_ctx:
                 if self.options.overflow == "shift":
-                    before = self.prefill_s, self.reused, self.read
+                    before, again = (self.prefill_s, self.reused, self.read), time.perf_counter()
                     for _ in self._prefill(self._shortened(self.tokens)):
                         continue
+                    self.passes_s += time.perf_counter() - again
                     # it counts as decode: the person waits in the middle of an answer, and the prompt is what it was
                     self.prefill_s, self.reused, self.read = before
                 else:
@@ -267,14 +280,22 @@ class Engine:
 
     def _after(self, token: int, left: int | None) -> np.ndarray:
         """Hold `token`; returns the logits behind it. `left`: tokens that may still be asked for (None: no limit)."""
-        if self.speculation is None:
-            return self.model.logits(self._forward([token]))[0]
-        return self.speculation.after(self, token, left)
+        if self.speculation is not None:
+            return self.speculation.after(self, token, left)
+        started = time.perf_counter()
+        logits = self.model.logits(self._forward([token]))[0]
+        self.passes_s += time.perf_counter() - started
+        return logits
 
     def run_ahead(self, ids: Sequence[int]) -> np.ndarray:
         """Run `ids` after what is held without holding them; logits float32 [len(ids), V], a view. `take` then holds them one by one."""
+        started = time.perf_counter()
         self.watch.look(self.cache)
-        return self.model.logits(self.model.forward(np.array(ids, np.int64), self.cache, commit=False))
+        with self.keeping_what_is_whole():
+            x = self.model.forward(np.array(ids, np.int64), self.cache, commit=False)
+        logits = self.model.logits(x)
+        self.passes_s += time.perf_counter() - started
+        return logits
 
     def take(self, token: int) -> None:
         """The next token of the last `run_ahead` is held."""

@@ -1,8 +1,8 @@
 """After an answer: what was predicted against what came, and why they differ where they do by a quarter.
 
 A reason is looked for, not guessed: reads from the disk were counted and timed, the memory is read again (the weights themselves, so it
-takes none), the system is asked how many programs wait for the cores, the answer for its length, the engine for what sampling took. What
-none of them explains is said to be so.
+takes none), the system is asked how many programs wait for the cores, the answer for its length, the engine for what lay between its
+passes. What none of them explains is said to be so.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MISS = 0.25  # a difference that is worth an explanation
 FEW_TOKENS = 16
+MOST = 0.5  # of the time that came on top: what took as much is why
 BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
 NOTHING_READ = Traffic()
 LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may lie in a cache
@@ -51,10 +52,10 @@ class Outcome:
                 "miss": self.miss or None, "reason": self.reason or None}
 
 
-def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, sampling_s: float,
+def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, passes_s: float,
             drafted: Counts | None = None, reads: Traffic = NOTHING_READ) -> Outcome:
     """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of
-    one token a pass, times what drafts gained. `reads`: of the disk, while it was written."""
+    one token a pass, times what drafts gained. `passes_s`: of `decode_s`, in passes. `reads`: of the disk, while it was written."""
     steps = made - 1  # the first token comes out of the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
     waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing is read where it was stopped at once
@@ -76,7 +77,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
         ratio = measured / expected
         miss = explain_disk(asked, depth, predicted, known.disk.date, ratio, passes, decode_s, reads) if known.disk else ""
         if not miss or reads.busy_s < (1 - MISS) * decode_s:  # not all of the time
-            miss = explain(engine, known.machine, ratio, steps, decode_s, sampling_s, miss)
+            miss = explain(engine, known.machine, ratio, steps, decode_s, passes_s, miss)
     return Outcome(expected, measured, predicted.error, first and first.seconds, waited, miss)
 
 
@@ -115,16 +116,16 @@ def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, rat
     return "; ".join(said)
 
 
-def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, sampling_s: float,
+def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float,
             disk: str = "") -> str:
     """The likeliest cause of a miss, from what can be looked at now, behind what the disk explains of it."""
     if steps < FEW_TOKENS:
         return disk or ("one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell")
-    said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, decode_s, sampling_s)) if each)
+    said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, steps, decode_s, passes_s)) if each)
     return said or f"no cause was found: effllm doctor --probe measures this machine again (last {machine.date})"
 
 
-def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, decode_s: float, sampling_s: float) -> str:
+def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float) -> str:
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
         who = "other programs use it" if ratio < 1 else "others used it then"
@@ -135,8 +136,10 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
         return f"{waiting:.0f} programs want the {cores} cores that this one uses"
     if ratio < 1 and engine.options.load == "mmap":
         return "the weights are mapped: what the system had not in memory was read from the file while the answer was written"
-    if ratio < 1 and sampling_s > MISS * decode_s:
-        return f"choosing tokens took {100 * sampling_s / decode_s:.0f}% of the time, which a prediction leaves out"
+    between, late = decode_s - passes_s, decode_s * (1 - ratio)
+    if ratio < 1 and between - steps * machine.choice_s > late * MOST:
+        foreseen = 100 * steps * machine.choice_s / decode_s
+        return f"choosing and guessing tokens took {100 * between / decode_s:.0f}% of the time, where {foreseen:.0f}% were foreseen"
     return ""
 
 

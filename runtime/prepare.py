@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
 
 COLD_ALLOWANCE = 16 << 20  # all machine code there is takes 13.6 MB
-BESIDE_KERNELS = 2 << 20  # at most: what a run that needs kernels of another kind imports with them
+BESIDE_KERNELS = 3 << 20  # at most: what a run that needs kernels of another kind imports with them
 RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from .. import EffllmError
 from ..offload import hardware
 from ..offload.size import format_size
 from .cache import KVCache
@@ -59,7 +60,11 @@ class Watch:
             self._act(cache, f"memory is short: the system {what}")
 
     def _act(self, cache: KVCache, why: str) -> None:
-        pages, weights = cache.shed(), self._shed()
+        try:
+            pages = cache.shed()
+        except EffllmError as error:  # it can go on as it is, as long as the system lets it
+            pages, why = 0, f"{why}, and the KV cache has to stay there: {error.message}"
+        weights = self._shed()
         gave = [f"{format_size(pages)} of the KV cache went to the disk instead"] if pages else []
         gave += [f"{format_size(weights)} of experts were given up and are read when they are needed"] if weights else []
         if gave:

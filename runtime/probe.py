@@ -29,6 +29,7 @@ from ..offload.predict import CACHED_NBYTES, MEMORY_NBYTES, NEAR
 ROOF_NBYTES, MEMORY_PASSES, MORE_PASSES = 256 << 20, 7, 5
 PROMPT = 512  # a chunk of a prompt, as a run reads it
 TOKENS = 24
+CHOICES = 128  # tokens of an answer whose choosing is timed
 LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
 PATIENCE_S = 1.0  # for one figure: on a machine that is never left alone, more runs would take long and agree no better
 DEPTH, DEEP_TOKENS = NEAR, 10
@@ -144,15 +145,33 @@ def _each_s(engine: object, tokens: int) -> float:
     return sorted(times[2:])[(len(times) - 2) // 4]
 
 
+def _choice_s(engine: object) -> float:
+    """Seconds from a pass's logits to the next one of an answer: drawing a token, and looking for guesses. A large vocabulary takes little
+    longer."""
+    from .sampler import Sampler, SamplerSettings
+
+    def run() -> list[float]:
+        engine.reset()
+        for _ in engine.prefill(_ids(4)):
+            continue
+        before = engine.decode_s - engine.passes_s
+        for _ in engine.generate(Sampler(SamplerSettings(seed=0), engine.config.vocab_size), CHOICES, frozenset()):
+            continue
+        return [(engine.decode_s - engine.passes_s - before) / CHOICES]
+
+    return _settled(run)[0]
+
+
 def _overhead(threads: int) -> Figure:
-    seconds = {}
+    seconds, choice = {}, 0.0
     for layers in (FEW_LAYERS, MANY_LAYERS):
         engine = _engine(SMALL, layers, threads, 1024)
         engine.forward_logits(_ids(4))
         seconds[layers] = _token_s(engine, 3 * TOKENS)
+        choice = _choice_s(engine)
         engine.close()
     layer = max(0.0, (seconds[MANY_LAYERS] - seconds[FEW_LAYERS]) / (MANY_LAYERS - FEW_LAYERS))
-    return {"figure": "overhead", "token_s": max(0.0, seconds[FEW_LAYERS] - FEW_LAYERS * layer), "layer_s": layer}
+    return {"figure": "overhead", "token_s": max(0.0, seconds[FEW_LAYERS] - FEW_LAYERS * layer), "layer_s": layer, "choice_s": choice}
 
 
 def _attention(threads: int, kv: str) -> Figure:

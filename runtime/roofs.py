@@ -42,6 +42,7 @@ class MachineRoofs:
     layer_s: float
     kinds: Mapping[str, KindRate]
     attention: Mapping[str, KindRate]
+    choice_s: float = 0.0  # not known to files of older versions
 
     @property
     def unrest(self) -> float:
@@ -73,7 +74,7 @@ class Roofs:
         return Rates(here.memory, here.token_s, here.layer_s, here.kinds, here.attention,
                      self.disk.disk.stream_rate if self.disk else None, round(here.unrest, 2),
                      self.disk.disk.rate_of if self.disk else None, self.disk.disk.single_rate if self.disk else None,
-                     self.disk.disk.rate_again if self.disk else None)
+                     self.disk.disk.rate_again if self.disk else None, here.choice_s)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def largest_file(files: Sequence[Path]) -> Path | None:
 
 def _keep_machine(threads: int, figures: Sequence[Mapping[str, object]]) -> MachineRoofs | None:
     key = _machine_key(threads)
-    kept = dict(_content()["machines"].get(key) or {"kinds": {}, "attention": {}})
+    before = _content()["machines"].get(key)
+    kept = {"kinds": {}, "attention": {}} if _machine(before) is None else dict(before)
     for figure in figures:
         rest = {name: value for name, value in figure.items() if name not in ("figure", "kind", "kv")}
         if figure["figure"] == "memory":
@@ -204,7 +206,7 @@ def _machine(found: object) -> MachineRoofs | None:
     """One entry of the file; None for one that is not whole."""
     try:
         made = MachineRoofs(**{**found, "kinds": _rates(found["kinds"]), "attention": _rates(found["attention"])})
-        return made if min(made.memory, made.memory_usual) > 0 and min(made.token_s, made.layer_s) >= 0 else None
+        return made if min(made.memory, made.memory_usual) > 0 and min(made.token_s, made.layer_s, made.choice_s) >= 0 else None
     except (TypeError, KeyError, AttributeError):
         return None
 
@@ -219,7 +221,9 @@ def _disk(found: object) -> DiskRoofs | None:
         values = dict(found)
         date, file_bytes = values.pop("date"), values.pop("file_bytes")
         made = Disk(**{**values, "reads": tuple(DiskRead(**read) for read in values["reads"])})
-        return DiskRoofs(made, date, file_bytes) if made.stream_rate > 0 else None
+        probed = {(read.nbytes, read.depth) for read in made.reads}
+        whole = len(probed) == len({size for size, _ in probed}) * len({depth for _, depth in probed})
+        return DiskRoofs(made, date, file_bytes) if whole and made.stream_rate > 0 else None
     except (TypeError, KeyError, ValueError):
         return None
 

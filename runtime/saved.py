@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..offload.page_stream import PagesLost
 from ..offload.size import format_size
 from .conversation_file import parse_conversation
 from .engine import Engine
@@ -59,11 +60,14 @@ class SavedSessions:
                          " text alone is kept")
         with self.store.writing(name):
             kept = large <= self.budget and not picks
-            for event in save_cache(engine, self.store, self._identity(engine), session.spoken) if kept else ():
-                if isinstance(event, SavedCache):
-                    cache = event
-                else:
-                    yield event
+            try:
+                for event in save_cache(engine, self.store, self._identity(engine), session.spoken) if kept else ():
+                    if isinstance(event, SavedCache):
+                        cache = event
+                    else:
+                        yield event
+            except PagesLost as error:
+                yield Notice(f"session {name}: the text alone is kept, and is read again: {error.message}")
             saved = SavedSession(name, self.model, time.time(), session.history.to_json(), cache)
             self.store.write(saved)
         if lost := self.store.make_room(self.budget, name):

@@ -119,14 +119,16 @@ def tail_key(last: str, tokens: Sequence[int]) -> str:
 
 def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], spoken: Spoken | None) -> Iterator[Progress | SavedCache]:
     """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
-    OSError."""
+    OSError, PagesLost."""
     cache, tokens = engine.cache, engine.tokens
     if not tokens or cache.n != len(tokens) or cache.better:  # pages of two kinds are read again instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
     total, pages = cache.sealed * cache.sealed_nbytes, []
     for page in range(cache.sealed):
-        pages.append(store.keep_page(keys[page + 1], [memoryview(data) for data in cache.read(page)]))
+        with engine.keeping_what_is_whole():
+            layers = cache.read(page)
+        pages.append(store.keep_page(keys[page + 1], [memoryview(data) for data in layers]))
         yield Progress("saving the session", (page + 1) * cache.sealed_nbytes, total, "bytes")
     exact = []
     for key, blocks in zip((keys[0], tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])), _sinks_and_tail(cache)):

@@ -270,7 +270,7 @@ class Session:
         engine = self.engine
         started, first_at = time.monotonic(), None
         read_before = engine.disk_traffic
-        before, drafted = (engine.prefill_s, engine.decode_s, engine.sampling_s), engine.speculation and engine.speculation.counts
+        before, drafted = (engine.prefill_s, engine.decode_s, engine.passes_s), engine.speculation and engine.speculation.counts
         tokens: list[int] = []
         shown: list[str] = [said]
         thought: list[str] = []
@@ -325,7 +325,7 @@ class Session:
                 history.append({"role": "assistant", "content": "".join(shown)})
         origin = time.monotonic() - hardware.process_age() if self.from_process_start else started
         self.from_process_start = False
-        took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.sampling_s), before)]
+        took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), before)]
         self.stats = self._cost("".join(shown[1:]), tokens, "length" if finish == "context" else finish, len(ids),
                                 (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted),
                                 engine.disk_traffic.since(read_before))
@@ -336,12 +336,12 @@ class Session:
         return "".join(shown), not stops.hit, stood
 
     def _cost(self, text: str, tokens: list[int], finish: str, prompt_tokens: int, ttft: float,
-              prefill: float, decode: float, sampling: float, drafted: Counts | None, reads: Traffic) -> Stats:
+              prefill: float, decode: float, passes: float, drafted: Counts | None, reads: Traffic) -> Stats:
         from .outcome import outcome, placed  # not on the way to the first token
 
         engine, cache = self.engine, self.engine.cache
         cached, read = engine.reused, engine.read
-        found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, sampling, drafted, reads)
+        found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads)
         return Stats(
             text=text, token_ids=tuple(tokens), finish_reason=finish, seed=self._sampler.seed, prompt_tokens=prompt_tokens,
             cached_tokens=cached, read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode,

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from operator import sub
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -34,11 +34,14 @@ COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one
 TOO_SHORT = "the answer ended while passes of one token were timed"
 NO_GUESS = "nothing in the text came a second time"
 UNLIKELY = "no guess was likely enough to be worth its time"
+SAME = 32  # tokens by which a text is known to be the one of the pass before: a guess about another would only be wrong
+# Looking for a guess takes some 40 us. Where a pass takes less than QUICK_S, and none of the last QUIET had a draft, it is looked for in
+# every fourth only: a repetition is found up to three tokens later.
+QUICK_S, QUIET, LOOK_EVERY = 0.004, 32, 4
 TRY_EVERY, TRY = 64, 2  # passes between guesses of a model that did not pay, and tokens of such a guess
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Passes of an answer, the tokens that were drafted in them, and how many of these were right. `cost`: what the passes took, in passes
     of one token. `free`: passes that had room for a draft, and `guesses`: those of them for which there was one, run or not."""
 
@@ -49,11 +52,8 @@ class Counts:
     free: int = 0
     guesses: int = 0
 
-    def __add__(self, more: Counts) -> Counts:
-        return Counts(*(mine + other for mine, other in zip(astuple(self), astuple(more))))
-
     def since(self, before: Counts) -> Counts:
-        return Counts(*(mine - other for mine, other in zip(astuple(self), astuple(before))))
+        return Counts(*map(sub, self, before))
 
     @property
     def tokens_per_pass(self) -> float:
@@ -97,13 +97,19 @@ class Speculation:
                  clock: Callable[[], float] = time.perf_counter, pays: Pays = WAITING) -> None:
         self._proposers, self._model, self._clock = proposers, model, clock
         self._trust, self._costs = Trust(), PassCosts(pays)
-        self.counts = Counts()
+        self._passes = self._drafted = self._accepted = self._free = self._guesses = 0
+        self._cost = 0.0
         self._history: list[int] = []
         self._judged: list[Draft] = []  # guesses of the last pass, run or not
         self._step: object = None  # the cache's step that the rows below belong to
         self._ahead: tuple[int, ...] = ()
         self._rows = np.empty((0, 0), np.float32)
-        self._since_model = TRY_EVERY
+        self._since_model, self._since_draft = TRY_EVERY, 0
+
+    @property
+    def counts(self) -> Counts:
+        """Of all answers."""
+        return Counts(self._passes, self._drafted, self._accepted, self._cost, self._free, self._guesses)
 
     @property
     def waiting(self) -> int:
@@ -123,11 +129,17 @@ class Speculation:
         if self._ahead and engine.cache.step is self._step and self._ahead[0] == token:
             engine.take(token)
             self._ahead, self._rows = self._ahead[1:], self._rows[1:]
-            self.counts += Counts(accepted=1)
+            self._accepted += 1
             return self._rows[0]
         self._ahead = ()
+        self._since_draft += 1
+        if self._rests():
+            rows = engine.run_ahead([token])
+            engine.take(token)
+            self._passes, self._cost = self._passes + 1, self._cost + 1.0
+            return rows[0]
         most = min(COLUMNS, engine.cache.ahead, engine.n_ctx - len(engine.tokens) - 1, COLUMNS if left is None else left) - 1
-        self._follow([*engine.tokens, token])
+        self._follow(engine.tokens, token)
         began = self._clock()
         draft, started = self._draft(most), self._clock()
         rows = engine.run_ahead([token, *draft])
@@ -137,22 +149,32 @@ class Speculation:
         for proposer in self._proposers:
             proposer.observe([token, *draft], rows)
         self._step, self._ahead, self._rows = engine.cache.step, draft, rows
+        self._since_draft = 0 if draft else self._since_draft
         self._costs.took(1 + len(draft), self._clock() - started)
         guessing = (started - began) / self._costs.alone if self._model else 0.0
-        self.counts += Counts(1, len(draft), cost=self._costs.ratio(1 + len(draft)) + guessing)
+        self._passes, self._drafted = self._passes + 1, self._drafted + len(draft)
+        self._cost += self._costs.ratio(1 + len(draft)) + guessing
         return rows[0]
 
-    def _follow(self, history: list[int]) -> None:
-        """Judge the last guesses by what came, and tell everyone."""
+    def _rests(self) -> bool:
+        """Is this a pass before which no guess is looked for?"""
+        if self._since_draft <= QUIET or self._since_draft % LOOK_EVERY == 0 or self._model is not None or len(self._proposers) > 1:
+            return False  # what past passes found likely is seen pass by pass
+        return self._costs.alone < QUICK_S
+
+    def _follow(self, held: list[int], token: int) -> None:
+        """The text is what is `held` and a token: judge the last guesses by what came, and tell everyone. Takes no longer for a long text:
+        whether it goes on from the one before is judged by that one's end."""
         known = len(self._history)
-        if history[:known] == self._history:
+        new = [*held[known:], token]
+        if known <= len(held) and held[max(0, known - SAME) : known] == self._history[-SAME:]:
             for draft in self._judged:
-                self._trust.judge(draft.kind, draft.tokens, history[known:])
+                self._trust.judge(draft.kind, draft.tokens, new)
+            self._history += new
         else:
-            known = 0
-        self._history = history
+            known, self._history = 0, [*held, token]
         for proposer in self._proposers:
-            proposer.follow(history, known)
+            proposer.follow(self._history, known)
 
     def _draft(self, most: int) -> tuple[int, ...]:
         """The tokens to run behind the next: of the guess that promises most, as many as pay."""
@@ -160,7 +182,8 @@ class Speculation:
         self._since_model += 1
         if self._costs.alone_is_due or most < 1:
             return ()
-        self.counts += Counts(free=1, guesses=bool(self._judged) or self._model is not None)
+        self._free += 1
+        self._guesses += bool(self._judged) or self._model is not None
         found = [(*best_length(self._trust.share(draft.kind), self._costs, min(most, len(draft.tokens))), draft) for draft in self._judged]
         length, value, draft = max(found, key=lambda each: each[1], default=(0, 0.0, None))
         if self._model is not None and (guess := self._guess(self._model, most, value if length else 0.0)) is not None:

@@ -12,8 +12,8 @@ import pytest
 import effllm
 from effllm.runtime.config import read_config
 from effllm.runtime.draft_length import COMPUTING
-from effllm.runtime.drafts import SuffixMatch
-from effllm.runtime.speculate import Speculation
+from effllm.runtime.drafts import Draft, SuffixMatch
+from effllm.runtime.speculate import LOOK_EVERY, QUIET, Speculation
 from effllm.runtime.text import Tokenizer
 
 ROOT = Path(effllm.__path__[0])
@@ -70,3 +70,28 @@ def test_what_repeats_nothing_loses_nothing(text: str, cost: str) -> None:
     ids = {"prose": lambda: encoded((ROOT / "docs" / "memory.md").read_text()), "noise": lambda: [rng.randrange(4000) for _ in range(1500)],
            "little words": lambda: [rng.randrange(20) for _ in range(1500)]}[text]()
     assert gained(ids[:200], ids[200:1500], cost)[0] > 0.98
+
+
+class Asked(SuffixMatch):
+    """Counts how often it was asked for a guess."""
+
+    asked = 0
+
+    def propose(self, most: int) -> Draft | None:
+        self.asked += 1
+        return super().propose(most)
+
+
+@pytest.mark.parametrize(("pass_s", "every"), ((3e-4, LOOK_EVERY), (1.0, 1)))
+def test_where_passes_are_quick_guesses_are_looked_for_now_and_then(pass_s: float, every: int) -> None:
+    """Until one was worth a draft: then before every pass."""
+    engine, proposer = Replayed([1], [cost * pass_s for cost in COSTS["vnni"]]), Asked()
+    speculation = Speculation((proposer,), clock=lambda: engine.now, pays=COMPUTING)
+    new, repeated = list(range(2, 402)), [*range(100, 220)]  # nothing comes twice before the 402nd token
+    for token in new:
+        speculation.after(engine, token, None)
+    assert speculation.counts.passes == len(new) and speculation.counts.gain == pytest.approx(1.0, abs=0.01)
+    assert abs(proposer.asked - (QUIET + (len(new) - QUIET) / every)) <= 1
+    for token in repeated:
+        speculation.after(engine, token, None)
+    assert speculation.counts.accepted > 0.6 * len(repeated)

@@ -101,6 +101,16 @@ def test_the_context_ends_an_answer_or_shifts():
     shifting.close()
 
 
+@pytest.mark.parametrize("spec", ["off", "lookup"])
+def test_an_answer_knows_how_much_of_it_were_passes(spec):
+    engine = opened(spec=spec)
+    list(engine.prefill([300] * 20))
+    assert engine.passes_s == 0
+    list(engine.generate(Sampler(GREEDY, 4096), 40, frozenset(), ignore_eos=True))
+    assert 0 < engine.passes_s < engine.decode_s
+    engine.close()
+
+
 def test_mmap_gives_the_same_answer(engine):
     mapped = opened(load="mmap")
     assert answer(mapped, list(range(300, 400)), 20) == answer(engine, list(range(300, 400)), 20)

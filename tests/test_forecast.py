@@ -209,26 +209,30 @@ def engine() -> object:
 
 
 def test_what_drafts_gained_is_a_part_of_what_was_to_be_expected(known: None, engine: object) -> None:
-    expected = [outcome.outcome(engine, 10, 0, 40, 0.1, 1.0, 0.0, drafted).predicted_tps
+    expected = [outcome.outcome(engine, 10, 0, 40, 0.1, 1.0, 1.0, drafted).predicted_tps
                 for drafted in (None, Counts(20, 25, 19, 26.0), Counts(20, 25, 0, 40.0))]
     assert expected[1] == pytest.approx(expected[0] * 39 / 26) and expected[2] == expected[0], "a loss is not foreseen"
 
 
 def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))
-    assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 0.0) == "3 tokens are too few to tell"
-    assert outcome.explain(engine, MACHINE, 0.5, 1, 1.0, 0.0) == "one token is too few to tell"
-    assert "no cause was found" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
-    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0, "the disk") == outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 0, "the disk")
-    assert "choosing tokens took 60%" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.6)
-    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.6, "the disk").startswith("the disk; choosing")
+    assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 1.0) == "3 tokens are too few to tell"
+    assert outcome.explain(engine, MACHINE, 0.5, 1, 1.0, 1.0) == "one token is too few to tell"
+    assert "no cause was found" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
+    assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 1.0, "the disk") == "the disk"
+    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk") == "the disk"
+    assert "guessing tokens took 60% of the time, where 0% were foreseen" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.4)
+    foreseen = replace(MACHINE, choice_s=0.005)
+    assert "no cause was found" in outcome.explain(engine, foreseen, 0.5, 100, 1.0, 0.4), "half of the time was expected to go there"
+    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.4, "the disk").startswith("the disk; choosing")
+    assert "no cause was found" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.8), "a fifth of the time does not double it"
     monkeypatch.setattr(outcome, "memory_now", lambda engine: 5e9)
-    assert "5.0 GB/s now and at 20.0" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
-    assert "no cause" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 0.0)
+    assert "5.0 GB/s now and at 20.0" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
+    assert "no cause" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
     monkeypatch.setattr(outcome, "memory_now", lambda engine: 40e9)
-    assert "others used it then" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 0.0)
+    assert "others used it then" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
-    assert "9 programs want the 2 cores" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.0)
+    assert "9 programs want the 2 cores" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
 
 
 def test_what_the_disk_explains_of_a_miss() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.checksum import word_sums
+from effllm.offload.page_stream import PagesLost
 from effllm.offload.pages import DiskTier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -17,12 +17,25 @@ from test_kv_tiers import PREADV, Feed, cache_of, pool, same
 __all__ = ["pool"]
 
 
-@pytest.mark.parametrize("nbytes", (8, 99, 4096))
-def test_a_sum_tells_every_bit_and_every_place_of_a_page(nbytes: int) -> None:
+def summed(row: bytes) -> int:
+    """As `word_sums` says it."""
+    whole = len(row) // 8 * 8
+    total = sum(row[whole:])
+    for place, begin in enumerate(range(0, whole, 4096), 1):
+        words = sum(int.from_bytes(row[at : at + 8], "little") for at in range(begin, min(begin + 4096, whole), 8))
+        total += words * (place * 0x9E3779B97F4A7C15 % 2**64 | 1)
+    return total % 2**64
+
+
+@pytest.mark.parametrize("nbytes", (8, 99, 4096, 4103, 12_288, 12_300))
+def test_a_sum_tells_every_bit_and_every_block_of_a_page(nbytes: int) -> None:
     pages = np.random.default_rng(nbytes).integers(0, 256, (3, nbytes), np.uint8)
-    words = [sum(int.from_bytes(row[at : at + 8].tobytes(), "little") for at in range(0, nbytes // 8 * 8, 8)) for row in pages]
-    expected = [(word + int(row[nbytes // 8 * 8 :].sum())) % 2**64 for word, row in zip(words, pages)]
-    assert word_sums(pages).tolist() == expected
+    assert word_sums(pages).tolist() == [summed(row.tobytes()) for row in pages]
+    for one in range(0, nbytes - 4095, 4096):
+        for other in range(0, one, 4096):
+            altered = pages.copy()
+            altered[1, one : one + 4096], altered[1, other : other + 4096] = pages[1, other : other + 4096], pages[1, one : one + 4096]
+            assert (word_sums(altered) != word_sums(pages)).tolist() == [False, True, False], "blocks that changed places"
     for at in range(nbytes):
         altered = pages.copy()
         altered[1, at] ^= 1 << at % 8
@@ -45,11 +58,11 @@ def test_a_byte_of_the_file_that_changed_is_found_and_named(pool, tmp_path, kv, 
     memory, disk = Feed(cache_of(pool, None, kv)), Feed(cache_of(pool, DiskTier(tmp_path, 1, slots=slots), kv))
     disk.run(900)
     alter(disk, 3)
-    with pytest.raises(CheckpointError, match="the KV cache's file was altered: the checksum of page 3 of layer 1 differs") as caught:
+    with pytest.raises(PagesLost, match="the KV cache's file was altered: the checksum of page 3 of layer 1 differs") as caught:
         for _ in range(20):  # what was read ahead is there
             disk.run(1)
     assert "--spill-dir" in caught.value.hint
-    with pytest.raises(CheckpointError, match="page 3 of layer 1"):
+    with pytest.raises(PagesLost, match="page 3 of layer 1"):
         disk.run(1)
     disk.cache.truncate(300)  # what is read anew is written anew
     disk.run(1200 - disk.cache.n)

@@ -19,8 +19,8 @@ from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload import hardware, page_stream
-from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.direct import Interrupted
+from effllm.offload.page_stream import PagesLost
 from effllm.offload.pages import DiskTier
 from effllm.quant.kv import PackedCodec, codec
 from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
@@ -258,7 +258,7 @@ def test_a_disk_that_reads_no_more(pool, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", preadv)
-        with pytest.raises(CheckpointError, match="the KV cache's file cannot be read: Input/output error"):
+        with pytest.raises(PagesLost, match="the KV cache's file cannot be read: Input/output error"):
             for _ in range(3):  # what was read ahead is there
                 disk.run(100)
     disk.cache.truncate(650)

@@ -107,7 +107,7 @@ def generating(self, *more, **named):
     yield from generate(self, *more, **named)
 engine.Engine.generate = generating
 """)
-    out, err = finish(child, 1)
+    out, err = finish(child, 4)
     assert len(out) > 10 and re.search(r"the disk is full: .* of the KV cache lie in", err) and "--spill-dir" in err
     assert not list(tmp_path.iterdir())
 

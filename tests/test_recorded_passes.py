@@ -14,7 +14,7 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cpu.rows import Turner, put_angles
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.offload.checkpoint import CheckpointError
+from effllm.offload.page_stream import PagesLost
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import RopeTable
@@ -94,22 +94,27 @@ def test_pages_that_are_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_disk_that_fails_while_a_pass_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, disk = opened(FABLE, None), opened(FABLE, 0, spill_dir=str(tmp_path))
     ids = tokens(disk, 430)
-    for engine in (memory, disk):
+
+    def begin(engine: Engine) -> None:
         for _ in engine.prefill(ids[:400]):
             continue
         answer(engine, ids[400:410])
+
+    begin(memory)
+    begin(disk)
 
     def failing(*more: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing)
-        with pytest.raises(CheckpointError, match="Input/output error"):
+        with pytest.raises(PagesLost, match="Input/output error"):
             for _ in range(9):  # what was read ahead comes first
                 disk.forward_logits(ids[410:411])
                 disk.cache.truncate(410)
                 del disk.tokens[410:]
-    assert disk.cache.n == 410
+    assert disk.cache.n == len(disk.tokens) == 0, "no page is in memory"
+    begin(disk)
     assert np.array_equal(answer(disk, ids[410:]), answer(memory, ids[410:]))
     for engine in (memory, disk):
         engine.close()

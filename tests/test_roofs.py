@@ -66,6 +66,29 @@ def test_an_entry_that_is_not_whole_is_not_believed(kept: Path, broken: object) 
     assert roofs.known(WANTED) == Roofs(None, None)
 
 
+@pytest.mark.parametrize("broken", ("fast", 3, [1], {"kinds": 5}, {**MACHINE, "kinds": 7, "memory": "x"}, {"attention": {}}))
+def test_a_probe_replaces_an_entry_that_is_not_whole(kept: Path, monkeypatch: pytest.MonkeyPatch, broken: object) -> None:
+    """What was measured was added to it: every plan ended with a traceback until the file was removed by hand."""
+    figures = [{"figure": "memory", "best": 20e9, "median": 18e9}, {"figure": "overhead", "token_s": 1e-4, "layer_s": 1e-5},
+               {"figure": "kind", "kind": "bf16", "decode": 15e9, "prefill": 40e9},
+               {"figure": "attention", "kv": "16bit", "decode": 10e9, "prefill": 20e9}]
+    monkeypatch.setattr(child, "measure", lambda *wanted: iter(figures))
+    monkeypatch.setattr(warm, "is_cold", lambda kinds: False)
+    wanted = replace(WANTED, file=None)
+    write(kept, wanted, machine=broken)
+    *_, found = roofs.probe(wanted, roofs.known(wanted))
+    assert roofs.known(wanted).machine.kinds == found.machine.kinds == {"bf16": KindRate(15e9, 40e9)}
+
+
+def test_a_disk_whose_table_has_gaps_is_probed_again(kept: Path) -> None:
+    """`doctor` shows every size at every depth."""
+    reads = [{"nbytes": size, "depth": depth, "rate": 1e9} for size in (16384, 2 << 20) for depth in (1, 4)]
+    write(kept, WANTED, disk={**DISK, "reads": reads})
+    assert roofs.known(WANTED).disk is not None
+    write(kept, WANTED, disk={**DISK, "reads": reads[1:]})
+    assert roofs.known(WANTED).disk is None
+
+
 @pytest.mark.parametrize("text", ("", "[1]", "{", "null", '{"format": "other"}', "[" * 100_000,
                                   json.dumps({"format": roofs.FORMAT, "version": 99, "machines": {}, "disks": {}}),
                                   json.dumps({"format": roofs.FORMAT, "version": roofs.VERSION, "machines": [], "disks": 3})))

@@ -16,9 +16,9 @@ from effllm.kernels.cpu.selective import abstract_nbytes, choose
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.offload import page_stream
-from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.direct import Interrupted
 from effllm.offload.page_slots import PageSlots
+from effllm.offload.page_stream import PagesLost
 from effllm.offload.pages import DiskTier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -241,7 +241,7 @@ def test_a_disk_that_fails_or_hangs_under_a_token(pool, tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(CheckpointError, match="the KV cache's file cannot be read: Input/output error"):
+    with pytest.raises(PagesLost, match="the KV cache's file cannot be read: Input/output error"):
         disk.run(1)
     opens = threading.Event()
 

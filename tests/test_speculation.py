@@ -358,6 +358,7 @@ def test_a_conversation_says_the_same(engines: dict[str, Engine], kind: str, set
 
 def test_stats_tell_what_was_drafted(engines: dict[str, Engine]) -> None:
     engine = engines["raw"]
+    engine.speculation = None
     session = Session(engine, Tokenizer.load(FABLE, engine.config), SEEDED, max_tokens=80)
     assert list(session.ask(QUESTION))[-1].stats.speculation is None
     engine.speculation = lookup()
