@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from effllm.kernels.target import target
 from effllm.offload.hardware import cpu_name, cpu_threads, memory_total
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -47,16 +48,16 @@ def context() -> dict[str, str]:
     system = f"{platform.system()} {platform.release().partition('-')[0]}"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{cpu_name()}, {cpu_threads()} cores, {memory_total() / GIB:.0f} GiB, {system}",
+        "machine": f"{cpu_name()} ({target()[0]}), {cpu_threads()} cores, {memory_total() / GIB:.0f} GiB, {system}",
         "software": f"effllm {version('effllm')}, Python {platform.python_version()}, NumPy {version('numpy')}, Numba {version('numba')}",
         "commit": commit(),
     }
 
 
 def machine_slug() -> str:
-    """The machine as part of a file name: `amd-epyc-2-cores`."""
+    """The machine as part of a file name: `amd-epyc-znver4-2-cores`. Virtual machines leave the generation out of the processor's name."""
     words = re.sub(r"\((r|tm)\)|\bcpu\b|@.*", " ", cpu_name().lower())
-    return re.sub(r"[^a-z0-9]+", "-", f"{words} {cpu_threads()} cores").strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", f"{words} {target()[0]} {cpu_threads()} cores").strip("-")
 
 
 def table(figures: list[Figure]) -> str:
