@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from operator import sub
+from operator import add, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -51,6 +51,10 @@ class Counts(NamedTuple):
     cost: float = 0.0
     free: int = 0
     guesses: int = 0
+
+    def __add__(self, more: Counts) -> Counts:
+        """Of both; a tuple's own would be longer."""
+        return Counts(*map(add, self, more))
 
     def since(self, before: Counts) -> Counts:
         return Counts(*map(sub, self, before))

@@ -1,6 +1,7 @@
 """Speculation on real models: passes of several tokens have the bits of passes of one, and an answer with drafts is the answer without,
 whatever was guessed: greedy, seeded, with penalties, packed caches, streamed weights, at every border."""
 
+import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -368,3 +369,16 @@ def test_stats_tell_what_was_drafted(engines: dict[str, Engine]) -> None:
                                                          "undrafted"}
     assert told["passes"] + told["accepted"] == len(stats.token_ids) - 1
     assert told["tokens_per_pass"] == pytest.approx((len(stats.token_ids) - 1) / told["passes"])
+
+
+def test_the_benchmark_adds_up_what_its_answers_tell(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(effllm.__path__[0]) / "benchmarks"))
+    script, engine, speculation = importlib.import_module("speculation"), engines["raw"], lookup()
+    spent, prompt, text = script.Spent(), story(engine), list(range(300, 310)) * 6
+    for _ in range(2):
+        engine.reset()
+        for _ in engine.prefill(prompt):
+            continue
+        script.say(engine, speculation, script.Replay(len(prompt), text), len(text), spent, float("inf"))
+    assert spent.counts == speculation.counts and spent.counts.accepted > 0
+    assert spent.tokens[True] == spent.counts.passes + spent.counts.accepted and sum(spent.tokens.values()) == 2 * (len(text) - 1)
