@@ -34,6 +34,7 @@ COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one
 TOO_SHORT = "the answer ended while passes of one token were timed"
 NO_GUESS = "nothing in the text came a second time"
 UNLIKELY = "no guess was likely enough to be worth its time"
+RESTED = "the answer ended between two looks for a guess, which are rare where passes are quick and the last ones had no draft"
 SAME = 32  # tokens by which a text is known to be the one of the pass before: a guess about another would only be wrong
 # Looking for a guess takes some 40 us. Where a pass takes less than QUICK_S, and none of the last QUIET had a draft, it is looked for in
 # every fourth only: a repetition is found up to three tokens later.
@@ -43,7 +44,8 @@ TRY_EVERY, TRY = 64, 2  # passes between guesses of a model that did not pay, an
 
 class Counts(NamedTuple):
     """Passes of an answer, the tokens that were drafted in them, and how many of these were right. `cost`: what the passes took, in passes
-    of one token. `free`: passes that had room for a draft, and `guesses`: those of them for which there was one, run or not."""
+    of one token. `free`: passes that had room for a draft, and `guesses`: those of them for which there was one, run or not. `rested`:
+    passes before which none was looked for."""
 
     passes: int = 0
     drafted: int = 0
@@ -51,6 +53,7 @@ class Counts(NamedTuple):
     cost: float = 0.0
     free: int = 0
     guesses: int = 0
+    rested: int = 0
 
     def __add__(self, more: Counts) -> Counts:
         """Of both; a tuple's own would be longer."""
@@ -73,7 +76,9 @@ class Counts(NamedTuple):
         """Why nothing was drafted; empty where something was."""
         if self.drafted:
             return ""
-        return TOO_SHORT if not self.free else NO_GUESS if not self.guesses else UNLIKELY
+        if not self.free:
+            return RESTED if self.rested else TOO_SHORT
+        return UNLIKELY if self.guesses else NO_GUESS
 
     def to_json(self) -> dict[str, object]:
         return {"passes": self.passes, "drafted": self.drafted, "accepted": self.accepted, "tokens_per_pass": self.tokens_per_pass,
@@ -101,19 +106,19 @@ class Speculation:
                  clock: Callable[[], float] = time.perf_counter, pays: Pays = WAITING) -> None:
         self._proposers, self._model, self._clock = proposers, model, clock
         self._trust, self._costs = Trust(), PassCosts(pays)
-        self._passes = self._drafted = self._accepted = self._free = self._guesses = 0
+        self._passes = self._drafted = self._accepted = self._free = self._guesses = self._rested = 0
         self._cost = 0.0
         self._history: list[int] = []
         self._judged: list[Draft] = []  # guesses of the last pass, run or not
         self._step: object = None  # the cache's step that the rows below belong to
         self._ahead: tuple[int, ...] = ()
         self._rows = np.empty((0, 0), np.float32)
-        self._since_model, self._since_draft = TRY_EVERY, 0
+        self._since_model, self._since_draft = TRY_EVERY, 0  # the latter counts passes that ended
 
     @property
     def counts(self) -> Counts:
         """Of all answers."""
-        return Counts(self._passes, self._drafted, self._accepted, self._cost, self._free, self._guesses)
+        return Counts(self._passes, self._drafted, self._accepted, self._cost, self._free, self._guesses, self._rested)
 
     @property
     def waiting(self) -> int:
@@ -136,10 +141,10 @@ class Speculation:
             self._accepted += 1
             return self._rows[0]
         self._ahead = ()
-        self._since_draft += 1
         if self._rests():
             rows = engine.run_ahead([token])
             engine.take(token)
+            self._since_draft, self._rested = self._since_draft + 1, self._rested + 1
             self._passes, self._cost = self._passes + 1, self._cost + 1.0
             return rows[0]
         most = min(COLUMNS, engine.cache.ahead, engine.n_ctx - len(engine.tokens) - 1, COLUMNS if left is None else left) - 1
@@ -153,7 +158,7 @@ class Speculation:
         for proposer in self._proposers:
             proposer.observe([token, *draft], rows)
         self._step, self._ahead, self._rows = engine.cache.step, draft, rows
-        self._since_draft = 0 if draft else self._since_draft
+        self._since_draft = 0 if draft else self._since_draft + 1
         self._costs.took(1 + len(draft), self._clock() - started)
         guessing = (started - began) / self._costs.alone if self._model else 0.0
         self._passes, self._drafted = self._passes + 1, self._drafted + len(draft)
@@ -161,8 +166,8 @@ class Speculation:
         return rows[0]
 
     def _rests(self) -> bool:
-        """Is this a pass before which no guess is looked for?"""
-        if self._since_draft <= QUIET or self._since_draft % LOOK_EVERY == 0 or self._model is not None or len(self._proposers) > 1:
+        """Is this a pass before which no guess is looked for? Never before the first that ended, whatever cut those short that did not."""
+        if self._since_draft < QUIET or self._since_draft % LOOK_EVERY == 0 or self._model is not None or len(self._proposers) > 1:
             return False  # what past passes found likely is seen pass by pass
         return self._costs.alone < QUICK_S
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import effllm
+from effllm.offload.direct import Interrupted
 from effllm.runtime.config import read_config
 from effllm.runtime.draft_length import COMPUTING
 from effllm.runtime.drafts import Draft, SuffixMatch
-from effllm.runtime.speculate import LOOK_EVERY, QUIET, Speculation
+from effllm.runtime.speculate import LOOK_EVERY, NO_GUESS, QUIET, RESTED, TOO_SHORT, Speculation
 from effllm.runtime.text import Tokenizer
 
 ROOT = Path(effllm.__path__[0])
@@ -95,3 +96,39 @@ def test_where_passes_are_quick_guesses_are_looked_for_now_and_then(pass_s: floa
     for token in repeated:
         speculation.after(engine, token, None)
     assert speculation.counts.accepted > 0.6 * len(repeated)
+
+
+def test_an_answer_that_ends_between_two_looks_says_so() -> None:
+    """It was told that passes of one token were still being timed, which had been over for hundreds of them."""
+    engine = Replayed([1], [cost * 3e-4 for cost in COSTS["vnni"]])
+    speculation = Speculation((SuffixMatch(),), clock=lambda: engine.now, pays=COMPUTING)
+    tokens, told = iter(range(2, 1000)), []  # nothing comes twice
+
+    def say(length: int) -> None:
+        before = speculation.counts
+        for _ in range(length):
+            speculation.after(engine, next(tokens), None)
+        told.append(speculation.counts.since(before).undrafted)
+
+    say(2)
+    say(QUIET + LOOK_EVERY - 1)  # the last of them was looked before
+    say(LOOK_EVERY - 1)
+    say(1)
+    assert told == [TOO_SHORT, NO_GUESS, RESTED, NO_GUESS]
+
+
+def test_passes_that_never_end_are_no_reason_to_look_no_further() -> None:
+    """Each was broken off while the disk was waited for; a pass's time was asked for that nobody knew: KeyError."""
+    engine = Replayed([1], [cost * 3e-4 for cost in COSTS["vnni"]])
+    speculation, whole = Speculation((SuffixMatch(),), clock=lambda: engine.now, pays=COMPUTING), engine.run_ahead
+
+    def broken(ids: Sequence[int]) -> np.ndarray:
+        raise Interrupted
+
+    engine.run_ahead = broken
+    for _ in range(QUIET + LOOK_EVERY):
+        with pytest.raises(Interrupted):
+            speculation.after(engine, 2, None)
+    engine.run_ahead = whole
+    speculation.after(engine, 2, None)
+    assert speculation.counts.passes == 1 and speculation.counts.rested == 0
