@@ -122,7 +122,7 @@ class Engine:
         self.truncated = False
         self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and that were run
         self.load_s = 0.0
-        self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode is its passes, choosing tokens, and guessing them
+        self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode is its passes (below), choosing tokens, and guessing them
         self._logits: np.ndarray | None = None
         self.speculation = speculation(prepared)
 
@@ -257,10 +257,10 @@ class Engine:
             finish = "stop" if token in stop_ids and not ignore_eos else "length" if made == max_tokens else None
             if finish is None and len(self.tokens) + 1 >= self.n_ctx:
                 if self.options.overflow == "shift":
-                    before, again = (self.prefill_s, self.reused, self.read), time.perf_counter()
-                    for _ in self._prefill(self._shortened(self.tokens)):
-                        continue
-                    self.passes_s += time.perf_counter() - again
+                    before = self.prefill_s, self.reused, self.read
+                    with self._a_pass():
+                        for _ in self._prefill(self._shortened(self.tokens)):
+                            continue
                     # it counts as decode: the person waits in the middle of an answer, and the prompt is what it was
                     self.prefill_s, self.reused, self.read = before
                 else:
@@ -274,7 +274,8 @@ class Engine:
                 self._logits = self._after(token, None if max_tokens is None else max_tokens - made)
             except Interrupted:
                 self._logits = None
-            self.decode_s += time.perf_counter() - started
+            finally:  # as a pass is, so that what ended early is in both or in none
+                self.decode_s += time.perf_counter() - started
             if self._logits is None:
                 return
 
@@ -282,24 +283,31 @@ class Engine:
         """Hold `token`; returns the logits behind it. `left`: tokens that may still be asked for (None: no limit)."""
         if self.speculation is not None:
             return self.speculation.after(self, token, left)
+        with self._a_pass():
+            return self.model.logits(self._forward([token]))[0]
+
+    @contextmanager
+    def _a_pass(self) -> Iterator[None]:
+        """Around what counts as `passes_s`: a pass, holding its tokens (pages are packed then, a disk may be waited for), and what of both
+        ended with an error."""
         started = time.perf_counter()
-        logits = self.model.logits(self._forward([token]))[0]
-        self.passes_s += time.perf_counter() - started
-        return logits
+        try:
+            yield
+        finally:
+            self.passes_s += time.perf_counter() - started
 
     def run_ahead(self, ids: Sequence[int]) -> np.ndarray:
         """Run `ids` after what is held without holding them; logits float32 [len(ids), V], a view. `take` then holds them one by one."""
-        started = time.perf_counter()
-        self.watch.look(self.cache)
-        with self.keeping_what_is_whole():
-            x = self.model.forward(np.array(ids, np.int64), self.cache, commit=False)
-        logits = self.model.logits(x)
-        self.passes_s += time.perf_counter() - started
-        return logits
+        with self._a_pass():
+            self.watch.look(self.cache)
+            with self.keeping_what_is_whole():
+                x = self.model.forward(np.array(ids, np.int64), self.cache, commit=False)
+            return self.model.logits(x)
 
     def take(self, token: int) -> None:
         """The next token of the last `run_ahead` is held."""
-        self.cache.commit(1)
+        with self._a_pass():
+            self.cache.commit(1)
         self.tokens.append(token)
 
     def _sample(self, sampler: Sampler) -> int:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import effllm
 from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError
+from effllm.offload.direct import Interrupted
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -108,6 +111,37 @@ def test_an_answer_knows_how_much_of_it_were_passes(spec):
     assert engine.passes_s == 0
     list(engine.generate(Sampler(GREEDY, 4096), 40, frozenset(), ignore_eos=True))
     assert 0 < engine.passes_s < engine.decode_s
+    engine.close()
+
+
+@pytest.mark.parametrize("spec", ["off", "lookup"])
+def test_holding_tokens_is_a_part_of_their_pass_and_so_is_what_ended_early(spec, monkeypatch):
+    engine = opened(spec=spec)
+
+    def took(slow: object, name: str, error: type[BaseException] | None = None) -> tuple[float, float]:
+        """Seconds of an answer of 12 tokens and of its passes, while a step of them takes 10 ms or raises `error` after as much."""
+        whole = getattr(slow, name)
+
+        def slowly(*given: object, **more: object) -> object:
+            time.sleep(0.01)
+            if error is not None:
+                raise error
+            return whole(*given, **more)
+
+        engine.reset()
+        list(engine.prefill([300] * 20))
+        before = engine.decode_s, engine.passes_s
+        with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+            patched.setattr(slow, name, slowly)
+            list(engine.generate(Sampler(GREEDY, 4096), 12, frozenset(), ignore_eos=True))
+        return engine.decode_s - before[0], engine.passes_s - before[1]
+
+    took(engine.cache, "commit")  # kernels are loaded on their first use
+    decode, passes = took(engine.cache, "commit")
+    assert passes > 0.11 and decode - passes < 0.05
+    for error in (Interrupted, KeyboardInterrupt):
+        decode, passes = took(engine.model, "forward", error)
+        assert 0.01 < passes <= decode
     engine.close()
 
 
