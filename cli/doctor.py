@@ -159,10 +159,10 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
         screen.line("speed: not measured; `effllm doctor` without --no-probe measures it, and so does the first `effllm plan`")
         return
     screen.line(f"speed with {machine.threads} threads, measured {machine.date}")
+    between = "" if machine.choice_s is None else f"; {1e6 * machine.choice_s:.0f} us until the next begins"
     screen.pairs((
         ("memory", f"reads {machine.memory / 1e9:.1f} GB/s at best, {machine.memory_usual / 1e9:.1f} usually"),
-        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us a layer, beside its weights; "
-                      f"{1e6 * machine.choice_s:.0f} us until the next begins"),
+        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us a layer, beside its weights{between}"),
         *((f"attention, {kv}", f"one token {rate.decode / 1e9:.1f}, deep in a context {(rate.deep or rate.decode) / 1e9:.1f}, a prompt "
            f"{rate.prefill / 1e9:.1f} billion products/s")
           for kv, rate in machine.attention.items())))

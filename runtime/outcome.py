@@ -137,7 +137,7 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
     if ratio < 1 and engine.options.load == "mmap":
         return "the weights are mapped: what the system had not in memory was read from the file while the answer was written"
     between, late = decode_s - passes_s, decode_s * (1 - ratio)
-    if ratio < 1 and between - steps * machine.choice_s > late * MOST:
+    if ratio < 1 and machine.choice_s is not None and between - steps * machine.choice_s > late * MOST:
         foreseen = 100 * steps * machine.choice_s / decode_s
         return f"choosing and guessing tokens took {100 * between / decode_s:.0f}% of the time, where {foreseen:.0f}% were foreseen"
     return ""

@@ -168,7 +168,8 @@ def _overhead(threads: int) -> Figure:
         engine = _engine(SMALL, layers, threads, 1024)
         engine.forward_logits(_ids(4))
         seconds[layers] = _token_s(engine, 3 * TOKENS)
-        choice = _choice_s(engine)
+        if layers == MANY_LAYERS:
+            choice = _choice_s(engine)
         engine.close()
     layer = max(0.0, (seconds[MANY_LAYERS] - seconds[FEW_LAYERS]) / (MANY_LAYERS - FEW_LAYERS))
     return {"figure": "overhead", "token_s": max(0.0, seconds[FEW_LAYERS] - FEW_LAYERS * layer), "layer_s": layer, "choice_s": choice}

@@ -42,7 +42,7 @@ class MachineRoofs:
     layer_s: float
     kinds: Mapping[str, KindRate]
     attention: Mapping[str, KindRate]
-    choice_s: float = 0.0  # not known to files of older versions
+    choice_s: float | None = None  # files of older versions do not tell it: `missing` then names the machine
 
     @property
     def unrest(self) -> float:
@@ -74,7 +74,7 @@ class Roofs:
         return Rates(here.memory, here.token_s, here.layer_s, here.kinds, here.attention,
                      self.disk.disk.stream_rate if self.disk else None, round(here.unrest, 2),
                      self.disk.disk.rate_of if self.disk else None, self.disk.disk.single_rate if self.disk else None,
-                     self.disk.disk.rate_again if self.disk else None, here.choice_s)
+                     self.disk.disk.rate_again if self.disk else None, here.choice_s or 0.0)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,12 @@ def missing(wanted: Wanted, roofs: Roofs) -> Wanted | None:
     lacking = replace(wanted, kinds=tuple(kind for kind in wanted.kinds if here is None or kind not in here.kinds),
                       kv=tuple(kv for kv in wanted.kv if here is None or kv not in here.attention),
                       file=None if roofs.disk else wanted.file)
-    return lacking if here is None or lacking.kinds or lacking.kv or lacking.file else None
+    return lacking if _lacks_base(here) or lacking.kinds or lacking.kv or lacking.file else None
+
+
+def _lacks_base(here: MachineRoofs | None) -> bool:
+    """Is one of the figures unknown that are of the machine, whatever the weights?"""
+    return here is None or here.choice_s is None
 
 
 def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[Progress | Roofs]:
@@ -116,7 +121,7 @@ def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[P
     if is_cold(lacking):
         for done, count in warm.warm(_kernels(lacking)):
             yield Progress("compiling kernels (first run only)", done, count, "kernels")
-    base = everything or roofs.machine is None
+    base = everything or _lacks_base(roofs.machine)
     total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
     phase, figures = "measuring this machine", []
     yield Progress(phase, 0, total, "figures")
@@ -206,7 +211,7 @@ def _machine(found: object) -> MachineRoofs | None:
     """One entry of the file; None for one that is not whole."""
     try:
         made = MachineRoofs(**{**found, "kinds": _rates(found["kinds"]), "attention": _rates(found["attention"])})
-        return made if min(made.memory, made.memory_usual) > 0 and min(made.token_s, made.layer_s, made.choice_s) >= 0 else None
+        return made if min(made.memory, made.memory_usual) > 0 and min(made.token_s, made.layer_s, made.choice_s or 0.0) >= 0 else None
     except (TypeError, KeyError, AttributeError):
         return None
 

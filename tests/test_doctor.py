@@ -13,9 +13,11 @@ import pytest
 from effllm.cli import doctor
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.cli.screen import Screen
 from effllm.kernels.cpu.ops import default_registry
 from effllm.runtime import diagnose
 from effllm.runtime.places import places
+from effllm.runtime.roofs import MachineRoofs, Roofs
 
 
 @pytest.mark.parametrize(("code", "said"), [
@@ -48,6 +50,16 @@ def test_every_kernel_says_why_it_runs() -> None:
                 assert diagnose.because(candidate.op, candidate.name), candidate
     one = next(choice for choice in choices if choice.op == "low-bit matrix" and choice.columns == 1)
     assert "table lookup" in doctor.reason(one), "and why not what comes before it"
+
+
+@pytest.mark.parametrize(("choice", "said"), ((None, False), (3e-5, True)))
+def test_what_was_not_measured_is_not_shown_as_nothing(choice: float | None, said: bool) -> None:
+    world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {})
+    machine = MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 18e9, 1e-4, 1e-5, {}, {}, choice)
+    doctor.show_roofs(Screen(world), Roofs(machine, None))
+    shown = world.stdout.getvalue()
+    assert "100 us, and 10 us a layer, beside its weights" in shown and ("; 30 us until the next begins" in shown) == said
+    assert said or "until the next" not in shown
 
 
 def test_places_have_a_path_a_size_and_the_free_disk(tmp_path: Path) -> None:

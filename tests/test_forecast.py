@@ -38,7 +38,7 @@ from streamed_models import larger_than_memory, streaming
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 CPU = EngineOptions(device="cpu", threads=2)
 KINDS = {"bf16": KindRate(16e9, 40e9), "codebook4:16": KindRate(8e9, 60e9), "symmetric6:32": KindRate(8e9, 60e9)}
-MACHINE = MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 20e9, 1e-4, 1e-5, KINDS, {"16bit": KindRate(10e9, 30e9)})
+MACHINE = MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 20e9, 1e-4, 1e-5, KINDS, {"16bit": KindRate(10e9, 30e9)}, 0.0)
 DISK = DiskRoofs(Disk("8:1 /dev/sda1", "ext4", True, (DiskRead(2 << 20, 4, 1e9),)), "2026-01-01 12:00", 11 << 20)
 KNOWN, NOTHING = Roofs(MACHINE, DISK), Roofs(None, None)
 
@@ -224,6 +224,8 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert "guessing tokens took 60% of the time, where 0% were foreseen" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.4)
     foreseen = replace(MACHINE, choice_s=0.005)
     assert "no cause was found" in outcome.explain(engine, foreseen, 0.5, 100, 1.0, 0.4), "half of the time was expected to go there"
+    unknown = replace(MACHINE, choice_s=None)
+    assert "no cause was found" in outcome.explain(engine, unknown, 0.5, 100, 1.0, 0.4), "nobody foresaw anything"
     assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.4, "the disk").startswith("the disk; choosing")
     assert "no cause was found" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.8), "a fifth of the time does not double it"
     monkeypatch.setattr(outcome, "memory_now", lambda engine: 5e9)

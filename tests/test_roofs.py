@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +19,11 @@ from effllm.runtime.roofs import Roofs, Wanted
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 MACHINE = {"cpu": "A CPU", "threads": 2, "date": "2026-01-01 12:00", "memory": 20e9, "memory_usual": 18e9, "token_s": 1e-4, "layer_s": 1e-5,
-           "kinds": {"bf16": {"decode": 15e9, "prefill": 40e9}}, "attention": {"16bit": {"decode": 10e9, "prefill": 20e9}}}
+           "choice_s": 4e-5, "kinds": {"bf16": {"decode": 15e9, "prefill": 40e9}},
+           "attention": {"16bit": {"decode": 10e9, "prefill": 20e9}}}
 DISK = {"device": "8:1 /dev/sda1", "file_system": "ext4", "direct": True, "reads": [{"nbytes": 2 << 20, "depth": 4, "rate": 1e9}],
         "date": "2026-01-01 12:00", "file_bytes": 99}
+OVERHEAD = {"figure": "overhead", "token_s": 1e-4, "layer_s": 1e-5, "choice_s": 5e-5}
 
 
 @pytest.fixture
@@ -59,6 +63,30 @@ def test_only_what_is_missing_is_asked_for(kept: Path) -> None:
     assert nothing.rates is None
 
 
+def test_a_file_that_does_not_tell_what_lies_between_passes_is_measured_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for nothing, and shown as measured; what the file knows of weights and of the cache stays."""
+    write(kept, WANTED, machine={name: value for name, value in MACHINE.items() if name != "choice_s"})
+    known, asked = roofs.known(WANTED), []
+    assert known.machine.choice_s is None and known.rates.choice_s == 0 and known.machine.kinds
+    lacking = roofs.missing(WANTED, known)
+    assert lacking == Wanted(2)
+    figures = [OVERHEAD, {"figure": "memory", "best": 21e9, "median": 19e9}]
+    monkeypatch.setattr(child, "measure", lambda *wanted: asked.append(wanted) or iter(figures))
+    monkeypatch.setattr(warm, "is_cold", lambda kinds: False)
+    *_, found = roofs.probe(lacking, known)
+    assert asked == [(2, (), (), True)] and found == roofs.known(WANTED) and roofs.missing(WANTED, found) is None
+    assert found.rates.choice_s == 5e-5 and found.machine.memory == 21e9 and found.machine.kinds == known.machine.kinds
+
+
+def test_what_lies_between_passes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, made = [], partial(SimpleNamespace, forward_logits=len, close=lambda: None)
+    monkeypatch.setattr(child, "_engine", lambda shape, layers, *more: made(layers=layers))
+    monkeypatch.setattr(child, "_token_s", lambda engine, tokens: 1e-3 + 1e-4 * engine.layers)
+    monkeypatch.setattr(child, "_choice_s", lambda engine: measured.append(engine) or 3e-5)
+    assert child._overhead(1) == {"figure": "overhead", "token_s": pytest.approx(1e-3), "layer_s": pytest.approx(1e-4), "choice_s": 3e-5}
+    assert len(measured) == 1
+
+
 @pytest.mark.parametrize("broken", (None, [], {}, {**MACHINE, "memory": 0.0}, {**MACHINE, "kinds": {"bf16": {"decode": 1}}},
                                     {**MACHINE, "memory": "fast"}, {**MACHINE, "unknown": 1}, {**MACHINE, "token_s": -1.0}))
 def test_an_entry_that_is_not_whole_is_not_believed(kept: Path, broken: object) -> None:
@@ -69,7 +97,7 @@ def test_an_entry_that_is_not_whole_is_not_believed(kept: Path, broken: object) 
 @pytest.mark.parametrize("broken", ("fast", 3, [1], {"kinds": 5}, {**MACHINE, "kinds": 7, "memory": "x"}, {"attention": {}}))
 def test_a_probe_replaces_an_entry_that_is_not_whole(kept: Path, monkeypatch: pytest.MonkeyPatch, broken: object) -> None:
     """What was measured was added to it: every plan ended with a traceback until the file was removed by hand."""
-    figures = [{"figure": "memory", "best": 20e9, "median": 18e9}, {"figure": "overhead", "token_s": 1e-4, "layer_s": 1e-5},
+    figures = [{"figure": "memory", "best": 20e9, "median": 18e9}, OVERHEAD,
                {"figure": "kind", "kind": "bf16", "decode": 15e9, "prefill": 40e9},
                {"figure": "attention", "kv": "16bit", "decode": 10e9, "prefill": 20e9}]
     monkeypatch.setattr(child, "measure", lambda *wanted: iter(figures))
@@ -145,6 +173,6 @@ def test_a_folder_that_cannot_be_written_costs_the_memory_alone(tmp_path: Path, 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(roofs, "cache_root", lambda: tmp_path / "file" / "cache")
     monkeypatch.setattr(child, "measure", lambda *given: iter((
-        {"figure": "memory", "best": 2e9, "median": 1e9}, {"figure": "overhead", "token_s": 1e-4, "layer_s": 0.0})))
+        {"figure": "memory", "best": 2e9, "median": 1e9}, OVERHEAD)))
     *_, found = roofs.probe(Wanted(2), Roofs(None, None))
     assert found.machine.unrest == 0.5 and roofs.known(Wanted(2)).machine is None
