@@ -81,7 +81,7 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
             return None
         with np.load(folder / FILE, allow_pickle=False) as stored:
             into, out, thresholds = (np.ascontiguousarray(stored[name], np.float32) for name in ("into", "out", "thresholds"))
-    except (OSError, ArithmeticError, ValueError, KeyError, EOFError, MemoryError, TypeError, RuntimeError, SyntaxError, TokenError,
+    except (OSError, ArithmeticError, ValueError, LookupError, EOFError, MemoryError, TypeError, RuntimeError, SyntaxError, TokenError,
             zipfile.BadZipFile):
         return None
     rank = into.shape[-1] if into.ndim else 0

@@ -114,7 +114,9 @@ def test_what_is_kept_is_read_without_trust(trained: tuple[Path, predictors.Pred
     for damage in (b"", content[:1000], b"PK" + content[40:]):
         (tmp_path / predictors.FILE).write_bytes(damage)
         assert predictors.load(tmp_path, 6, 256, 768) is None
-    for head in ("{'descr': (", "{'descr': '<f4', 'fortran_order': False, 'shape': (0, 99999999999999999999), }", "[" * 900, "'" * 3):
+    heads = [f"{{'descr': {kind}, 'fortran_order': False, 'shape': {shape}, }}"
+             for kind, shape in (("'<f4'", (0, 99999999999999999999)), ((), (1,)), (("<f4",), (1,)))]
+    for head in (*heads, "{'descr': (", "[" * 900, "'" * 3):
         text = head.encode().ljust(1000) + b"\n"
         array = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
         with zipfile.ZipFile(tmp_path / predictors.FILE, "w") as archive:
