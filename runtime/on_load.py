@@ -81,7 +81,8 @@ def temporary_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise not_written(error, f"no temporary folder can be made in {root}", "set TMPDIR to a folder with room") from error
+        raise not_written(error, f"no temporary folder can be made in {root}", "set TMPDIR to a folder with room",
+                          "make room there, or set TMPDIR to a folder with room") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield folder

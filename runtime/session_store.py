@@ -214,7 +214,8 @@ class SessionStore:
         sync_folder(self.folder)
 
     def remove(self, names: Sequence[str], cache_only: bool = False) -> int:
-        """Remove sessions, or their caches and not their conversations. Returns the bytes that the disk gets back. Raises NoSession."""
+        """Remove sessions, or their caches and not their conversations. Returns the bytes that the disk gets back. Raises NoSession; DiskFull
+        too, as a cache goes by writing its session anew."""
         self.demand(names)
         try:
             with self._locked(fcntl.LOCK_EX) as alone:
@@ -223,8 +224,8 @@ class SessionStore:
                     freed += self._strip(name) if cache_only else self._unlink(self.path(name))
                 return freed + (self._collect() if alone else 0)
         except OSError as error:
-            hint = f"check its folder: ls -ld {self.folder}"
-            raise EffllmError(f"session {names[0]} cannot be removed: {error.strerror}", hint) from error
+            what = f"the cache of session {names[0]}" if cache_only else f"session {names[0]}"
+            raise not_written(error, f"{what} cannot be removed", f"check its folder: ls -ld {self.folder}") from error
 
     def demand(self, names: Sequence[str]) -> None:
         """Raises NoSession for the first that is not there."""

@@ -53,7 +53,8 @@ class Trace:
             with path.open("wb") as out:
                 np.savez_compressed(out, neurons=np.int64(self.neurons), active=np.stack(self.layers))
         except OSError as error:
-            raise not_written(error, f"{path} cannot be written", "another --trace FILE") from error
+            hint = "another --trace FILE"
+            raise not_written(error, f"{path} cannot be written", hint, f"make room there, or {hint}") from error
 
     @classmethod
     def load(cls, path: Path) -> Trace:

@@ -12,7 +12,10 @@ import pytest
 from effllm import DiskFull, DoesNotFit, EffllmError, lacks_room, not_written
 from effllm.offload.pages import DiskTier
 from effllm.runtime.calibrate import built_in_text
+from effllm.runtime.on_load import temporary_folder
 from effllm.runtime.pressure import Watch
+from effllm.runtime.sparsity import Trace
+from effllm.runtime.whole_file import write_whole
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_cli_run import shell
@@ -28,6 +31,8 @@ COMMANDS = {
     "a model quantized on load": LIMIT + "EFFLLM run fable Hello -n 1 --bits 4",
     "a GGUF file": LIMIT + "EFFLLM export fable -o {folder}/small.gguf --type Q8_0",
     "a session": "ulimit -f 1; trap '' XFSZ; EFFLLM run fable -f {folder}/text -n 1 --session tale",
+    "a session without its cache": "EFFLLM run fable -f {folder}/text -n 1 --session tale 2> /dev/null && "
+                                   "ulimit -f 0; trap '' XFSZ; EFFLLM session rm tale --cache",
     "the cache on the disk": LIMIT + "EFFLLM run fable -f {folder}/text -n 1 -c 2048 --kv 16bit --kv-ram 6M --spill-dir {folder}/spill",
     "an alias": "ulimit -f 0; trap '' XFSZ; EFFLLM alias tale fable",
 }
@@ -54,6 +59,27 @@ def test_want_of_room_is_told_from_other_failures(code: int) -> None:
     assert type(made) is (DiskFull if full else EffllmError) and made.exit_code == (4 if full else 1)
     assert made.message == f"a.txt cannot be written: {os.strerror(code)}"
     assert made.hint == ("make room on that disk, then run it again" if full else "another folder")
+
+
+@pytest.mark.parametrize(("what", "step", "place"), (
+    ("a conversation", "choose another place: /save FILE", "tempfile.mkstemp"),
+    ("a temporary folder", "set TMPDIR to a folder with room", "tempfile.mkdtemp"),
+    ("a trace", "another --trace FILE", "numpy.savez_compressed")))
+def test_what_may_lie_elsewhere_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, step: str, place: str) -> None:
+    """A chat, for one, is nothing to be run again."""
+    def full(*given: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(place, full)
+    with pytest.raises(DiskFull) as caught:
+        if what == "a conversation":
+            write_whole(tmp_path / "chat.json", "{}", step)
+        elif what == "a trace":
+            Trace(8, (np.zeros((4, 1), np.uint8),)).save(tmp_path / "trace.npz")
+        else:
+            with temporary_folder():
+                pass
+    assert caught.value.hint == f"make room there, or {step}"
 
 
 @pytest.mark.parametrize("number", (errno.ENOSPC, errno.EIO))
