@@ -21,6 +21,7 @@ from .size import format_size
 
 VERSION, ALIGNMENT = 3, 32
 INTEGER, FLOAT = 4, 6  # u32 and f32: what keys of models are
+SIGNED = 5  # i32, for a number below 0
 NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 ARRAY_KINDS = {np.dtype(name): kind for kind, name in SCALARS.items() if kind != BOOL}
 
@@ -66,7 +67,7 @@ def _value(value: Value) -> bytes:
     if isinstance(value, bool):
         return struct.pack("<I?", BOOL, value)
     if isinstance(value, int):
-        return struct.pack("<II", INTEGER, value)
+        return struct.pack("<II", INTEGER, value) if value >= 0 else struct.pack("<Ii", SIGNED, value)
     if isinstance(value, float):
         return struct.pack("<If", FLOAT, value)
     if isinstance(value, str):

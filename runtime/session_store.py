@@ -214,8 +214,8 @@ class SessionStore:
         sync_folder(self.folder)
 
     def remove(self, names: Sequence[str], cache_only: bool = False) -> int:
-        """Remove sessions, or their caches and not their conversations. Returns the bytes that the disk gets back. Raises NoSession; DiskFull
-        too, as a cache goes by writing its session anew."""
+        """Remove sessions, or their caches and not their conversations, which are then written anew. Returns the bytes that the disk gets
+        back. Raises NoSession, EffllmError where the folder or the disk refuses."""
         self.demand(names)
         try:
             with self._locked(fcntl.LOCK_EX) as alone:

@@ -58,8 +58,9 @@ def test_the_recommended_sampling_goes_along(tmp_path: Path) -> None:
     """Without it a file answers otherwise than the folder that it was made of, at the same flags."""
     folder = tmp_path / "model"
     shutil.copytree(FABLE, folder)
-    wanted = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}
+    wanted = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "penalty_last_n": 64}
     for given, kept in ((wanted, wanted), ({"do_sample": False, "top_k": -1}, {"temperature": 0.0, "top_k": 0}), ({}, {}),
+                        ({"penalty_last_n": -1}, {"penalty_last_n": -1}), ({"penalty_last_n": 0}, {"penalty_last_n": 0}),
                         ({"top_k": 10**20, "temperature": 1e300}, {"top_k": 2**31 - 1}),
                         ({"top_k": "many", "temperature": 0.5, "seed": 3}, {"temperature": 0.5})):
         (folder / "generation_config.json").write_text(json.dumps(given))

@@ -15,9 +15,11 @@ from .tokenizer import ENDS, tokenizer_files
 
 SAMPLING = "general.sampling."
 LICENCE = re.compile(r"[A-Za-z0-9.+_-]{1,40}")
-LARGEST_TOP_K, LARGEST_VALUE = 2**31 - 1, 3e38  # of 32 bits
+LARGEST_WHOLE, LARGEST_VALUE = 2**31 - 1, 3e38  # of 32 bits
 # What a file recommends -> generation_config.json.
-SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
+SETTINGS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+            "penalty_last_n": "penalty_last_n"}
+WHOLE = {"top_k": 0, "penalty_last_n": -1}  # those that are whole numbers, and the least of each
 
 
 def generation_config(path: Path) -> dict[str, object]:
@@ -35,8 +37,8 @@ def sampling_metadata(settings: Mapping[str, object]) -> dict[str, Value]:
     found = {theirs: settings[ours] for theirs, ours in SETTINGS.items() if ours in settings}
     if settings.get("do_sample") is False:
         found["temp"] = 0.0
-    return {SAMPLING + name: min(max(0, value), LARGEST_TOP_K) if name == "top_k" else float(value) for name, value in found.items()
-            if value < LARGEST_VALUE}
+    return {SAMPLING + name: min(max(WHOLE[name], value), LARGEST_WHOLE) if name in WHOLE else float(value)
+            for name, value in found.items() if value < LARGEST_VALUE}
 
 
 def stated_licence(header: GgufHeader) -> str | None:
