@@ -2,9 +2,9 @@
 
 Everything is written to `.NAME.partial` beside the folder: weight files at their full size with their headers, then tensor after tensor
 in place, and a journal with a line per finished tensor that is on the disk before the line is. The first line is a fingerprint of what is
-being made, with the name of what it is made of; another fingerprint starts afresh. A line ends with its checksum: from the first one that
-was damaged on, tensors count as not written. Copies and the marker file come last, then the folder
-gets its name in one step. The journal stays locked while a process writes, so that two never share a folder.
+being made, with the name of what it is made of; another fingerprint starts afresh. A tensor's line ends with its checksum: from the first
+one that was damaged on, or written by a version that had none, tensors count as not written. Copies and the marker file come last, then
+the folder gets its name in one step. The journal stays locked while a process writes, so that two never share a folder.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class FolderWriter:
     """Writes the tensors of `files` for the folder `out`. `finished`: name -> what `finish` was given for it, earlier runs included.
 
     `marker` is the file that makes the folder whole, `of` the name of what it is made of, for whoever finds it unfinished. `resumed` says
-    that an earlier run left something, `discarded` that it left something of another kind, which is gone. Raises UsageError where another
-    process writes the same folder, DoesNotFit when the disk is full.
+    that an earlier run left something, `discarded` that it left something of another kind or all in an older form, which is gone. Raises
+    UsageError where another process writes the same folder, DoesNotFit when the disk is full.
     A context manager; leaving it without `commit` keeps everything for the next run.
     """
 
@@ -120,7 +120,7 @@ class FolderWriter:
                 raise UsageError(f"another effllm is writing {self.out}", "wait for it, or give another folder with -o")
             first, entries, length = _read_journal(path)
             kept = first == fingerprint and all(self._is_laid_out(file) for file in self.files)
-            self.discarded = not kept and (first is not None or len(os.listdir(self.partial)) > 1)
+            self.discarded = not entries and _is_older(path, length) if kept else first is not None or len(os.listdir(self.partial)) > 1
             if kept:
                 os.ftruncate(self._journal, length)  # a line that was cut by the kill
                 self.finished = {name: entry for name, entry in entries.items() if name in self._places}
@@ -268,6 +268,16 @@ def _read_journal(path: Path) -> tuple[str | None, dict[str, Mapping[str, object
             break
         length += len(line)
     return fingerprint, entries, length
+
+
+def _is_older(path: Path, at: int) -> bool:
+    """Does a journal go on at a byte with a tensor's line that has no checksum, as older versions wrote it?"""
+    line, *_ = path.read_bytes()[at:].splitlines(keepends=True) or (b"",)
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, list) and [type(part) for part in value] == [str, dict]
 
 
 def _journal_line(name: str, entry: Mapping[str, object]) -> bytes:

@@ -78,7 +78,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")
             if writer.discarded:
-                yield Notice("an unfinished run of another type or another source was left here: starting afresh")
+                yield Notice("an unfinished run of another type, another source or an older effllm was left here: starting afresh")
             for name, (_, tensor) in tensors.items():
                 if not all(part in writer.finished for part in _entries(name, tensor, bits if name in low else 0)):
                     _write(store, writer, tensor, bits if name in low else 0)

@@ -257,7 +257,7 @@ def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
     if writer.resumed:
         yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(plan.jobs)} tensors are done")
     elif writer.discarded:
-        yield Notice("an unfinished run with other options or another source was left here: starting afresh")
+        yield Notice("an unfinished run with other options, another source or an older effllm was left here: starting afresh")
 
 
 def copied(folder: Path) -> dict[str, Path]:

@@ -193,7 +193,7 @@ def test_a_journal_that_was_damaged_costs_time_and_no_byte(tmp_path: Path, seed:
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("line", ['[["c0"], {}]', '[{}, {}]', '["c0", 5]', '["c0", {}]', '["c0", {}, 1]'])
+@pytest.mark.parametrize("line", ['[["c0"], {}]', '[{}, {}]', '["c0", 5]', '["c0"]', '["c0", {}, 1]', '["c0", {'])
 def test_lines_that_no_writer_wrote_count_as_nothing(tmp_path: Path, line: str) -> None:
     files = plan_files(GROUPS, {"format": "test"})
     FolderWriter(tmp_path / "out", files, "one", MARKER).close()
@@ -201,6 +201,23 @@ def test_lines_that_no_writer_wrote_count_as_nothing(tmp_path: Path, line: str) 
         journal.write(line + "\n")
     with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
         assert not writer.finished and not writer.discarded
+
+
+def test_tensors_of_a_version_without_checksums_are_written_anew_and_told(tmp_path: Path) -> None:
+    make(tmp_path / "straight")
+    files = plan_files(GROUPS, {"format": "test"})
+    with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
+        write_all(writer)
+    journal = partial_folder(tmp_path / "out") / "journal"
+    head, *lines = journal.read_text().splitlines()
+    journal.write_text("".join(f"{line}\n" for line in (head, *(json.dumps(json.loads(line)[:2]) for line in lines))))
+    with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
+        assert writer.discarded and not writer.finished
+        write_all(writer)
+    with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
+        assert len(writer.finished) == len(lines) and not writer.discarded
+        writer.commit({}, {MARKER: "{}"})
+    assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "straight")
 
 
 def test_another_kind_of_result_starts_afresh(tmp_path: Path) -> None:
