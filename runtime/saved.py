@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from .. import EffllmError
 from ..offload.page_stream import PagesLost
 from ..offload.size import format_size
 from .conversation_file import parse_conversation
 from .engine import Engine
 from .events import Notice, Progress
 from .saved_cache import folder_identity, identity, refuse_other, restore_cache, save_cache
-from .saved_format import SavedCache, SavedSession
+from .saved_format import SavedCache, SavedSession, Spoken
 from .saved_prefix import lend
 from .session import Session
 from .session_store import SessionStore, lost_note, stuck_note
@@ -48,9 +50,11 @@ class SavedSessions:
         yield Notice(f"session {name}: {len(session.messages)} messages, {held}")
 
     def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:
-        """Save under a name; yields the saved session last. Raises EffllmError where the disk is full or the folder closed: what was saved
-        under the name before stays."""
+        """Save under a name; yields the saved session last. Where pages of the cache are lost, what lies before them is saved, or the cache
+        of the session as it was where that has more. Raises EffllmError where the disk is full or the folder closed: what was saved under
+        the name before stays."""
         cache, engine = None, session.engine
+        tokens = engine.tokens
         self.store.path(name)
         large, picks = engine.cache.read_nbytes, engine.cache.pool.picks
         if picks:  # later tokens were read where earlier pages were estimated: no other run is to take them for its own
@@ -67,7 +71,10 @@ class SavedSessions:
                     else:
                         yield event
             except PagesLost as error:
-                yield Notice(f"session {name}: the text alone is kept, and is read again: {error.message}")
+                before = self._before(name, tokens, session.spoken)
+                cache = max(cache, before, key=lambda each: len(each.tokens) if each else 0)
+                held = f"{len(cache.tokens)} of {len(tokens)} tokens are kept, the rest" if cache else "the text alone is kept, and"
+                yield Notice(f"session {name}: {held} is read again: {error.message}")
             saved = SavedSession(name, self.model, time.time(), session.history.to_json(), cache)
             self.store.write(saved)
         if lost := self.store.make_room(self.budget, name):
@@ -75,6 +82,16 @@ class SavedSessions:
         elif unread := self.store.stuck(self.budget):
             yield Notice(stuck_note(unread, self.budget))
         yield saved
+
+    def _before(self, name: str, tokens: Sequence[int], spoken: Spoken | None) -> SavedCache | None:
+        """The cache that was saved under a name, with what is spoken now, where these tokens go on from it."""
+        try:
+            cache = self.store.read(name).cache
+        except EffllmError:
+            return None
+        if cache is None or cache.identity != self._own or tuple(tokens[: len(cache.tokens)]) != cache.tokens:
+            return None
+        return replace(cache, spoken=spoken) if all(self.store.has_page(file.key) for file in cache.files) else None
 
     def _identity(self, engine: Engine) -> dict[str, object]:
         if self._own is None:

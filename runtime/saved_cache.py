@@ -21,6 +21,7 @@ from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.compile import cache_key
 from ..kernels.layout import PAGE
 from ..offload.page_file import KEY_NBYTES, VERSION, DamagedPage, PageFile
+from ..offload.page_stream import PagesLost
 from ..quant.kv_exact import most_exact, pack_exact, unpack_exact
 from ..quant.kv_stored import check_stored
 from .cache import KVCache
@@ -119,22 +120,34 @@ def tail_key(last: str, tokens: Sequence[int]) -> str:
 
 def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], spoken: Spoken | None) -> Iterator[Progress | SavedCache]:
     """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
-    OSError, PagesLost."""
-    cache, tokens = engine.cache, engine.tokens
+    OSError; PagesLost, after the description of what lies before the first page that is lost, where anything does."""
+    cache, tokens, anew = engine.cache, engine.tokens, engine.anew  # the engine's own are fewer once a page is lost
     if not tokens or cache.n != len(tokens) or cache.better:  # pages of two kinds are read again instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
     total, pages = cache.sealed * cache.sealed_nbytes, []
+    sinks = _keep_exact(cache, store, keys[0], _sinks_and_tail(cache)[0])
     for page in range(cache.sealed):
-        with engine.keeping_what_is_whole():
-            layers = cache.read(page)
+        try:
+            with engine.keeping_what_is_whole():
+                layers = cache.read(page)
+        except PagesLost:
+            if pages:
+                whole = tokens[: cache.shape.sinks + PAGE * page]
+                yield SavedCache(own, tuple(whole), tuple(pages), sinks, None, spoken, min(anew, len(whole)), read_by(engine))
+            raise
         pages.append(store.keep_page(keys[page + 1], [memoryview(data) for data in layers]))
         yield Progress("saving the session", (page + 1) * cache.sealed_nbytes, total, "bytes")
-    exact = []
-    for key, blocks in zip((keys[0], tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])), _sinks_and_tail(cache)):
-        data = pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.layout)
-        exact.append(store.keep_page(key, [data]) if blocks else None)
-    yield SavedCache(own, tuple(tokens), tuple(pages), *exact, spoken, engine.anew, read_by(engine))
+    key = tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])
+    tail = _keep_exact(cache, store, key, _sinks_and_tail(cache)[1])
+    yield SavedCache(own, tuple(tokens), tuple(pages), sinks, tail, spoken, anew, read_by(engine))
+
+
+def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[tuple[int, int]]) -> PageFile | None:
+    """Write the exact tokens of `blocks`; None where there are none."""
+    if not blocks:
+        return None
+    return store.keep_page(key, [pack_exact([cache.read(page) for page, _ in blocks], [count for _, count in blocks], cache.layout)])
 
 
 def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -3,7 +3,8 @@
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,28 +138,85 @@ def test_an_answer_that_loses_its_cache_is_followed_by_one_that_does_not(tmp_pat
         engine.close()
 
 
-def test_a_session_that_finds_its_cache_lost_keeps_the_text(tmp_path):
-    """The pages are read for the first time again when they are saved."""
-    engine = tiered(tmp_path / "spill", ctx=2048)
-    sessions = SavedSessions(SessionStore(tmp_path / "sessions"), "fable", 1 << 30)
+@pytest.fixture
+def talked(tmp_path: Path) -> Iterator[tuple[Session, SavedSessions]]:
+    """A conversation whose cache lies on the disk for the most part, and where it is saved."""
+    engine = tiered(tmp_path / "spill")
     try:
         session = Session(engine, Tokenizer.load(FABLE, engine.config), SamplerSettings(temperature=0), max_tokens=4)
         for _ in session.ask(built_in_text()[:3600]):
             continue
-        assert engine.cache.sealed > engine.cache.pool.first
-        altered(descriptor(engine))
-        *said, saved = sessions.save(session, "tale")
-        assert isinstance(saved, SavedSession) and saved.cache is None
-        notices = [event.text for event in said if isinstance(event, Notice)]
-        assert len(notices) == 1
-        assert notices[0].startswith("session tale: the text alone is kept, and is read again: the KV cache's file was")
-        assert sessions.store.read("tale").conversation["messages"] == session.messages
-        for _ in session.ask("Go on."):
-            continue
-        *_, saved = sessions.save(session, "tale")
-        assert saved.cache is not None and len(saved.cache.tokens) == len(engine.tokens)
+        assert engine.cache.sealed > engine.cache.pool.first + 3
+        yield session, SavedSessions(SessionStore(tmp_path / "sessions"), "fable", 1 << 30)
     finally:
         engine.close()
+
+
+def saved(session: Session, sessions: SavedSessions) -> tuple[SavedSession, list[str]]:
+    *said, made = sessions.save(session, "tale")
+    assert isinstance(made, SavedSession) and sessions.store.read("tale") == made
+    assert made.conversation["messages"] == session.messages
+    return made, [event.text for event in said if isinstance(event, Notice)]
+
+
+def taken_up(session: Session, sessions: SavedSessions) -> list[int]:
+    """What another process holds of it; the next answer is the one that a cache read anew gives."""
+    again, anew = opened(ctx=2048, kv="16bit"), opened(ctx=2048, kv="16bit")
+    try:
+        answers = []
+        for engine in (again, anew):
+            other = Session(engine, session.tokenizer, session.settings, max_tokens=4)
+            for _ in sessions.load(other, "tale"):
+                continue
+            held = held if answers else list(engine.tokens)
+            if engine is anew:
+                engine.reset()
+            for _ in other.ask("Go on."):
+                continue
+            answers.append(other.messages[-1])
+        assert answers[0] == answers[1]
+        return held
+    finally:
+        again.close()
+        anew.close()
+
+
+def test_a_session_that_finds_its_cache_lost_keeps_what_lies_before(talked):
+    """The pages are read for the first time again when they are saved. The text alone was kept."""
+    session, sessions = talked
+    engine = session.engine
+    whole, first, sinks = list(engine.tokens), engine.cache.pool.first, engine.cache.shape.sinks
+    altered(descriptor(engine))
+    made, said = saved(session, sessions)
+    kept = made.cache.tokens
+    assert made.cache.sealed >= first and len(kept) == sinks + PAGE * made.cache.sealed and list(kept) == whole[: len(kept)]
+    assert len(said) == 1
+    assert said[0].startswith(f"session tale: {len(kept)} of {len(whole)} tokens are kept, the rest is read again: the KV cache's file was")
+    assert taken_up(session, sessions) == list(kept)
+    for _ in session.ask("Go on."):
+        continue
+    made, said = saved(session, sessions)
+    assert len(made.cache.tokens) == len(engine.tokens) and not said
+
+
+@pytest.mark.parametrize("follows", (True, False))
+def test_a_session_keeps_the_cache_that_was_saved_before_where_it_goes_on_from_it(talked, follows):
+    """Its pages were whole, and removed."""
+    session, sessions = talked
+    engine = session.engine
+    before, _ = saved(session, sessions)
+    if not follows:
+        other = replace(before.cache, tokens=(*before.cache.tokens[:-1], before.cache.tokens[-1] ^ 1))
+        with sessions.store.writing("tale"):
+            sessions.store.write(replace(before, cache=other))
+    for _ in session.ask("Go on."):
+        continue
+    altered(descriptor(engine))
+    made, (said,) = saved(session, sessions)
+    assert (made.cache.tokens == before.cache.tokens) == follows and made.cache.spoken == session.spoken
+    assert said.startswith(f"session tale: {len(made.cache.tokens)} of ")
+    if follows:
+        assert taken_up(session, sessions) == list(before.cache.tokens)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the file has no name: it is opened as a descriptor of the chat's")
