@@ -162,20 +162,20 @@ def saved(session: Session, sessions: SavedSessions) -> tuple[SavedSession, list
 def taken_up(session: Session, sessions: SavedSessions) -> list[int]:
     """What another process holds of it; the next answer is the one that a cache read anew gives."""
     again, anew = opened(ctx=2048, kv="16bit"), opened(ctx=2048, kv="16bit")
+    held, answers = [], []
     try:
-        answers = []
         for engine in (again, anew):
             other = Session(engine, session.tokenizer, session.settings, max_tokens=4)
             for _ in sessions.load(other, "tale"):
                 continue
-            held = held if answers else list(engine.tokens)
+            held.append(list(engine.tokens))
             if engine is anew:
                 engine.reset()
             for _ in other.ask("Go on."):
                 continue
             answers.append(other.messages[-1])
         assert answers[0] == answers[1]
-        return held
+        return held[0]
     finally:
         again.close()
         anew.close()
