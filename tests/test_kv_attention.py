@@ -11,6 +11,7 @@ import pytest
 from effllm import UsageError
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
+from effllm.kernels.cpu.kv_scratch import EIGHT
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import codec
@@ -204,6 +205,11 @@ def test_with_emulated_instructions(name, tmp_path):
 def test_the_largest_products_there_are():
     kv_samples.check_largest_products()
     kv_samples.check_largest_digits(4)
+
+
+@pytest.mark.parametrize("rows", (4, 8) if EIGHT else (4,))
+def test_scores_that_are_no_numbers_show(rows):
+    kv_samples.check_unknown_scores(rows)
 
 
 def test_all_widths_on_this_machine():
