@@ -41,7 +41,9 @@ from .kv_loops import high_product, loop, multiply, pick, power, shorts
 from .kv_weights import LN2, MAGIC, exp2
 
 DIGITS = INSTRUCTION_SET in ("avx512", "avx2vnni")
-LINES = 9  # asked for ahead while a group of K, or 32 tokens of a group of V, are multiplied
+# Asked for ahead while a group of K, for the tokens of a unit, or 32 tokens of a group of V are multiplied: their share of half a record,
+# which is at most 281 and 545 bytes. More would ask for the next share's lines as well.
+KEY_LINES, VALUE_LINES = 5, 9
 ITEM = 1 if DIGITS else 2  # bytes of a factor where products read it
 WEIGHT = 32767  # the largest softmax weight, before it meets a scale
 TOTAL = 2.0**18  # of a weight of 1 in a row's sum; a scale's largest share of it is 2^(15/4)
@@ -125,7 +127,7 @@ def _dot_units(rows: int):
     def dot_units(typingctx, codes, widths, high, low, terms, low_terms, unit, out, groups, ahead, share):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of the tokens of a unit. `widths`: bits of the groups, bytes;
         `high`, `low`: digits of queries, bytes [quads, R, 4], or the same 16-bit numbers; terms of both digits as `zero_terms` leaves them.
-        LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
+        KEY_LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
 
         def codegen(context, builder, signature, args):
             codes, widths, high, low, terms, low_terms, unit, out, groups, ahead, share = args
@@ -138,7 +140,7 @@ def _dot_units(rows: int):
                     codes_of_keys(builder, source, width, quad, unit, piece) for quad in range(4)])
                 for quad in range(4):
                     if piece == 0:
-                        ask_part(builder, builder.add(ahead, builder.mul(at, share)), quad, 4, LINES, 2)
+                        ask_part(builder, builder.add(ahead, builder.mul(at, share)), quad, 4, KEY_LINES, 2)
                     for row in range(rows):
                         place = 4 * (quad * rows + row) * ITEM
                         factors = tuple(offset(builder, each, place) for each in own)
@@ -281,7 +283,7 @@ def _dot_values(rows: int):
                         for quad in range(first, first + 4)])
                     for i, quad in enumerate(quads):
                         if piece == 0:
-                            ask_part(builder, builder.add(ahead, builder.mul(at, share)), first + i, 8, LINES, 2)
+                            ask_part(builder, builder.add(ahead, builder.mul(at, share)), first + i, 8, VALUE_LINES, 2)
                         for row in range(rows):
                             place = (PAGE * row + 4 * (first + i)) * ITEM
                             factors = tuple(offset(builder, each, place) for each in own)
