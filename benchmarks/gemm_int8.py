@@ -32,7 +32,8 @@ from yardsticks import PASSES, Yardsticks
 
 FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16", "affine4:64", "symmetric8:32", "symmetric6:32")
 WAYS = {gemm.SCALED: "row's int8", gemm.GROUPED: "exact groups"}
-BYTES = "exact groups as bytes"  # the way of codes of up to four bits on AVX2
+# Two more of codes of up to four bits on AVX2; elsewhere they are those above, whose names stay.
+NAMES = {gemm.STEPPED: "levels as bytes times steps", gemm.NARROW_CODES: "exact groups as bytes", **WAYS}
 # Inputs and turns of the tile that is measured alone.
 ALONE, TURNS = 256, 4000
 INTRO = ("Random weights and activations. A product counts as 2 x tokens x inputs x outputs operations; packing the activations and "
@@ -144,7 +145,7 @@ def main() -> int:
 
 
 def name_of(product: Product) -> str:
-    return f"{product.spec} {WAYS.get(product.way, BYTES)}"
+    return f"{product.spec} {NAMES[product.way]}"
 
 
 def figures(arguments: argparse.Namespace, rates: dict[str, list[float]], products: list[Product]) -> list[Figure]:

@@ -26,6 +26,7 @@ from effllm.quant.spec import QuantSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from low_bit_samples import _outliers, _range, factors_of, low_bit, random_codes, seed_of
+from test_instruction_sets import X86, child, runs_here
 
 WAYS = (gemm.SCALED, gemm.GROUPED)
 CODEBOOKS = "codebook4:16", "codebook3:16", "codebook2:16+0.02"  # what STEPPED takes
@@ -185,6 +186,30 @@ def test_gated_pairs_and_additions_by_steps(pools, rows):
     there = sample(len(x), rows)
     product(pools[2], x, pair[:1], gemm.STEPPED, linear.ADD, [there])
     assert np.array_equal(there, sample(len(x), rows) + first)
+
+
+def check_bytes() -> None:
+    """The tests above of the ways that AVX2 alone has; elsewhere they go the others."""
+    assert gemm.STEPPED not in WAYS and gemm.NARROW_CODES not in WAYS
+    pools = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
+    for text in CODEBOOKS:
+        test_levels_as_bytes_take_their_steps_along(pools, text)
+    for text in NARROW:
+        test_codes_of_up_to_four_bits_as_bytes_give_what_the_groups_give(pools, text)
+    for x in (1.0, -1.0):
+        for text in NARROW:
+            test_the_largest_sums_of_bytes_fit_16_bits(pools, text, x)
+        for level in (-64, 63):
+            test_sums_of_steps_that_leave_16_bits_come_back(pools, x, level)
+    for rows in (1, 75):
+        test_gated_pairs_and_additions_by_steps(pools, rows)
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.mark.skipif(not X86 or INSTRUCTION_SET == "avx2" or not runs_here("avx2"), reason="AVX2 is this machine's own set, or none of its")
+def test_what_avx2_multiplies_as_bytes(tmp_path):
+    child("import test_gemm; test_gemm.check_bytes()", tmp_path, forced="avx2")
 
 
 def test_powers_of_two_for_scales_are_multiplied_as_they_are(pools):

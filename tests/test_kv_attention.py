@@ -11,6 +11,7 @@ import pytest
 from effllm import UsageError
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
+from effllm.kernels.cpu.kv_scratch import EIGHT
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import codec
@@ -19,7 +20,7 @@ from effllm.runtime.cache import CacheShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import kv_samples
-from kv_samples import Stream, moments_basis, packed_cache, relative, worst_error
+from kv_samples import FINE, Stream, fine_error, moments_basis, packed_cache, relative, worst_error
 from test_instruction_sets import X86, child, runs_here
 
 
@@ -33,6 +34,11 @@ def pool():
 @pytest.mark.parametrize("kv", ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v8"))
 def test_every_width_equals_softmax_over_the_decoded_pages(pool, kv):
     assert worst_error(pool, kv) < 5e-3
+
+
+@pytest.mark.parametrize("kv", ("8bit", "6bit"))
+def test_what_16_bits_round_lies_70_db_below_the_answer(pool, kv):
+    assert fine_error(pool, kv) < FINE
 
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim", ((4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16)))
@@ -72,14 +78,11 @@ def test_small_weights_beside_a_large_one_are_not_lost(pool):
 
 
 @pytest.mark.parametrize("group", (1, 3, 4, 5, 8, 12))
-def test_any_number_of_heads_shares_a_record(pool, group):
+@pytest.mark.parametrize("kv,most", (("4bit", 0.025), ("8bit", FINE)))
+def test_any_number_of_heads_shares_a_record(pool, kv, most, group):
     """Tiles of four and eight rows, and what only fills them."""
     for window in (None, 150):
-        cache = packed_cache(pool, heads=2 * group, window=window, basis=KVBasis.plain(2, 64))
-        stream = Stream(cache, 2 * group, 420)
-        for tokens in (400, *[1] * 20):
-            stream.run(tokens)
-        assert relative(stream.out[400:], stream.want[400:]) < 0.025
+        assert fine_error(pool, kv, 2 * group, window=window) < most
 
 
 def test_what_is_lost_is_what_the_codec_loses(pool):
@@ -94,11 +97,13 @@ def test_what_is_lost_is_what_the_codec_loses(pool):
     assert errors == sorted(errors, reverse=True) and errors[0] < 0.5 and errors[-1] < 0.01
 
 
-def test_bits_do_not_depend_on_threads_or_on_how_few_come_together():
+@pytest.mark.parametrize("kv", ("4bit", "8bit"))
+@pytest.mark.parametrize("heads", (8, 24))
+def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(kv, heads):
     outs = []
     for workers, cuts in ((1, [400] + [1] * 16), (2, [400] + [2] * 8), (4, [400, 8, 8]), (3, [400, 3, 5, 8])):
         pool = ThreadPool(workers)
-        stream = Stream(packed_cache(pool), 8, 416)
+        stream = Stream(packed_cache(pool, kv, heads), heads, 416)
         for cut in cuts:
             stream.run(cut, compare=False)
         outs.append(stream.out)
@@ -204,6 +209,11 @@ def test_with_emulated_instructions(name, tmp_path):
 def test_the_largest_products_there_are():
     kv_samples.check_largest_products()
     kv_samples.check_largest_digits(4)
+
+
+@pytest.mark.parametrize("rows", (4, 8) if EIGHT else (4,))
+def test_scores_that_are_no_numbers_show(rows):
+    kv_samples.check_unknown_scores(rows)
 
 
 def test_all_widths_on_this_machine():

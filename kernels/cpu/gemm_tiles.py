@@ -78,7 +78,7 @@ WHOLE = Form(INPUTS, 2 if PAIRS else 4)
 # What codes of up to four bits are multiplied by; the same form where there is no better one.
 NARROW = Form(4, 2, True) if INSTRUCTION_SET == "avx2" else WHOLE
 AS_BYTES, NARROW_INPUTS, NARROW_ITEM = NARROW.halves, NARROW.inputs, NARROW.item
-STEPPED = Form(4, 2, raised=True)  # of `gemm_steps.py`, for AVX2 too
+STEPPED = Form(4, 2, raised=True)  # of `gemm_steps.py`, which only AVX2 runs
 # Adding it to a float32 below 2**22 leaves the nearest integer, ties to even, in the low bits.
 ROUND, ROUND_BITS = 12582912.0, 0x4B400000
 

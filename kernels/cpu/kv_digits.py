@@ -7,6 +7,7 @@ byte; without one, codes are widened to 16 bits in a register. Sums are whole nu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from llvmlite import ir
@@ -37,15 +38,17 @@ from .int8_ir import (
 from .intrinsics import F32, I32, I64
 from .kv_bytes import ask_part, by_width, codes_of_keys, codes_of_values, repeated, upper_bytes
 from .kv_loops import high_product, loop, multiply, pick, power, shorts
-from .kv_weights import LN2, exp2
+from .kv_weights import LN2, MAGIC, exp2
 
 DIGITS = INSTRUCTION_SET in ("avx512", "avx2vnni")
-LINES = 9  # asked for ahead while a group of K, or 32 tokens of a group of V, are multiplied
+# Asked for ahead while a group of K, for the tokens of a unit, or 32 tokens of a group of V are multiplied: their share of half a record,
+# which is at most 281 and 545 bytes. More would ask for the next share's lines as well.
+KEY_LINES, VALUE_LINES = 5, 9
 ITEM = 1 if DIGITS else 2  # bytes of a factor where products read it
 WEIGHT = 32767  # the largest softmax weight, before it meets a scale
 TOTAL = 2.0**18  # of a weight of 1 in a row's sum; a scale's largest share of it is 2^(15/4)
 VALUE_FULL = WEIGHT * 32767.5 / 32768  # a weight of 1 times a scale of 1
-MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000
+MAGIC_BITS = 0x4B400000  # of MAGIC, a float32
 
 
 def value_zero(bits: int) -> tuple[int, int]:
@@ -124,7 +127,7 @@ def _dot_units(rows: int):
     def dot_units(typingctx, codes, widths, high, low, terms, low_terms, unit, out, groups, ahead, share):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of the tokens of a unit. `widths`: bits of the groups, bytes;
         `high`, `low`: digits of queries, bytes [quads, R, 4], or the same 16-bit numbers; terms of both digits as `zero_terms` leaves them.
-        LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
+        KEY_LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
 
         def codegen(context, builder, signature, args):
             codes, widths, high, low, terms, low_terms, unit, out, groups, ahead, share = args
@@ -137,7 +140,7 @@ def _dot_units(rows: int):
                     codes_of_keys(builder, source, width, quad, unit, piece) for quad in range(4)])
                 for quad in range(4):
                     if piece == 0:
-                        ask_part(builder, builder.add(ahead, builder.mul(at, share)), quad, 4, LINES, 2)
+                        ask_part(builder, builder.add(ahead, builder.mul(at, share)), quad, 4, KEY_LINES, 2)
                     for row in range(rows):
                         place = 4 * (quad * rows + row) * ITEM
                         factors = tuple(offset(builder, each, place) for each in own)
@@ -174,6 +177,16 @@ def rises(typingctx, lowest, eighths, out):
     return types.void(*[types.int64] * 3), codegen
 
 
+def _highest(builder: ir.IRBuilder, rows: Iterable[list[ir.Value]]) -> ir.Value:
+    """The largest score of each row, a lane for each; infinity where one is no number, which `larger` would pass over. Less itself that is
+    none again, as the sum of weights has to be: weights in whole numbers do not show it."""
+    found, higher = [], partial(larger, builder)
+    for scores in rows:
+        unknown = [builder.fcmp_unordered("uno", *pair) for pair in zip(scores[::2], scores[1::2], strict=True)]
+        found.append(builder.select(merged(unknown, builder.or_), constant(FLOATS, float("inf")), merged(scores, higher)))
+    return across(builder, found, higher)
+
+
 def _weigh(rows: int):
     @intrinsic
     def weigh(typingctx, scores, low, rise, fractions, out, lower, stride, groups, tops, totals):
@@ -188,11 +201,10 @@ def _weigh(rows: int):
             def raised(row: int) -> list[ir.Value]:
                 return [builder.fadd(column(offset(builder, scores, 4 * PAGE * row), i), column(low, i)) for i in range(count)]
 
-            higher, sums = partial(larger, builder), []
-            highest = across(builder, [merged(raised(row), higher) for row in range(rows)], higher)
-            store(builder, builder.fmul(highest, constant(kind, LN2)), tops, 4)
+            most, sums = _highest(builder, (raised(row) for row in range(rows))), []
+            store(builder, builder.fmul(most, constant(kind, LN2)), tops, 4)
             for row in range(rows):
-                top = splat(builder, builder.extract_element(highest, I32(row)), FLOATS)
+                top = splat(builder, builder.extract_element(most, I32(row)), FLOATS)
                 total, parts = constant(WORDS, 0), []
                 for i, each in enumerate(raised(row)):
                     weight = exp2(builder, builder.fsub(each, top))
@@ -207,7 +219,7 @@ def _weigh(rows: int):
                 _scaled(builder, weights, *carried)
                 finish([offset(builder, carried[0], 2 * PAGE), *(builder.add(each, stride) for each in carried[1:])])
             total = builder.sitofp(across(builder, sums, builder.add), kind)
-            nothing = builder.fsub(highest, highest)  # unless it is no number: that must show
+            nothing = builder.fsub(most, most)  # unless a score is no number: that must show
             store(builder, builder.fadd(builder.fmul(total, constant(kind, 1 / TOTAL)), nothing), totals, 4)
             return context.get_dummy_value()
 
@@ -271,7 +283,7 @@ def _dot_values(rows: int):
                         for quad in range(first, first + 4)])
                     for i, quad in enumerate(quads):
                         if piece == 0:
-                            ask_part(builder, builder.add(ahead, builder.mul(at, share)), first + i, 8, LINES, 2)
+                            ask_part(builder, builder.add(ahead, builder.mul(at, share)), first + i, 8, VALUE_LINES, 2)
                         for row in range(rows):
                             place = (PAGE * row + 4 * (first + i)) * ITEM
                             factors = tuple(offset(builder, each, place) for each in own)
