@@ -106,6 +106,7 @@ class Trial:
     def __init__(self, pool: ThreadPool, bits: int, group: int, rows: int, depth: int, nbytes: int = WORKING_SET,
                  scheme: str = "symmetric", kernels: Sequence[str] = ("dot", "lut")) -> None:
         from .cpu import linear, lut, packed
+        from .cpu.packed_matrix import FIELDS, kind_of
 
         self.pool, self.shape = pool, (rows, depth)
         at = sections(self.shape, bits, scheme, group)
@@ -123,12 +124,12 @@ class Trial:
         stride = lut.scratch_nbytes(depth) + 64
         self.scratch = np.zeros(pool.workers * stride, np.uint8)
         head = [address(self.x), 1, depth, 0, 0, 0, 0, address(self.scratch), stride, linear.PLAIN, 0, 1]
-        self.blocks = np.zeros((copies, packed.FIRST + packed.FIELDS), np.int64)
+        self.blocks = np.zeros((copies, linear.FIRST + FIELDS), np.int64)
         for block, copy in zip(self.blocks, self.blobs, strict=True):
             base = address(copy)
-            block[: packed.FIRST] = head
+            block[: linear.FIRST] = head
             zeros = base + at.zeros if at.zeros >= 0 else 0
-            block[packed.FIRST :] = [base, packed.kind_of(bits, SCHEMES[scheme]), rows, 0, address(self.out), rows, at.depth // TILE,
+            block[linear.FIRST :] = [base, kind_of(bits, SCHEMES[scheme]), rows, 0, address(self.out), rows, at.depth // TILE,
                                      (group // TILE).bit_length() - 1, base + at.scales, zeros, base + at.row_scales, 0, 0, 0]
         code = {"dot": packed.packed_columns, "lut": lut.looked_up_columns}
         self.jobs = {name: self._jobs(code[name]) for name in kernels}

@@ -1,9 +1,10 @@
 """The thread pool: workers that wait inside compiled code and run kernels without the interpreter lock.
 
 The main thread is worker 0. The others spin on the job word for a while and then park on a lock. A job is opened, worked on, closed;
-work is drawn block by block from a shared counter, and the blocks are functions of the shape alone, so a result depends neither
-on the number of threads nor on who computed what. A worker enters a job by counting itself active while the job is open: one that
-the system has put aside never enters, and nobody waits for it, so a busy machine costs its share and not a time slice per job.
+work is drawn block by block from a shared counter, or from one for each region of the job (`cpu/sharing.py`), and the blocks are functions
+of the shape alone, so a result depends neither on the number of threads nor on who computed what. A worker enters a job by counting itself
+active while the job is open: one that the system has put aside never enters, and nobody waits for it, so a busy machine costs its share and
+not a time slice per job.
 
 Control block, one cache line (8 int64) each: job word (odd: open) | kernel, args | active | counter | state of worker 0, 1, ...
 """
@@ -17,6 +18,7 @@ import numpy as np
 
 from .compile import Kernel, jit
 from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, relax, store
+from .cpu.sharing import clear_regions
 
 JOB, KERNEL, ARGS, ACTIVE, COUNTER, STATES = 0, 64, 72, 128, 192, 256  # byte offsets
 RUNNING, PARKED = 0, 1
@@ -56,7 +58,7 @@ def _start(control, function, args, workers):
     """Open a job. Returns a bit per worker that must be woken; when none, does worker 0's share and closes the job."""
     i64_at(control + KERNEL)[0] = function
     i64_at(control + ARGS)[0] = args
-    store(control + COUNTER, 0)
+    clear_regions(control + COUNTER)
     store(control + JOB, load(control + JOB) + 1)
     sleeping = 0
     for worker in range(1, workers):
@@ -79,7 +81,7 @@ def _start_list(control, jobs, first, count, workers):
     """
     for index in range(first, count):
         job = i64_at(jobs + 24 * index)
-        store(control + COUNTER, 0)
+        clear_regions(control + COUNTER)
         if job[2] == 0:
             call_kernel(job[0], job[1], 0, control + COUNTER)
             continue
@@ -111,7 +113,7 @@ def _finish(control, function, args):
 @jit("void(int64, int64, int64)")
 def _alone(control, function, args):
     """Run a small job on the calling thread only."""
-    store(control + COUNTER, 0)
+    clear_regions(control + COUNTER)
     call_kernel(function, args, 0, control + COUNTER)
 
 

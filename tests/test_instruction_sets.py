@@ -155,9 +155,9 @@ def several_assembly() -> str:
 
     loop = packed_formats.columns(packed_factors.CODEBOOK, 127)
 
-    @compiler().njit(f"void({', '.join(['int64'] * 13)})", error_model="numpy")
-    def run(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
-        loop(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+    @compiler().njit(f"void({', '.join(['int64'] * 14)})", error_model="numpy")
+    def run(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+        loop(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
 
     return "\n".join(run.inspect_asm().values())
 

@@ -10,7 +10,7 @@ Both take their work as an argument block; slot names are below. Several matrice
 
 from __future__ import annotations
 
-from numpy import float32
+from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
@@ -18,6 +18,7 @@ from ..layout import F32
 from .arithmetic import dot, expand, gated, normalise
 from .inner_loops import FEW_ROWS, MANY_ROWS, TILE_COLUMNS, TILE_ROWS, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .sharing import first_region, take
 
 # Slots of the argument block.
 X, TOKENS, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, MATRICES, FIRST = range(13)
@@ -44,6 +45,19 @@ def _stream_rows(pitch):
     return min(MOST_STREAM_ROWS, max(1, STREAM_NBYTES // pitch))
 
 
+@inlined()
+def _pitch(a, m):
+    """Bytes of a row of matrix m."""
+    return a[DEPTH] * (4 if a[m + DTYPE] == F32 else 2)
+
+
+@inlined()
+def _few_blocks(a, m, streams):
+    """Blocks of work of matrix m for a few columns."""
+    step = streams * _stream_rows(_pitch(a, m))
+    return (a[m + ROWS] + step - 1) // step
+
+
 @kernel()
 def few_columns(args, worker, counter):
     """y[t, n] for few t.
@@ -62,20 +76,20 @@ def few_columns(args, worker, counter):
     own = streams // 2 if mode == GATED else streams
     x = a[X]
     ready = a[NORM] == 0
-    groups = 1 if mode == GATED else matrices
+    blocks = int64(0)
+    for i in range(1 if mode == GATED else matrices):
+        blocks += _few_blocks(a, FIRST + i * FIELDS, own)
+    region, ended = first_region(worker), int64(0)
     while True:
-        block = fetch_add(counter, 1)
-        row_of = FIRST
-        for _ in range(groups):
-            pitch = depth * (4 if a[row_of + DTYPE] == F32 else 2)
-            stream = _stream_rows(pitch)
-            here = (a[row_of + ROWS] + own * stream - 1) // (own * stream)
-            if block < here:
-                break
-            block -= here
-            row_of += FIELDS
-        else:
+        block, region, ended = take(counter, region, ended, blocks)
+        if block < 0:
             return
+        row_of = int64(FIRST)
+        while block >= _few_blocks(a, row_of, own):
+            block -= _few_blocks(a, row_of, own)
+            row_of += FIELDS
+        pitch = _pitch(a, row_of)
+        stream = _stream_rows(pitch)
         if not ready:  # every worker norms for itself: cheaper than a second job
             x = scratch + 4 * HEADROOM
             eps = float32(f64_at(args)[EPS])

@@ -17,6 +17,7 @@ from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import Dims, address
 from . import gemm, linear, lut, lut_order, packed, packed_rows
 from .inner_loops import TILE_COLUMNS
+from .packed_matrix import FIELDS
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear, Norm, Weight
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 MOST_MATRICES = 16
 RAW, DOT, LOOKED_UP = range(3)  # kinds of weights, that is, of jobs
 # int64 slots of the longest argument block.
-BLOCK_SIZE = max(packed.FIRST + MOST_MATRICES * packed.FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_rows.BLOCK_SIZE)
+BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_rows.BLOCK_SIZE)
 
 
 def scratch_floats(dims: Dims, chunk: int, wide: int) -> int:

@@ -14,29 +14,12 @@ from ..tiles import ROWS, SCHEME_SHIFT, TILE
 from . import lut_loops as loops
 from . import packed
 from .arithmetic import gate_values, normalise
-from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .intrinsics import f64_at, fetch_add, i64_at
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .lut_loops import ABREAST, SUMS
 from .lut_order import BITS, PAIR, expand_tiles, pair_at
-from .packed import (
-    COLUMNS_AT,
-    FIELDS,
-    KIND,
-    MOST_COLUMNS,
-    PAD,
-    QUADS_AT,
-    ROW_COUNT,
-    SCALES,
-    SHIFT,
-    STRETCH,
-    SUMS_AT,
-    TABLE_AT,
-    TILES,
-    WEIGHT,
-    WHOLE,
-    X_AT,
-    ZERO_AT,
-)
+from .packed import AT_ONCE, COLUMNS_AT, MOST_COLUMNS, OTHERS_AT, PAD, QUADS_AT, STRETCH, SUMS_AT, SUMS_NBYTES, TABLE_AT, X_AT, ZERO_AT
+from .packed_matrix import FIELDS, KIND, ROW_COUNT, SCALES, SHIFT, TILES, WEIGHT, WHOLE, scales_nbytes_of, zeros_of
 
 RUN_NBYTES = 131_072  # of a pair of row blocks that is read on end
 
@@ -64,27 +47,27 @@ def _look_up(bits, table, x, groups, in_group, zero_stride, out):
 def _pair_sums(a, m, pair, run, pairs, scratch, sums):
     """ABREAST pairs of matrix m, `run` apart, times one column -> float32 [ABREAST][32] at `sums`. Past the end the last is repeated."""
     table, bits, tiles, shift = i64_at(scratch + TABLE_AT), a[m + KIND] >> SCHEME_SHIFT, a[m + TILES], a[m + SHIFT]
-    small, zero_shift = packed._scale_nbytes(a, m), int64(0)
+    small, zero_shift = scales_nbytes_of(a, m), int64(0)
     for i in range(ABREAST):
         at = min(pair + i * run, pairs - 1)
         table[i] = a[m + WEIGHT] + at * tiles * (bits * 4 * PAIR)
         for half in range(2):
             table[ABREAST + 2 * i + half] = a[m + SCALES] + (2 * at + half) * small
-            table[3 * ABREAST + 2 * i + half], zero_shift = packed._zeros(a, m, 2 * at + half, scratch + ZERO_AT)
+            table[3 * ABREAST + 2 * i + half], zero_shift = zeros_of(a, m, 2 * at + half, scratch + ZERO_AT)
     _look_up(bits, scratch + TABLE_AT, scratch + X_AT, tiles >> shift, int64(1) << shift, int64(ROWS if zero_shift == shift else 0), sums)
 
 
 @inlined()
 def _block_sums(a, m, block, tokens, scratch, records, sums):
-    """One row block of matrix m times several columns -> float32 [tokens][16] at `sums`."""
-    bits, tiles, clean = a[m + KIND] >> SCHEME_SHIFT, a[m + TILES], f32_at(sums)
-    for i in range((tokens + packed.ABREAST - 1) // packed.ABREAST * packed.ABREAST * ROWS):
-        clean[i] = float32(0.0)
+    """AT_ONCE row blocks of matrix m, of one pair, times several columns -> float32 [AT_ONCE][16][16] at `sums`."""
+    bits, tiles = a[m + KIND] >> SCHEME_SHIFT, a[m + TILES]
+    packed.clear_sums(tokens, sums)
     for begin in range(0, tiles, STRETCH):
         end = min(begin + STRETCH, tiles)
-        expand_tiles(bits, a[m + WEIGHT] + pair_at(bits, tiles, block, begin), end - begin, scratch + QUADS_AT)
+        for r in range(AT_ONCE):
+            expand_tiles(bits, a[m + WEIGHT] + pair_at(bits, tiles, block + r, begin), end - begin, scratch + QUADS_AT + r * STRETCH * 512)
         ahead = a[m + WEIGHT] + pair_at(bits, tiles, block, end)
-        packed.multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, sums)
+        packed.multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, ROWS, sums)
 
 
 @kernel()
@@ -94,7 +77,7 @@ def looked_up_columns(args, worker, counter):
     tokens, depth, mode, matrices = a[TOKENS], a[DEPTH], a[MODE], a[MATRICES]
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
     x, sums = i64_at(scratch + X_AT), scratch + SUMS_AT
-    others = sums + 4 * ROWS * MOST_COLUMNS
+    others = scratch + OTHERS_AT
     padded = (depth + PAD - 1) // PAD * PAD
     x_nbytes = padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
     columns = scratch + COLUMNS_AT
@@ -134,7 +117,7 @@ def looked_up_columns(args, worker, counter):
         begin = work * ABREAST * run
         last = min(begin + ABREAST * run, pairs)
         run = (last - begin + ABREAST - 1) // ABREAST
-        for step in range(2 * (last - begin) if tokens > 1 else run):
+        for step in range(0, 2 * (last - begin) if tokens > 1 else run, AT_ONCE if tokens > 1 else 1):
             for own, to in ((m, sums), (up, others)):
                 if own == m or mode == GATED:
                     if tokens > 1:
@@ -144,15 +127,17 @@ def looked_up_columns(args, worker, counter):
                         seeded = a[own + KIND] >> SCHEME_SHIFT
                         loops.make_seeds(seeded, totals, x[2], padded // TILE)
                     _pair_sums(a, own, begin + step, run, pairs, scratch, to)
-            count = tokens if tokens > 1 else min(SUMS // ROWS, 2 * ((last - begin - step + run - 1) // run))
-            for i in range(count):
-                token, block = (i, 2 * begin + step) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
-                column, here = normed + token * x_nbytes, 4 * ROWS * i
-                packed._finish(a, m, block, sums + here, column)
+            for r in range(AT_ONCE if tokens > 1 else 1):
+                count = tokens if tokens > 1 else min(SUMS // ROWS, 2 * ((last - begin - step + run - 1) // run))
+                here, there = sums + r * SUMS_NBYTES, others + r * SUMS_NBYTES
+                for i in range(count):
+                    token, block = (i, 2 * begin + step + r) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
+                    column, at = normed + token * x_nbytes, 4 * ROWS * i
+                    packed.finish(a, m, block, here + at, column)
+                    if mode == GATED:
+                        packed.finish(a, up, block, there + at, column)
                 if mode == GATED:
-                    packed._finish(a, up, block, others + here, column)
-            if mode == GATED:
-                gate_values(sums, others, ROWS * count, a[ACT])
-            for i in range(count):
-                token, block = (i, 2 * begin + step) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
-                packed._write(a, m, block, token, sums + 4 * ROWS * i)
+                    gate_values(here, there, ROWS * count, a[ACT])
+                for i in range(count):
+                    token, block = (i, 2 * begin + step + r) if tokens > 1 else (int64(0), 2 * (begin + step + i // 2 * run) + i % 2)
+                    packed.write(a, m, block, token, here + 4 * ROWS * i)

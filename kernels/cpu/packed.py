@@ -12,53 +12,61 @@ from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
-from ..tiles import (
-    AFFINE,
-    BLOCK,
-    CODEBOOK,
-    LEVEL_SHIFT,
-    MXFP,
-    OFFSET,
-    ROWS,
-    SCHEME_MASK,
-    SCHEME_SHIFT,
-    SIGNED,
-    SIGNED_NBYTES,
-    SUPER,
-    SUPER_BLOCK,
-    SUPER_NBYTES,
-    TERNARY,
-    TILE,
-)
+from ..tiles import ROWS, SUPER_BLOCK, TILE
 from .arithmetic import gate_values, normalise
 from .int8_ir import seed_of
-from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u16_at, u32_at
+from .intrinsics import bits_to_f32, f32_at, f64_at, i32_at, i64_at, u16_at, u32_at
+from .kv_loops import prefetch
 from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .packed_formats import columns_of, expand_of, single_of
-from .packed_loops import ABREAST, STREAMS
+from .packed_loops import ABREAST, AHEAD, FEWER, STREAMS
+from .packed_loops import AT_ONCE as AT_ONCE_ABREAST
 from .packed_loops import RECORD as RECORD_ABREAST
+from .packed_matrix import (
+    BIAS,
+    BOOK,
+    FIELDS,
+    HALF,
+    KIND,
+    OUT,
+    OUT_STRIDE,
+    ROW_COUNT,
+    ROW_SCALES,
+    SCALES,
+    SHIFT,
+    SPARSE,
+    SPARSE_COUNT,
+    TABLES,
+    TILES,
+    WHOLE,
+    codes_at,
+    scales_nbytes_of,
+    tile_nbytes_of,
+    way_of,
+    zeros_of,
+)
 from .packed_turns import IN_TURN, make_column
 from .packed_turns import RECORD as RECORD_IN_TURN
 from .packed_vectors import put_block, quantize_tiles, scale_rows
+from .sharing import first_region, take
 
-# Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
-# SHIFT -1 half a tile.
-WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, FIELDS = range(15)
 MOST_COLUMNS = 16
 RECORD = RECORD_IN_TURN if IN_TURN else RECORD_ABREAST
-STREAM_NBYTES = 131_072
-STRETCH = 16  # tiles that are expanded at once: 8 KiB
+AT_ONCE = 1 if IN_TURN else AT_ONCE_ABREAST  # row blocks that are multiplied together where there are several columns
+STREAM_NBYTES = 131_072 if STREAMS > 1 else 65_536
+GATES = 16  # row blocks of gates in a block of work, at most: their sums are kept until the rows of up have come
+WHOLE_RUN = max(1, AT_ONCE // STREAMS)  # a run is a multiple of so many, so that row blocks always find one to be multiplied with
+STRETCH = 16 // AT_ONCE  # tiles of a row block that are expanded at once: 8 KiB together
 PAD = SUPER_BLOCK  # inputs of a column are padded with zeros to whole groups of the longest kind
 SETS_NBYTES = 4096  # addresses so far apart share a set of the first-level cache
-WHOLE, BOOK, HALF = 0, 1, 2  # sums are scaled by whole tiles, as a codebook's, by halves of tiles
-# Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns, then their records.
-TABLE_AT, X_AT, ZERO_AT, SUMS_AT, QUADS_AT = 0, 256, 320, 384, 384 + 12 * ROWS * MOST_COLUMNS
-COLUMNS_AT = QUADS_AT + STRETCH * 512
-
-
-def kind_of(bits: int, scheme: int) -> int:
-    """A format's number."""
-    return bits << SCHEME_SHIFT | scheme
+SUMS_NBYTES = 4 * ROWS * MOST_COLUMNS  # of a row block
+# Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns, then their records. Gates have sums
+# of their own behind the others; of a single column those of a whole block of work.
+TABLE_AT, X_AT, APART_AT, ZERO_AT, SUMS_AT = 0, 256, 320, 384, 448
+OTHERS_AT = SUMS_AT + AT_ONCE * SUMS_NBYTES
+QUADS_AT = OTHERS_AT + 2 * SUMS_NBYTES
+COLUMNS_AT = QUADS_AT + STRETCH * AT_ONCE * 512
+assert COLUMNS_AT % 64 == 0 and AT_ONCE <= 2
 
 
 def column_nbytes(depth: int) -> int:
@@ -103,10 +111,10 @@ def make_seeds(way, totals, seeds, tiles):
 
 @inlined()
 def _abreast(left):
-    """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or one."""
+    """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or FEWER."""
     if IN_TURN:
         return int64(left)
-    return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
+    return int64(ABREAST) if left + 1 >= ABREAST else int64(FEWER)
 
 
 @inlined()
@@ -115,7 +123,7 @@ def _turns(tokens):
     if IN_TURN:
         return int64(1)
     left = tokens % ABREAST
-    return tokens // ABREAST + (1 if _abreast(left) > 1 else left)
+    return tokens // ABREAST + (1 if left + 1 >= ABREAST else (left + FEWER - 1) // FEWER)
 
 
 @inlined()
@@ -150,79 +158,54 @@ def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
 
 
 @inlined()
-def _zeros(a, m, block, constant_at):
-    """Where a row block's zeros begin, and by how much its tiles are shifted to find them; for formats that store none they are made."""
-    scheme = a[m + KIND] & SCHEME_MASK
-    if scheme == AFFINE or scheme == OFFSET:
-        return a[m + ZEROS] + block * (a[m + TILES] >> a[m + SHIFT]) * ROWS, a[m + SHIFT]
-    zero, value = u8_at(constant_at), 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
-    if scheme == TERNARY or scheme == MXFP:
-        value = 1 if scheme == TERNARY else LEVEL_SHIFT
-    for row in range(ROWS):
-        zero[row] = value
-    return constant_at, int64(62)
-
-
-@inlined()
-def _way(a, m):
-    scheme = a[m + KIND] & SCHEME_MASK
-    if scheme == CODEBOOK or scheme == SIGNED:
-        return BOOK
-    return HALF if a[m + SHIFT] < 0 else WHOLE
-
-
-@inlined()
-def _tile_nbytes(a, m):
-    return a[m + KIND] >> SCHEME_SHIFT << 6
-
-
-@inlined()
-def _scale_nbytes(a, m):
-    """Bytes of a row block's scales."""
-    way, scheme = _way(a, m), a[m + KIND] & SCHEME_MASK
-    if scheme == SUPER:
-        return (a[m + TILES] >> 3) * SUPER_NBYTES
-    if scheme == SIGNED:
-        return (a[m + TILES] >> 3) * SIGNED_NBYTES
-    if scheme == BLOCK or scheme == OFFSET:
-        return (a[m + TILES] >> a[m + SHIFT]) * 2 * ROWS
-    if way == WHOLE:
-        return (a[m + TILES] >> a[m + SHIFT]) * ROWS
-    return a[m + TILES] * (ROWS if way == BOOK else 2 * ROWS)
-
-
-@inlined()
-def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, sums):
-    """Adds tiles [begin, end) of a row block, expanded in scratch, times several columns to float32 [tokens][16] at `sums`, with room for
-    whole ABREASTs. `ahead`: where the codes that are expanded next lie."""
-    scales = a[m + SCALES] + block * _scale_nbytes(a, m)
-    zeros, zero_shift = _zeros(a, m, block, scratch + ZERO_AT)
+def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, ahead_apart, sums):
+    """Adds tiles [begin, end) of AT_ONCE row blocks, expanded in scratch, times several columns to float32 [AT_ONCE][16][16], of each row
+    block as many columns as there are, in whole ABREASTs. Behind the last row block it is repeated. `ahead`: where the codes that are
+    expanded next lie, of a second row block `ahead_apart` further."""
+    small = scales_nbytes_of(a, m)
+    scales = a[m + SCALES] + block * small
+    zeros, zero_shift = zeros_of(a, m, block, scratch + ZERO_AT)
+    if AT_ONCE > 1:
+        apart, second = i64_at(scratch + APART_AT), (block + 1) * ROWS < a[m + ROW_COUNT]
+        apart[0], apart[1], apart[3], apart[4] = STRETCH * 512, small if second else 0, SUMS_NBYTES, ahead_apart
+        apart[2] = zeros_of(a, m, block + 1, scratch + ZERO_AT)[0] - zeros if second else 0
     column = (a[DEPTH] + PAD - 1) // PAD * PAD // TILE * RECORD
-    share = _tile_nbytes(a, m) // _turns(tokens)  # every turn asks for its part of the next stretch
+    share = tile_nbytes_of(a, m) // _turns(tokens)  # every turn asks for its part of the next stretch
     t = int64(0)
     while t < tokens:
         count = _abreast(tokens - t)
         columns_of(a[m + KIND], count, scratch + QUADS_AT, a[m + TABLES], scales, zeros, records + t * column, begin, end, a[m + SHIFT],
-                   zero_shift, sums + 4 * ROWS * t, ahead, share)
+                   zero_shift, sums + 4 * ROWS * t, ahead, share, scratch + APART_AT)
         ahead += share * STRETCH
         t += count
 
 
 @inlined()
-def _block_sums(a, m, block, tokens, scratch, records, sums):
-    """One row block of matrix m times several columns -> float32 [tokens][16] at `sums`."""
-    kind, tiles, tile = a[m + KIND], a[m + TILES], _tile_nbytes(a, m)
-    codes, clean = a[m + WEIGHT] + block * tiles * tile, f32_at(sums)
-    for i in range((tokens + ABREAST - 1) // ABREAST * ABREAST * ROWS):
-        clean[i] = float32(0.0)
-    for begin in range(0, tiles, STRETCH):
-        end = min(begin + STRETCH, tiles)
-        expand_of(kind, codes + begin * tile, a[m + TABLES], end - begin, scratch + QUADS_AT)
-        multiply_stretch(a, m, block, tokens, scratch, records, begin, end, codes + end * tile, sums)
+def clear_sums(tokens, sums):
+    """Zeros to where `multiply_stretch` adds."""
+    for r in range(AT_ONCE):
+        clean = f32_at(sums + r * SUMS_NBYTES)
+        for i in range((tokens + ABREAST - 1) // ABREAST * ABREAST * ROWS):
+            clean[i] = float32(0.0)
 
 
 @inlined()
-def _finish(a, m, block, sums, x):
+def _block_sums(a, m, block, tokens, scratch, records, sums, following):
+    """AT_ONCE row blocks of matrix m times several columns -> float32 [AT_ONCE][16][16] at `sums`. `following`: where as many codes lie
+    that are read next. They are asked for all the time that these take: what is asked for a stretch ahead comes too late."""
+    kind, tiles, tile = a[m + KIND], a[m + TILES], tile_nbytes_of(a, m)
+    codes, last = codes_at(a, m, block), (a[m + ROW_COUNT] + ROWS - 1) // ROWS - 1
+    clear_sums(tokens, sums)
+    for begin in range(0, tiles, STRETCH):
+        end = min(begin + STRETCH, tiles)
+        for r in range(AT_ONCE):
+            own = codes + min(r, last - block) * tiles * tile
+            expand_of(kind, own + begin * tile, a[m + TABLES], end - begin, scratch + QUADS_AT + r * STRETCH * 512)
+        multiply_stretch(a, m, block, tokens, scratch, records, begin, end, following + begin * tile, tiles * tile, sums)
+
+
+@inlined()
+def finish(a, m, block, sums, x):
     """Row scales, corrections and bias of a row block's 16 sums, in place. `x`: the column before it was quantized."""
     scale_rows(sums, a[m + ROW_SCALES] + 2 * ROWS * block)
     if a[m + SPARSE] != 0:
@@ -239,7 +222,7 @@ def _finish(a, m, block, sums, x):
 
 
 @inlined()
-def _write(a, m, block, token, sums):
+def write(a, m, block, token, sums):
     """A row block's results to the output: plain, or added."""
     first = ROWS * block
     rows, mode = min(ROWS, a[m + ROW_COUNT] - first), a[MODE]  # read once: what is written could be anything to the compiler
@@ -253,61 +236,83 @@ def _write(a, m, block, token, sums):
 
 
 @inlined()
-def _stream_sums(a, m, block, run, blocks, scratch, sums):
+def _stream_sums(a, m, block, run, blocks, scratch, sums, following):
     """STREAMS row blocks of matrix m, `run` apart, times one column -> float32 [STREAMS][16] at `sums`.
 
-    Past the end the last block is repeated.
+    Past the end the last block is repeated. `following`: where the codes lie that are read next, 0 if behind these.
     """
     table = i64_at(scratch + TABLE_AT)
-    tile, small, zero_shift = a[m + TILES] * _tile_nbytes(a, m), _scale_nbytes(a, m), int64(0)
+    tile, small, zero_shift = a[m + TILES] * tile_nbytes_of(a, m), scales_nbytes_of(a, m), int64(0)
     for i in range(STREAMS):
         at = min(block + i * run, blocks - 1)
-        table[i], table[STREAMS + i] = a[m + WEIGHT] + at * tile, a[m + SCALES] + at * small
-        table[2 * STREAMS + i], zero_shift = _zeros(a, m, at, scratch + ZERO_AT)
+        table[i], table[STREAMS + i] = codes_at(a, m, at), a[m + SCALES] + at * small
+        table[2 * STREAMS + i], zero_shift = zeros_of(a, m, at, scratch + ZERO_AT)
+        table[3 * STREAMS + i] = following if following != 0 else table[i] + tile
     single_of(a[m + KIND], scratch + TABLE_AT, a[m + TABLES], scratch + X_AT, a[m + TILES], a[m + SHIFT], zero_shift, sums)
+
+
+@inlined()
+def _run(a, m):
+    """Row blocks of a stream of matrix m in a block of work."""
+    if a[MODE] == GATED and STREAMS == 1:
+        return int64(GATES)
+    run = max(WHOLE_RUN, STREAM_NBYTES // (a[m + TILES] * tile_nbytes_of(a, m)) // WHOLE_RUN * WHOLE_RUN)
+    return min(run, GATES // STREAMS) if a[MODE] == GATED else run
+
+
+@inlined()
+def _works(a, m):
+    """Blocks of work of matrix m."""
+    blocks, step = (a[m + ROW_COUNT] + ROWS - 1) // ROWS, STREAMS * _run(a, m)
+    return (blocks + step - 1) // step
+
+
+@inlined()
+def _place(a, work):
+    """The matrix of a block of work, and its first row block."""
+    m = int64(FIRST)
+    while work >= _works(a, m):
+        work -= _works(a, m)
+        m += FIELDS
+    return m, work * STREAMS * _run(a, m)
 
 
 @kernel()
 def packed_columns(args, worker, counter):
     """y[t, n] of low-bit weights for up to 16 columns. A block of work is some runs of row blocks, side by side for one column."""
     a = i64_at(args)
-    tokens, depth, mode, matrices = a[TOKENS], a[DEPTH], a[MODE], a[MATRICES]
+    tokens, depth, mode = a[TOKENS], a[DEPTH], a[MODE]
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
     x, sums = i64_at(scratch + X_AT), scratch + SUMS_AT
-    others = sums + 4 * ROWS * MOST_COLUMNS
+    others = scratch + OTHERS_AT
     padded = (depth + PAD - 1) // PAD * PAD
     x_nbytes = padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
     columns = scratch + COLUMNS_AT
     totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
     x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
     records = records_at(scratch, columns + tokens * x_nbytes)
-    groups = 1 if mode == GATED else matrices
-    ready, seeded = False, int64(-1)
+    works = int64(0)
+    for i in range(1 if mode == GATED else a[MATRICES]):
+        works += _works(a, FIRST + i * FIELDS)
+    ready, seeded, region, ended = False, int64(-1), first_region(worker), int64(0)
     while True:
-        work = fetch_add(counter, 1)
-        m = FIRST
-        for _ in range(groups):
-            blocks = (a[m + ROW_COUNT] + ROWS - 1) // ROWS
-            run = max(1, STREAM_NBYTES // (a[m + TILES] * _tile_nbytes(a, m)))
-            if mode == GATED:
-                run = min(run, MOST_COLUMNS // STREAMS)  # what `others` holds
-            here = (blocks + STREAMS * run - 1) // (STREAMS * run)
-            if work < here:
-                break
-            work -= here
-            m += FIELDS
-        else:
+        work, region, ended = take(counter, region, ended, works)
+        if work < 0:
             return
-        written = m + FIELDS if mode == GATED else m  # the matrix whose products are written: up, beside a gate
+        m, begin = _place(a, work)
+        blocks, run, way = (a[m + ROW_COUNT] + ROWS - 1) // ROWS, _run(a, m), way_of(a, m)
+        several = tokens > 1 or way == HALF  # half tiles are rare: no loop of their own for a single column
+        up = FIELDS if mode == GATED else 0
+        written = m + up  # the matrix whose products are written: up, beside a gate
+        first = up if several else 0  # which of the two is read first
         if not ready:
+            prefetch(codes_at(a, m + first, begin), AT_ONCE * a[m + TILES] * tile_nbytes_of(a, m + first) if several else AHEAD)
             eps = float32(f64_at(args)[EPS])
             for t in range(tokens):
                 at = t * x_nbytes
                 normalise(a[X] + 4 * t * depth, normed + at, depth, a[NORM], a[NORM_WEIGHT], a[NORM_BIAS], eps)
                 quantize_column(normed + at, depth, x[0] + at, x[1] + at, totals + at)
             ready = True
-        way = _way(a, m)
-        several = tokens > 1 or way == HALF  # half tiles are rare: no loop of their own for a single column
         if seeded != way:
             seeded = way
             if not (several and IN_TURN):
@@ -315,29 +320,35 @@ def packed_columns(args, worker, counter):
                     make_seeds(way, totals + t * x_nbytes, x[2] + t * x_nbytes, padded // TILE)
             if several:
                 make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
-        begin = work * STREAMS * run
         last = min(begin + STREAMS * run, blocks)
         run = (last - begin + STREAMS - 1) // STREAMS
         if mode == GATED and not several:  # all gates first: two streams at a time, as everywhere
+            following = codes_at(a, written, begin)
             for step in range(run):
-                _stream_sums(a, m, begin + step, run, blocks, scratch, others + 4 * ROWS * STREAMS * step)
-        for step in range(last - begin if several else run):
+                to = others + 4 * ROWS * STREAMS * step
+                _stream_sums(a, m, begin + step, run, blocks, scratch, to, following if step == run - 1 else int64(0))
+        for step in range(0, last - begin if several else run, AT_ONCE if several else 1):
             gates = others if several else others + 4 * ROWS * STREAMS * step
             if several:
-                _block_sums(a, written, begin + step, tokens, scratch, records, sums)
+                after = codes_at(a, written, begin + step + AT_ONCE)
+                turn = codes_at(a, m, begin + step) if mode == GATED else after
+                _block_sums(a, written, begin + step, tokens, scratch, records, sums, turn)
                 if mode == GATED:
-                    _block_sums(a, m, begin + step, tokens, scratch, records, gates)
+                    _block_sums(a, m, begin + step, tokens, scratch, records, gates, after)
             else:
-                _stream_sums(a, written, begin + step, run, blocks, scratch, sums)
-            count = tokens if several else min(STREAMS, (last - begin - step + run - 1) // run)
-            for i in range(count):
-                token, block = (i, begin + step) if several else (int64(0), begin + step + i * run)
-                column, here = normed + token * x_nbytes, 4 * ROWS * i
-                _finish(a, written, block, sums + here, column)
-                if mode == GATED:
-                    _finish(a, m, block, gates + here, column)
-            if mode == GATED:  # all at once: a loop of a block's 16 values would not be vectorised
-                gate_values(gates, sums, ROWS * count, a[ACT])
-            for i in range(count):
-                token, block = (i, begin + step) if several else (int64(0), begin + step + i * run)
-                _write(a, m, block, token, (gates if mode == GATED else sums) + 4 * ROWS * i)
+                following = codes_at(a, m, last) if mode == GATED and step == run - 1 else int64(0)
+                _stream_sums(a, written, begin + step, run, blocks, scratch, sums, following)
+            for r in range(min(AT_ONCE, last - begin - step) if several else 1):
+                count = tokens if several else min(STREAMS, (last - begin - step + run - 1) // run)
+                row, own, beside = begin + step + r, sums + r * SUMS_NBYTES, gates + r * SUMS_NBYTES
+                for i in range(count):
+                    token, block = (i, row) if several else (int64(0), row + i * run)
+                    column, here = normed + token * x_nbytes, 4 * ROWS * i
+                    finish(a, written, block, own + here, column)
+                    if mode == GATED:
+                        finish(a, m, block, beside + here, column)
+                if mode == GATED:  # all at once: a loop of a block's 16 values would not be vectorised
+                    gate_values(beside, own, ROWS * count, a[ACT])
+                for i in range(count):
+                    token, block = (i, row) if several else (int64(0), row + i * run)
+                    write(a, m, block, token, (beside if mode == GATED else own) + 4 * ROWS * i)

@@ -98,29 +98,29 @@ def expand_of(kind, codes, tables, tiles, out):
 
 
 @inlined()
-def columns_of(kind, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
+def columns_of(kind, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
     scheme, bits = kind & SCHEME_MASK, kind >> SCHEME_SHIFT if IN_TURN else 8
     if scheme == SUPER:
-        _many_super(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_super(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == SIGNED:
-        _many_signed(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_signed(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == MXFP:
-        _many_exponents(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_exponents(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == CODEBOOK:
-        _many_book(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_book(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == BLOCK or scheme == OFFSET:
         if bits <= 5:
-            _blocks_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+            _blocks_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
         else:
-            _many_blocks(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+            _many_blocks(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif shift < 0:
         if bits <= 6:
-            _halves_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+            _halves_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
         else:
-            _many_halves(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+            _many_halves(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif bits <= 5:
-        _plain_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _plain_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif bits <= 6:
-        _plain_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _plain_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     else:
-        _many_plain(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share)
+        _many_plain(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)

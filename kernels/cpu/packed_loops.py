@@ -24,10 +24,12 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
+from ..target import target
 from ..tiles import LEVELS_NBYTES, tile_nbytes
 from .int8_ir import (
     BYTES,
     FLOATS,
+    INSTRUCTION_SET,
     LANES,
     OFFSET_WHEN_WIDE,
     PIECES,
@@ -48,12 +50,16 @@ from .int8_ir import (
 from .intrinsics import F32, I32, I64
 from .packed_factors import CODEBOOK, EXPONENTS, HALVES, SIGNED, places_of, tile_of
 
-STREAMS = 2  # row blocks that `single` takes side by side
-# Software prefetch, bytes ahead: a row block's arithmetic hides too little of its way from memory. A tile of 4 bits ahead with 64-byte
-# vectors (55% of the read roof without it, with four row blocks; 79% with it), four with 32-byte vectors (67% and 85%).
-AHEAD = 256 if WIDTH == 64 else 1024
+# Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
+# its way from memory. What suits a processor was measured (docs/ARCHITECTURE.md): a Zen 5 wants one run of memory and its pages ahead of
+# time, a Zen 4 and a Cascade Lake two runs and a tile of 4 bits, processors with 32-byte vectors two and four such tiles.
+STREAMS, AHEAD = (1, 5120) if WIDTH == 64 and target()[0] == "znver5" else (2, 256) if WIDTH == 64 else (2, 1024)
+NEXT = 256 if WIDTH == 64 else 1024  # the same where tiles are unpacked for several columns
 RECORD = 32 + 4 + 8  # bytes of a tile of one column: codes, scale, two seeds
-ABREAST = 4  # columns that are multiplied side by side, where so many are left
+# Columns that are multiplied side by side where so many are left, and where fewer are; and row blocks beside one another. Every activation
+# is read for each of these, so with one row block AVX-512 waits for reads: 57 for a tile of four columns that needs 52 multiplications,
+# additions and conversions, two of which go beside two reads. With two it is 66 for 104. Sixteen registers have no room for a second one.
+ABREAST, FEWER, AT_ONCE = (4, 2, 2) if INSTRUCTION_SET == "avx512" else (4, 1, 1)
 WITH_LEVELS = (CODEBOOK, EXPONENTS)
 MOST_LEVEL = 127  # levels are 64 above themselves
 
@@ -107,18 +113,19 @@ def single(bits: int, way: str, streams: int = STREAMS):
     def run(typingctx, table, tables, x, tiles, shift, zero_shift, out):
         """`streams` row blocks times one column -> float32 [streams][16] at `out`, row scales not applied.
 
-        table: addresses of the blocks' codes, then of their scales, then of their zeros. tables: a codebook's levels and steps. x: address
-        of three addresses: the column as int8, its scales float32 per 32 inputs, its seeds int32 per 16. `tiles` >= 1 along the inputs;
-        a group is 32 << `shift` inputs, and so many share a zero by `zero_shift` (62: all).
+        table: addresses of the blocks' codes, then of their scales, then of their zeros, then of the codes that are read next, which are
+        asked for at the end. tables: a codebook's levels and steps. x: address of three addresses: the column as int8, its scales float32
+        per 32 inputs, its seeds int32 per 16. `tiles` >= 1 along the inputs; a group is 32 << `shift` inputs, and so many share a zero by
+        `zero_shift` (62: all).
         """
 
         def codegen(context, builder, signature, args):
             table, tables, x, tiles, shift, zero_shift, out = args
             slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
-            codes, scales, zeros = ([slot(table, part * streams + s) for s in range(streams)] for part in range(3))
+            codes, scales, zeros, nexts = ([slot(table, part * streams + s) for s in range(streams)] for part in range(4))
             x_codes, x_scales, x_seeds = (slot(x, i) for i in range(3))
             levels, steps = tables_of(builder, way, tables)
-            zero = constant(FLOATS, 0.0)
+            zero, end = constant(FLOATS, 0.0), builder.mul(tiles, I64(tile_nbytes(bits)))
             blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, zero)] * (streams * PIECES))
             seeds = _seeds(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
             x_scale = splat(builder, load(builder, builder.add(x_scales, builder.mul(tile, I64(4))), F32, 4), FLOATS)
@@ -127,8 +134,9 @@ def single(bits: int, way: str, streams: int = STREAMS):
             for s in range(streams):
                 places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
                 at = builder.add(codes[s], builder.mul(tile, I64(tile_nbytes(bits))))
-                if AHEAD:
-                    ask(builder, offset(builder, at, AHEAD), tile_nbytes(bits))
+                behind = builder.sub(builder.add(builder.mul(tile, I64(tile_nbytes(bits))), I64(AHEAD)), end)
+                here = builder.icmp_signed("<", behind, I64(0))
+                ask(builder, builder.select(here, offset(builder, at, AHEAD), builder.add(nexts[s], behind)), tile_nbytes(bits))
                 for piece in range(PIECES):
                     quads = unpack_tile(builder, at, bits, piece)
                     if way in WITH_LEVELS:
@@ -159,8 +167,7 @@ def expand(bits: int, way: str):
             blocks, tile, _ = begin_loop(builder, "expand", I64(0), [])
             at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
             to = builder.add(out, builder.mul(tile, I64(64 * 8)))
-            if AHEAD:
-                ask(builder, offset(builder, at, AHEAD), tile_nbytes(bits))
+            ask(builder, offset(builder, at, NEXT), tile_nbytes(bits))
             for piece in range(PIECES):
                 for j, quad in enumerate(unpack_tile(builder, at, bits, piece)):
                     value = look_up(builder, levels, quad, bits) if way in WITH_LEVELS else quad
@@ -176,52 +183,63 @@ def expand(bits: int, way: str):
 
 
 def columns(way: str, most: int):
-    """The loop over expanded tiles for ABREAST columns or for one, codes up to `most`."""
+    """The loop over expanded tiles for ABREAST columns or for FEWER, codes up to `most`."""
 
     @intrinsic
-    def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
-        """Tiles [begin, end) of a row block, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
+    def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+        """Tiles [begin, end) of AT_ONCE row blocks, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
 
         x: records of the columns' tiles, from tile 0 on: the codes of all columns, int8 [count][32], their scales, float32 [count], their
         seeds, int32 [count][2]. scales, zeros: of the row block's first tile. `share` bytes per tile from `ahead` on are asked for
-        meanwhile: memory is idle while a stretch is multiplied, and what is unpacked next would be waited for.
+        meanwhile: memory is idle while a stretch is multiplied, and what is unpacked next would be waited for. apart: address of how far a
+        second row block's quads, scales, zeros, sums and `ahead` lie behind the first one's.
         """
 
         def codegen(context, builder, signature, args):
-            with builder.if_else(builder.icmp_signed(">", args[0], I64(1))) as (several, alone):
+            with builder.if_else(builder.icmp_signed(">", args[0], I64(FEWER))) as (several, few):
                 with several:
                     _multiply(builder, way, ABREAST, most, args[1:])
-                with alone:
-                    _multiply(builder, way, 1, most, args[1:])
+                with few:
+                    _multiply(builder, way, FEWER, most, args[1:])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 13), codegen
+        return types.void(*[types.int64] * 14), codegen
 
     return run
 
 
 def _multiply(builder: ir.IRBuilder, way: str, count: int, most: int, args: list[ir.Value]) -> None:
     """The loop of `columns` for so many of them."""
-    quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share = args
+    quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart = args
     _, steps = tables_of(builder, way, tables)
-    spots = [offset(builder, sums, 4 * LANES * (c * PIECES + piece)) for c in range(count) for piece in range(PIECES)]
+    beside = [[each] for each in (quads, scales, zeros, sums, ahead)]  # each of one row block, then of the next
+    for index, each in enumerate(beside if AT_ONCE > 1 else ()):
+        each.append(builder.add(each[0], load(builder, offset(builder, apart, 8 * index), I64, 8)))
+    quads, scales, zeros, sums, ahead = beside
+    spots = [offset(builder, each, 4 * LANES * (c * PIECES + piece)) for each in sums for c in range(count) for piece in range(PIECES)]
     carried = [(FLOATS, load(builder, spot, FLOATS, 4)) for spot in spots]
     blocks, tile, totals = begin_loop(builder, "columns", begin, carried)
-    places, updated = places_of(builder, way, scales, zeros, tile, shift, zero_shift), list(totals)
-    passed = builder.sub(tile, begin)
-    at = builder.add(quads, builder.mul(passed, I64(64 * 8)))
-    wanted, quarter = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
-    for i in range(4):
-        ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+    updated = list(totals)
+    passed, quarter = builder.sub(tile, begin), builder.lshr(share, I64(2))
+    for each in ahead:
+        wanted = builder.add(each, builder.mul(passed, share))
+        for i in range(4):
+            ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
     record = builder.add(x, builder.mul(tile, I64(RECORD * count)))
+    codes, x_scales, seeds = [], [], []
+    for c in range(count):
+        own = [offset(builder, record, place) for place in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
+        codes.append(_quads_of_x(builder, own[0]))
+        x_scales.append(splat(builder, load(builder, own[1], F32, 4), FLOATS))
+        seeds.append(_seeds(builder, way, own[2]))
     for piece in range(PIECES):
-        weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
-        part, emitting = tile_of(builder, way, steps, *places, piece, most), []
-        for c in range(count):
-            own = [offset(builder, record, place) for place in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
-            x_scale = splat(builder, load(builder, own[1], F32, 4), FLOATS)
-            emitting.append(part.times(weights, _quads_of_x(builder, own[0]), _seeds(builder, way, own[2]), x_scale,
-                                       totals[c * PIECES + piece]))
+        emitting = []
+        for r in range(AT_ONCE):
+            at = builder.add(quads[r], builder.mul(passed, I64(64 * 8)))
+            weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
+            part = tile_of(builder, way, steps, *places_of(builder, way, scales[r], zeros[r], tile, shift, zero_shift), piece, most)
+            own = totals[r * count * PIECES + piece :: PIECES]
+            emitting += [part.times(weights, codes[c], seeds[c], x_scales[c], own[c]) for c in range(count)]
         updated[piece::PIECES] = side_by_side(emitting)
     end_loop(builder, blocks, tile, end, totals, updated)
     for spot, value in zip(spots, updated):

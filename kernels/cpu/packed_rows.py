@@ -30,7 +30,7 @@ from ..tiles import (
     TILE,
 )
 from .intrinsics import bits_to_f32, f32_at, fetch_add, i8_at, i32_at, i64_at, u8_at, u16_at, u32_at
-from .packed import (
+from .packed_matrix import (
     FIELDS,
     KIND,
     OUT,

@@ -199,15 +199,15 @@ def columns(way: str, most: int):
     """The loop over expanded tiles for any number of columns, codes up to `most`."""
 
     @intrinsic
-    def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share):
+    def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
         """Tiles [begin, end) of a row block, expanded at `quads`, times `count` >= 1 columns; adds to float32 [count][16] at `sums`.
 
         x: records [tile][count], from tile 0 on. Before `quads` there is room for int32 [count][16]. The others are those of
-        `packed_loops.columns`.
+        `packed_loops.columns`; row blocks are multiplied one by one, so `apart` says nothing.
         """
 
         def codegen(context, builder, signature, args):
-            count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share = args
+            count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, _ = args
             _, steps = tables_of(builder, way, tables)
             nbytes = builder.mul(count, I64(STRIDE))
             parts = builder.sub(quads, nbytes)
@@ -243,6 +243,6 @@ def columns(way: str, most: int):
             end_loop(builder, tiles, tile, end, [], [])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 13), codegen
+        return types.void(*[types.int64] * 14), codegen
 
     return run

@@ -1,0 +1,84 @@
+"""A low-bit matrix in a job's argument block: its fields, and where its parts lie."""
+
+from __future__ import annotations
+
+from numpy import int64
+
+from ..deferred import inlined
+from ..tiles import (
+    AFFINE,
+    BLOCK,
+    CODEBOOK,
+    LEVEL_SHIFT,
+    MXFP,
+    OFFSET,
+    ROWS,
+    SCHEME_MASK,
+    SCHEME_SHIFT,
+    SIGNED,
+    SIGNED_NBYTES,
+    SUPER,
+    SUPER_NBYTES,
+    TERNARY,
+)
+from .intrinsics import u8_at
+
+# Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
+# SHIFT -1 half a tile.
+WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, FIELDS = range(15)
+WHOLE, BOOK, HALF = 0, 1, 2  # sums are scaled by whole tiles, as a codebook's, by halves of tiles
+
+
+def kind_of(bits: int, scheme: int) -> int:
+    """A format's number."""
+    return bits << SCHEME_SHIFT | scheme
+
+
+@inlined()
+def way_of(a, m):
+    """How a matrix's sums are scaled."""
+    scheme = a[m + KIND] & SCHEME_MASK
+    if scheme == CODEBOOK or scheme == SIGNED:
+        return BOOK
+    return HALF if a[m + SHIFT] < 0 else WHOLE
+
+
+@inlined()
+def tile_nbytes_of(a, m):
+    """Bytes of a tile's codes."""
+    return a[m + KIND] >> SCHEME_SHIFT << 6
+
+
+@inlined()
+def scales_nbytes_of(a, m):
+    """Bytes of a row block's scales."""
+    way, scheme = way_of(a, m), a[m + KIND] & SCHEME_MASK
+    if scheme == SUPER:
+        return (a[m + TILES] >> 3) * SUPER_NBYTES
+    if scheme == SIGNED:
+        return (a[m + TILES] >> 3) * SIGNED_NBYTES
+    if scheme == BLOCK or scheme == OFFSET:
+        return (a[m + TILES] >> a[m + SHIFT]) * 2 * ROWS
+    if way == WHOLE:
+        return (a[m + TILES] >> a[m + SHIFT]) * ROWS
+    return a[m + TILES] * (ROWS if way == BOOK else 2 * ROWS)
+
+
+@inlined()
+def codes_at(a, m, block):
+    """Where the codes of a row block begin."""
+    return a[m + WEIGHT] + block * a[m + TILES] * tile_nbytes_of(a, m)
+
+
+@inlined()
+def zeros_of(a, m, block, constant_at):
+    """Where a row block's zeros begin, and by how much its tiles are shifted to find them; for formats that store none they are made."""
+    scheme = a[m + KIND] & SCHEME_MASK
+    if scheme == AFFINE or scheme == OFFSET:
+        return a[m + ZEROS] + block * (a[m + TILES] >> a[m + SHIFT]) * ROWS, a[m + SHIFT]
+    zero, value = u8_at(constant_at), 1 << ((a[m + KIND] >> SCHEME_SHIFT) - 1)
+    if scheme == TERNARY or scheme == MXFP:
+        value = 1 if scheme == TERNARY else LEVEL_SHIFT
+    for row in range(ROWS):
+        zero[row] = value
+    return constant_at, int64(62)

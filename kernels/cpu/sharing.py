@@ -1,0 +1,41 @@
+"""How the workers of a job share what lies in memory one after the other: each reads a long stretch of its own.
+
+Blocks of work drawn in turn from one counter make every worker jump: it reads 64 KiB, then others read, then it goes on elsewhere. Two
+threads of a Zen 5 read 4-bit weights at 0.80 of the read roof that way and at 0.92 if each goes through half of them. So the blocks are cut
+into REGIONS, each with a counter of its own on the job's cache line. Workers begin far from one another, go on in the next region where
+theirs has come to its end, and so help whoever is late. Who computes what is a matter of chance, as ever; what comes out is not.
+"""
+
+from __future__ import annotations
+
+from numpy import int64
+
+from ..deferred import inlined
+from .intrinsics import fetch_add, i64_at
+
+REGIONS = 8  # int64 of a cache line
+
+
+@inlined()
+def clear_regions(counter):
+    """No block of a job has been taken."""
+    for region in range(REGIONS):
+        i64_at(counter)[region] = 0
+
+
+@inlined()
+def first_region(worker):
+    """Two workers begin half of the job apart, four a quarter: the bits of the worker's number from behind."""
+    return (worker & 1) << 2 | (worker & 2) | (worker & 4) >> 2
+
+
+@inlined()
+def take(counter, region, ended, blocks):
+    """A worker's next block of so many, -1 where all are taken, with the region that it is in and how many had come to their end."""
+    while ended < REGIONS:
+        first = blocks * region // REGIONS
+        block = first + fetch_add(counter + 8 * region, 1)
+        if block < blocks * (region + 1) // REGIONS:
+            return block, region, ended
+        region, ended = (region + 1) % REGIONS, ended + 1
+    return int64(-1), region, ended
