@@ -5,7 +5,7 @@ See `attention.py` for the definition. A page is multiplied as it is stored (`st
 
 from __future__ import annotations
 
-from numpy import float32
+from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
@@ -51,6 +51,7 @@ from .attention import (
 )
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, VECTOR
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+from .sharing import first_region, take
 from .stored_products import stored_outputs, stored_scores, turn_rows
 
 RUN = 4  # page blocks that a worker takes at a time: all but the first are asked for before they are needed
@@ -114,9 +115,10 @@ def attend_few(args, worker, counter):
     sealed_from, sealed_to = (a[TO], a[TO]) if a[PAGES] else sealed_rows(a)
     seen -= sealed_to - sealed_from
     runs, loaded = (seen + RUN - 1) // RUN, -1
+    region, ended = first_region(worker), int64(0)
     while True:
-        job = fetch_add(counter, 1)
-        if job >= kv_heads * runs:
+        job, region, ended = take(counter, region, ended, kv_heads * runs)
+        if job < 0:
             return
         kv, begin = job // runs, job % runs * RUN
         if loaded != kv:

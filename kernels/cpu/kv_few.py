@@ -7,7 +7,7 @@ which the table was gone through.
 
 from __future__ import annotations
 
-from numpy import float32
+from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
@@ -40,13 +40,14 @@ from .attention import (
     _visible,
     sealed_rows,
 )
-from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u8_at
+from .intrinsics import f32_at, f64_at, i64_at, u8_at
 from .kv_attention import BY_PAGE, CHANNEL_SCALE, HEAD_SLOTS, RECORDS, TABLES, _parts, _record
 from .kv_bytes import MOST_K, MOST_V
 from .kv_loops import prefetch
 from .kv_merge import BLOCK_PAGES, load_partial, nothing, store_partial
 from .kv_scratch import line, query_places, row_places, tile_rows
 from .kv_sides import LN2, LOG2E, header_bits, load_kv, output_of, read_widths, scores_by_numbers, scores_of
+from .sharing import first_region, take
 
 MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the rounding of the other factor would show beside the codec's
 
@@ -102,10 +103,10 @@ def attend_packed(args, worker, counter):
     lead = begin if a[BY_PAGE] else begin - i64_at(a[TABLE] + 8 * COLUMNS * begin)[INDEX]
     first_block = (begin - lead) // BLOCK_PAGES
     blocks = (end - lead + BLOCK_PAGES - 1) // BLOCK_PAGES - first_block
-    loaded = -1
+    loaded, region, ended = -1, first_region(worker), int64(0)
     while True:
-        job = fetch_add(counter, 1)
-        if job >= kv_heads * blocks:
+        job, region, ended = take(counter, region, ended, kv_heads * blocks)
+        if job < 0:
             return
         kv, block = job // blocks, lead + BLOCK_PAGES * (first_block + job % blocks)
         if loaded != kv:

@@ -14,12 +14,13 @@ from ..tiles import ROWS, SCHEME_SHIFT, TILE
 from . import lut_loops as loops
 from . import packed
 from .arithmetic import gate_values, normalise
-from .intrinsics import f64_at, fetch_add, i64_at
+from .intrinsics import f64_at, i64_at
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .lut_loops import ABREAST, SUMS
 from .lut_order import BITS, PAIR, expand_tiles, pair_at
 from .packed import AT_ONCE, COLUMNS_AT, MOST_COLUMNS, OTHERS_AT, PAD, QUADS_AT, STRETCH, SUMS_AT, SUMS_NBYTES, TABLE_AT, X_AT, ZERO_AT
 from .packed_matrix import FIELDS, KIND, ROW_COUNT, SCALES, SHIFT, TILES, WEIGHT, WHOLE, scales_nbytes_of, zeros_of
+from .sharing import first_region, take
 
 RUN_NBYTES = 131_072  # of a pair of row blocks that is read on end
 
@@ -70,6 +71,19 @@ def _block_sums(a, m, block, tokens, scratch, records, sums):
         packed.multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, ROWS, sums)
 
 
+@inlined()
+def _run(a, m):
+    """Pairs of row blocks of matrix m that are read on end."""
+    return max(1, RUN_NBYTES // (a[m + TILES] * (a[m + KIND] >> SCHEME_SHIFT) * 4 * PAIR))
+
+
+@inlined()
+def _works(a, m):
+    """Blocks of work of matrix m."""
+    pairs, step = (a[m + ROW_COUNT] + PAIR - 1) // PAIR, ABREAST * _run(a, m)
+    return (pairs + step - 1) // step
+
+
 @kernel()
 def looked_up_columns(args, worker, counter):
     """y[t, n] of weights in lookup order for up to 16 columns. A block of work is runs of pairs of row blocks, side by side for one."""
@@ -85,21 +99,19 @@ def looked_up_columns(args, worker, counter):
     x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
     records = packed.records_at(scratch, columns + tokens * x_nbytes)
     x[3] = (columns + x_nbytes + 63) // 64 * 64
-    groups = 1 if mode == GATED else matrices
-    ready, seeded = False, int64(-1)
+    works = int64(0)
+    for i in range(1 if mode == GATED else matrices):
+        works += _works(a, FIRST + i * FIELDS)
+    ready, seeded, region, ended = False, int64(-1), first_region(worker), int64(0)
     while True:
-        work = fetch_add(counter, 1)
-        m = FIRST
-        for _ in range(groups):
-            pairs = (a[m + ROW_COUNT] + PAIR - 1) // PAIR
-            run = max(1, RUN_NBYTES // (a[m + TILES] * (a[m + KIND] >> SCHEME_SHIFT) * 4 * PAIR))
-            here = (pairs + ABREAST * run - 1) // (ABREAST * run)
-            if work < here:
-                break
-            work -= here
-            m += FIELDS
-        else:
+        work, region, ended = take(counter, region, ended, works)
+        if work < 0:
             return
+        m = int64(FIRST)
+        while work >= _works(a, m):
+            work -= _works(a, m)
+            m += FIELDS
+        pairs, run = (a[m + ROW_COUNT] + PAIR - 1) // PAIR, _run(a, m)
         up = m + FIELDS
         if not ready:
             eps = float32(f64_at(args)[EPS])
