@@ -23,19 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 from platformdirs import user_cache_path
 
 import roof_compute
-from effllm.kernels.cpu.roof import read_bandwidth
-from effllm.kernels.threads import ThreadPool
 from effllm.offload.hardware import cpu_threads
-from effllm.offload.memory import anonymous
 from effllm.runtime.synthetic import SHAPES
 from llamacpp_sides import Child, Cost, file_nbytes, peer_file, quantize_own, quantize_peer, random_folder
-from report import GIB, Figure, publish
+from report import Figure, publish
 from yardsticks import PASSES as PASSES_OF_PRODUCTS
-from yardsticks import Yardsticks
+from yardsticks import Roof, Yardsticks
 
 PEERS = {"4": ("Q4_0", "Q4_K_M"), "3": ("Q3_K_M",), "2": ("Q2_K",), "8": ("Q8_0",)}
 TOKENS, TURN, PROMPT, COLUMNS, PASSES = 64, 16, 512, 8, 4
@@ -56,20 +52,6 @@ class Schedule:
 
 
 QUICK = Schedule(3, 2, 1)
-
-
-class Roof:
-    """The read roof, measured whenever it is called."""
-
-    def __init__(self, threads: int) -> None:
-        self.pool, self.buffer = ThreadPool(threads), anonymous(GIB)
-        self.buffer.view(np.uint64)[:] = 0x0123456789ABCDEF
-
-    def __call__(self) -> float:
-        return read_bandwidth(self.pool, self.buffer, passes=2)
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 Round = dict[str, float]  # a side's name -> seconds; "roof" -> bytes a second

@@ -2,7 +2,9 @@
 """Decode deep in a context: our packed and 16-bit caches against llama.cpp's, same random weights of 4 bits, sides alternating in one run.
 
 Every side reads the same random tokens up to the depth once, then takes turns of a few tokens; ratios are taken within a round, figures are
-medians over rounds. A packed cache here has the same bits everywhere, as for a model without a profile.
+medians over rounds. Ours have twins that stay near depth 0 and take turns with them, and before every turn the read roof is measured: a
+shared machine's memory changes its speed within seconds, and with what the turn before asked of it. A packed cache here has the same bits
+everywhere, as for a model without a profile.
 
     python benchmarks/kv_depth.py [--depth 4096] [--kv 4bit 16bit] [--peers NAME ...] [--quick] [--no-results]
 
@@ -19,12 +21,14 @@ from platformdirs import user_cache_path
 from effllm.offload.hardware import cpu_threads
 from llamacpp_sides import Child, peer_file, quantize_own, random_folder
 from report import Figure, publish
+from yardsticks import Roof
 
 PEERS = {"f16": "off,f16,f16", "q8_0 K, f16 V": "off,q8_0,f16", "q4_0, flash attention": "on,q4_0,q4_0",
          "q8_0, flash attention": "on,q8_0,q8_0"}
 TURN, SLACK = 8, 512
 INTRO = ("Random weights of 4 bits at the shape of TinyLlama-1.1B (ours codebook4:16, llama.cpp Q4_0), batch 1. Depth 0 is the first "
-         "tokens of the same processes.")
+         "tokens of a second process, in turns with the deep one. Roof: a load-only kernel over 1 GiB with the same threads, before every "
+         "turn.")
 
 
 def main() -> None:
@@ -47,36 +51,44 @@ def main() -> None:
     sides = [Child(f"effllm --kv {kv}", "own", own, options.threads, ctx, kv) for kv in options.kv]
     sides += [Child(f"llama.cpp {name}", "peer", peer, options.threads, ctx, PEERS[name])
               for name in options.peers]
-    shallow = take_turns(sides, rounds)
     for side in sides:
         side.ask("prefill", options.depth)
-    deep = take_turns(sides, rounds)
-    for side in sides:
+    twins = [Child(f"{side.name}, depth 0", "own", own, options.threads, SLACK, kv) for side, kv in zip(sides, options.kv)]
+    roof = Roof(options.threads)
+    rates, roofs = take_turns([*sides, *twins], rounds, roof)
+    facts = sides[0].ask("facts")
+    for side in [*sides, *twins]:
         side.close()
+    roof.close()
 
     peers = [side.name for side in sides if side.kind == "peer"]
-    best = sorted(peers, key=lambda name: median(deep[name]))[-1:]
+    best = sorted(peers, key=lambda name: median(rates[name]))[-1:]
     figures = []
     first = sides[0].name
     for other, key in (*((name, "best") for name in best), *((name, "q4_0") for name in peers if "q4_0" in name)):
-        ratio = median(a / b for a, b in zip(deep[first], deep[other], strict=True))
+        ratio = median(a / b for a, b in zip(rates[first], rates[other], strict=True))
         figures.append(Figure(f"vs_{key}", f"{first} against {other}", f"decode at depth {options.depth}", ratio, "x"))
-    for side in sides:
-        kept = median(a / b for a, b in zip(deep[side.name], shallow[side.name], strict=True))
-        figures += [Figure(f"deep {side.name}", side.name, f"depth {options.depth}", median(deep[side.name]), "tok/s"),
-                    Figure(f"kept {side.name}", side.name, "of its rate at depth 0", kept, "x")]
+    figures += [Figure(f"deep {side.name}", side.name, f"depth {options.depth}", median(rates[side.name]), "tok/s") for side in sides]
+    for side, twin in zip(sides, twins):
+        kept = median(a / b for a, b in zip(rates[side.name], rates[twin.name], strict=True))
+        share = median(rate * facts["bytes_per_pass"] / read for rate, read in zip(rates[twin.name], roofs[twin.name], strict=True))
+        read = median(roofs[twin.name])
+        figures += [Figure(f"kept {side.name}", side.name, "of its rate at depth 0", kept, "x"),
+                    Figure(f"roof {side.name}", twin.name, f"of the read roof, {read / 1e9:.1f} GB/s", share, "x")]
     publish(f"kv-depth-{options.depth}", "Decode deep in a context", INTRO, figures, keep=not options.no_results)
 
 
-def take_turns(sides: list[Child], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of every side, round by round."""
+def take_turns(sides: list[Child], rounds: int, roof: Roof) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens per second of every side, round by round, and the bytes a second that memory gave just before."""
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
+    roofs: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):
         for side in sides:
-            seconds = side.ask("forward", TURN, 1)
+            read, seconds = roof(), side.ask("forward", TURN, 1)
             if number:  # the first turn wakes the threads
                 rates[side.name].append(TURN / seconds)
-    return rates
+                roofs[side.name].append(read)
+    return rates, roofs
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Matrix products of other libraries, one pass at a time: what an int8 product of ours is held against, by turns.
+"""What a speed is held against, by turns: the read roof, and matrix products of other libraries, one pass at a time.
 
 A shared machine changes its speed within seconds, by a factor of two, so a rate that was measured at another time is no yardstick.
 """
@@ -9,6 +9,13 @@ import json
 import os
 import subprocess
 import sys
+
+import numpy as np
+
+from effllm.kernels.cpu.roof import read_bandwidth
+from effllm.kernels.threads import ThreadPool
+from effllm.offload.memory import anonymous
+from report import GIB
 
 PASSES = 7  # of which the best counts: after a pause the first one also wakes threads and clocks
 # Prints whether the product is there, then answers every line of its input with a rate. One that would take long (a library without an
@@ -39,6 +46,20 @@ print("true", flush=True)
 for line in sys.stdin:
     print(json.dumps(rate(rows)), flush=True)
 """
+
+
+class Roof:
+    """The read roof, bytes a second, measured whenever it is called."""
+
+    def __init__(self, threads: int) -> None:
+        self.pool, self.buffer = ThreadPool(threads), anonymous(GIB)
+        self.buffer.view(np.uint64)[:] = 0x0123456789ABCDEF
+
+    def __call__(self) -> float:
+        return read_bandwidth(self.pool, self.buffer, passes=2)
+
+    def close(self) -> None:
+        self.pool.close()
 
 
 class Yardsticks:
