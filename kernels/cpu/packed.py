@@ -322,7 +322,7 @@ def packed_columns(args, worker, counter):
                 make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
         last = min(begin + STREAMS * run, blocks)
         run = (last - begin + STREAMS - 1) // STREAMS
-        if mode == GATED and not several:  # all gates first: two streams at a time, as everywhere
+        if mode == GATED and not several:  # all gates first, STREAMS at a time as everywhere
             following = codes_at(a, written, begin)
             for step in range(run):
                 to = others + 4 * ROWS * STREAMS * step
