@@ -239,7 +239,7 @@ def write(a, m, block, token, sums):
 def _stream_sums(a, m, block, run, blocks, scratch, sums, following):
     """STREAMS row blocks of matrix m, `run` apart, times one column -> float32 [STREAMS][16] at `sums`.
 
-    Past the end the last block is repeated. `following`: where the codes lie that are read next, 0 if behind these.
+    Past the end the last block is repeated. `following`: where the codes lie that are read next, in streams too; 0 if behind these.
     """
     table = i64_at(scratch + TABLE_AT)
     tile, small, zero_shift = a[m + TILES] * tile_nbytes_of(a, m), scales_nbytes_of(a, m), int64(0)
@@ -247,7 +247,7 @@ def _stream_sums(a, m, block, run, blocks, scratch, sums, following):
         at = min(block + i * run, blocks - 1)
         table[i], table[STREAMS + i] = codes_at(a, m, at), a[m + SCALES] + at * small
         table[2 * STREAMS + i], zero_shift = zeros_of(a, m, at, scratch + ZERO_AT)
-        table[3 * STREAMS + i] = following if following != 0 else table[i] + tile
+        table[3 * STREAMS + i] = following + i * run * tile if following != 0 else table[i] + tile
     single_of(a[m + KIND], scratch + TABLE_AT, a[m + TABLES], scratch + X_AT, a[m + TILES], a[m + SHIFT], zero_shift, sums)
 
 
@@ -336,7 +336,7 @@ def packed_columns(args, worker, counter):
                 if mode == GATED:
                     _block_sums(a, m, begin + step, tokens, scratch, records, gates, after)
             else:
-                following = codes_at(a, m, last) if mode == GATED and step == run - 1 else int64(0)
+                following = codes_at(a, m, last) if step == run - 1 else int64(0)
                 _stream_sums(a, written, begin + step, run, blocks, scratch, sums, following)
             for r in range(min(AT_ONCE, last - begin - step) if several else 1):
                 count = tokens if several else min(STREAMS, (last - begin - step + run - 1) // run)

@@ -11,7 +11,8 @@ first-level cache and `columns` multiplies it with several columns, so that a we
 What `single` became, read from the assembly, in instructions per 64 weights:
 
                 codebook 4    3     2   8 bits
-    avx512             6.0   8.0   6.0   4.3    one `vpdpbusd`, for a codebook one `vpshufb` and one `vpandq`; nothing spilled
+    avx512             7.4   9.2   7.1   6.6    one `vpdpbusd`, for a codebook one `vpshufb` and one `vpandq`; nothing spilled
+    avx512, znver5     8.4  10.2   8.1   8.0    the same of one row block: each activation is read for that alone
     avx2vnni          16.5  22.9  16.2   9.1    two of each, for half as many bytes
     avx2              19.3  26.1  19.1  18.6    two `vpmaddubsw` and two `vpmaddwd`; with 8 bits two `vpsignb` and two `vpabsb` more
 
