@@ -112,9 +112,18 @@ def upper_bytes(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Valu
     return builder.shuffle_vector(builder.bitcast(low, BYTES), builder.bitcast(high, BYTES), places)
 
 
-def _scale_rows(rows: int):
-    quad = 8 * rows  # bytes of a quad of 16-bit queries
+def scaled_queries(builder: ir.IRBuilder, queries: ir.Value, scales: ir.Value, rows: int, at: ir.Value,
+                   part: int) -> tuple[ir.Value, ir.Value]:
+    """Of 16-bit queries [quads, R, 4] the half `part` of the 2 * WIDTH bytes that begin at twice `at`: how far from the first query it
+    lies, and its products with `scales`, 16-bit [quads, 4]."""
+    place = offset(builder, builder.shl(at, I64(1)), WIDTH * part)
+    own = load(builder, builder.add(queries, place), HALVES)
+    four = builder.shl(builder.udiv(place, I64(8 * rows)), I64(3))  # a quad of queries takes so many bytes
+    factor = builder.bitcast(repeated(builder, builder.add(scales, four), I64, WIDTH // 8, rows), HALVES)
+    return place, high_product(builder, own, factor)
 
+
+def _scale_rows(rows: int):
     @intrinsic
     def scale_rows(typingctx, queries, scales, out, quads):
         """Queries, 16-bit [quads, R, 4], times `scales`, 16-bit [quads, 4]: as bytes of the same shape."""
@@ -123,12 +132,9 @@ def _scale_rows(rows: int):
             queries, scales, out, quads = args
             at, _, finish = loop(builder, builder.mul(quads, I64(4 * rows)), WIDTH, [])
             parts = []
-            for part in (0, 1):  # of 2 * WIDTH bytes of queries
-                place = offset(builder, builder.shl(at, I64(1)), WIDTH * part)
-                own = load(builder, builder.add(queries, place), HALVES)
-                four = builder.shl(builder.udiv(place, I64(quad)), I64(3))
-                factor = builder.bitcast(repeated(builder, builder.add(scales, four), I64, WIDTH // 8, rows), HALVES)
-                parts.append(builder.add(high_product(builder, own, factor), constant(HALVES, 128)))
+            for part in (0, 1):
+                _, product = scaled_queries(builder, queries, scales, rows, at, part)
+                parts.append(builder.add(product, constant(HALVES, 128)))
             store(builder, upper_bytes(builder, *parts), builder.add(out, at))
             finish([])
             return context.get_dummy_value()

@@ -36,7 +36,7 @@ from .int8_ir import (
     store,
 )
 from .intrinsics import F32, I32, I64
-from .kv_bytes import ask_part, by_width, codes_of_keys, codes_of_values, repeated, upper_bytes
+from .kv_bytes import ask_part, by_width, codes_of_keys, codes_of_values, scaled_queries, upper_bytes
 from .kv_loops import high_product, loop, multiply, pick, power, shorts
 from .kv_weights import LN2, MAGIC, exp2
 
@@ -91,8 +91,6 @@ def _total(builder: ir.IRBuilder, sums: list[ir.Value], shift: int) -> ir.Value:
 
 
 def _scale_digits(rows: int):
-    quad = 8 * rows  # bytes of a quad of 16-bit queries
-
     @intrinsic
     def scale_digits(typingctx, queries, scales, high, low, words, quads):
         """Queries, 16-bit [quads, R, 4], times `scales`, 16-bit [quads, 4]: as digits, bytes of the same shape, and where products read
@@ -102,12 +100,8 @@ def _scale_digits(rows: int):
             queries, scales, high, low, words, quads = args
             at, _, finish = loop(builder, builder.mul(quads, I64(4 * rows)), WIDTH, [])
             parts = []
-            for part in (0, 1):  # of 2 * WIDTH bytes of queries
-                place = offset(builder, builder.shl(at, I64(1)), WIDTH * part)
-                own = load(builder, builder.add(queries, place), HALVES)
-                four = builder.shl(builder.udiv(place, I64(quad)), I64(3))
-                factor = builder.bitcast(repeated(builder, builder.add(scales, four), I64, WIDTH // 8, rows), HALVES)
-                product = high_product(builder, own, factor)
+            for part in (0, 1):
+                place, product = scaled_queries(builder, queries, scales, rows, at, part)
                 lowest = builder.icmp_unsigned("==", builder.and_(product, constant(HALVES, 255)), constant(HALVES, 128))
                 parts.append(builder.sub(product, builder.sext(lowest, HALVES)))
                 if not DIGITS:

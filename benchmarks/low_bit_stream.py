@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Low-bit weights times a few tokens, from memory: the share of the read roof that the kernel of decode reaches, format by format.
+
+Random weights of the shapes in TinyLlama's FFN and attention, 300 MB of copies of each, gone through one after the other; the roof (a
+load-only kernel over 1 GiB with the same threads) is read before and after every pass of a round, and the better reading counts. Medians
+over rounds. Two checkouts are compared by running each from its own folder, by turns.
+
+    python benchmarks/low_bit_stream.py [--formats codebook4:16 ...] [--tokens 1] [--threads N] [--rounds 9] [--no-results]
+"""
+
+import argparse
+import time
+from statistics import median
+
+import numpy as np
+
+from effllm.kernels.cpu import linear, packed
+from effllm.kernels.cpu.packed_matrix import FIELDS, kind_of
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.tiles import SCHEMES, TILE
+from effllm.offload.hardware import cpu_threads
+from effllm.quant.spec import QuantSpec
+from gemm_int8 import aligned, random_weight
+from report import Figure, publish
+from yardsticks import Roof
+
+FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:32", "affine4:64")
+SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # rows, inputs
+NBYTES, PAGE = 300_000_000, 4096
+INTRO = ("Random weights, 300 MB of copies of each shape, every copy a job of its own; a token's activations are quantized in each. "
+         "Roof: a load-only kernel over 1 GiB with the same threads, around every pass.")
+
+
+class Stream:
+    """Copies of one random weight, a job for each."""
+
+    def __init__(self, pool: ThreadPool, spec: QuantSpec, shape: tuple[int, int], tokens: int) -> None:
+        (rows, inputs), at, blob = shape, spec.sections(shape), random_weight(spec, shape)
+        pitch, self.nbytes, self.pool = -(-len(blob) // PAGE) * PAGE, len(blob), pool
+        copies = max(2, NBYTES // pitch)
+        memory, scratch_nbytes = aligned(copies * pitch).reshape(copies, pitch), packed.scratch_nbytes(inputs, tokens) + 64
+        memory[:, : len(blob)] = blob
+        x = np.random.default_rng(0).standard_normal((tokens, inputs), np.float32)
+        out, scratch = np.zeros((tokens, rows), np.float32), np.zeros(pool.workers * scratch_nbytes, np.uint8)
+        blocks = np.zeros((copies, linear.FIRST + FIELDS), np.int64)
+        blocks[:, : linear.FIRST] = [x.ctypes.data, tokens, inputs, 0, 0, 0, 0, scratch.ctypes.data, scratch_nbytes, linear.PLAIN, 0, 1]
+        for block, copy in zip(blocks, memory, strict=True):
+            codes, scales, zeros, row_scales, tables = (copy.ctypes.data + place if place >= 0 else 0 for place in (
+                at.codes, at.scales, at.zeros, at.row_scales, at.tables))
+            block[linear.FIRST :] = [codes, kind_of(spec.bits, SCHEMES[spec.scheme]), rows, 0, out.ctypes.data, rows, at.depth // TILE,
+                                     (spec.group // TILE).bit_length() - 1, scales, zeros, row_scales, tables, 0, 0]
+        self._jobs = np.array([(packed.packed_columns.address, block.ctypes.data, 1) for block in blocks], np.int64)
+        self._kept = memory, x, out, scratch, blocks
+
+    def rate(self) -> float:
+        """Bytes of weights a second."""
+        started = time.perf_counter()
+        self.pool.run_list(self._jobs)
+        return self.nbytes * len(self._jobs) / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
+    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    pool, roof, figures = ThreadPool(options.threads), Roof(options.threads), []
+    for text in options.formats:
+        streams = [Stream(pool, QuantSpec.parse(text), shape, options.tokens) for shape in SHAPES]
+        rates, roofs = [[] for _ in SHAPES], [[] for _ in SHAPES]
+        for _ in range(options.rounds):
+            for stream, own, read in zip(streams, rates, roofs, strict=True):
+                before = roof()
+                own.append(stream.rate())
+                read.append(max(before, roof()))
+        for (rows, inputs), own, read in zip(SHAPES, rates, roofs, strict=True):
+            share = median(a / b for a, b in zip(own, read, strict=True))
+            figures.append(Figure(f"{text}_{rows}x{inputs}", f"{text}, {rows} x {inputs}, of the read roof",
+                                  f"{median(own) / 1e9:.1f} of {median(read) / 1e9:.1f} GB/s, {options.threads} threads", share, "x"))
+    pool.close()
+    roof.close()
+    publish("low-bit-stream", "Low-bit weights from memory", INTRO, figures, keep=not options.no_results)
+
+
+if __name__ == "__main__":
+    main()
