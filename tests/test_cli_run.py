@@ -186,8 +186,9 @@ def test_ways_to_run_give_the_same_words(flags: tuple[str, ...]) -> None:
 
 
 def test_an_interrupt_keeps_what_was_written_and_ends_with_130() -> None:
-    process = subprocess.Popen([*EFFLLM, "run", "fable", STORY, "--ignore-eos", "--temp", "1", "--seed", "1"], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    endless = ("--ignore-eos", "--overflow", "shift", "--temp", "1", "--seed", "1")  # a full context is half a second away
+    process = subprocess.Popen([*EFFLLM, "run", "fable", STORY, *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               stdin=subprocess.DEVNULL)
     first = process.stdout.read(20)
     process.send_signal(signal.SIGINT)
     rest, err = process.communicate(timeout=MINUTE)
