@@ -63,7 +63,7 @@ class Rates:
     unrest: float = 0.0
     small: Callable[[int], float] | None = None  # bytes a second from the disk of many reads of so many bytes
     disk_alone: float | None = None  # of one read at a time
-    again: Callable[[int], float] | None = None  # bytes a second of so many that every pass reads, in the order of the file
+    again: Callable[[int, bool], float] | None = None  # bytes a second of so many that every pass reads in order, with checksums or not
     choice_s: float = 0.0  # seconds from a pass's logits to the next pass
 
 
@@ -192,7 +192,7 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     waits = work.missed / (rates.small(work.read_bytes) if rates.small else rates.disk) if work.missed else 0.0
     pages, ordered = work.kv_disk_bytes(depth), work.kv_disk_bytes(depth) + (work.streamed if work.paged is None else 0)
     weights_s = work.streamed / _disk(work, rates, 1, ordered) if work.streamed else 0.0
-    pages_s = pages / _again(rates, ordered) if pages else 0.0
+    pages_s = pages / _again(rates, ordered, checked=True) if pages else 0.0
     if work.paged is not None:
         fixed, waits, weights_s = fixed + work.paged.made_s(1), waits + weights_s, 0.0
     return _made(work, rates, weights + attention + fixed, memory, weights_s, pages_s, waits)
@@ -229,7 +229,7 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
     seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill
     seconds += passes * (rates.token_s + len(work.windows) * rates.layer_s)
     # What a prompt's last pass reads of the cache is the most that one reads.
-    pages_s = spilled / _again(rates, work.kv_disk_bytes((passes - 1) * work.chunk)) if spilled else 0.0
+    pages_s = spilled / _again(rates, work.kv_disk_bytes((passes - 1) * work.chunk), checked=True) if spilled else 0.0
     weights_s = 0.0
     if work.streamed or work.neurons:
         streamed = work.streamed + work.neurons if work.paged is None else work.paged.nbytes(-(-tokens // passes))
@@ -251,9 +251,9 @@ def _disk(work: Work, rates: Rates, tokens: int, ordered: int = 0) -> float:
     return rates.disk_alone if tokens == 1 and work.paged.missed < 1.5 and rates.disk_alone else rates.disk
 
 
-def _again(rates: Rates, nbytes: int) -> float:
-    """The disk's rate for so many bytes that every pass reads."""
-    return rates.again(nbytes) if rates.again else rates.disk
+def _again(rates: Rates, nbytes: int, checked: bool = False) -> float:
+    """The disk's rate for so many bytes that every pass reads, pages with their checksums."""
+    return rates.again(nbytes, checked) if rates.again else rates.disk
 
 
 def _made(work: Work, rates: Rates, processor: float, memory: float, weights: float, pages: float, waits: float = 0.0,

@@ -3,6 +3,7 @@
 import errno
 import os
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from effllm.offload import disk
 from effllm.offload.disk import Disk, DiskRead, mounted, probe
-from effllm.offload.memory import HUGE_PAGE
+from effllm.offload.memory import HUGE_PAGE, anonymous
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -40,37 +41,47 @@ def test_the_rate_of_a_size_lies_between_those_measured() -> None:
     assert replace(found, reads=found.reads[-1:]).rate_of(4096) == 1.1e9
 
 
-def test_a_stretch_is_read_twice_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pass reads the same again, in order: what a disk then gives is what a run gets."""
+def test_a_stretch_is_read_again_in_its_order_with_checksums_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass reads the same again, in order: what a disk then gives is what a run gets, whose threads sum what pages they read."""
     (tmp_path / "weights").write_bytes(os.urandom(9 * MIB))
     seen: list[int] = []
+    summed: list[bytes] = []
     real = os.preadv
+    monkeypatch.setattr(disk, "word_sums", lambda rows: summed.append(bytes(rows)) or time.sleep(0.01))
     monkeypatch.setattr(disk, "STREAMED_DEPTH", 1)
     monkeypatch.setattr(disk, "_rate", lambda *given: 1.0)
     monkeypatch.setattr(disk, "_opened", lambda file: (os.open(file, os.O_RDONLY), True))
     monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: seen.append(offset) or real(descriptor, buffers, offset))
     found = probe(tmp_path / "weights", seconds=40.0)
-    assert seen == 3 * [2 * MIB * i for i in (2, 3, 0, 1)] and found.stretch == 8 * MIB and found.again > 0
+    assert seen == 5 * [2 * MIB * i for i in (2, 3, 0, 1)] and found.stretch == 8 * MIB and found.again > found.checked > 0
+    content = (tmp_path / "weights").read_bytes()
+    assert summed == 2 * [content[2 * MIB * i : 2 * MIB * (i + 1)] for i in (2, 3, 0, 1)], "what had just come"
     assert found.rate_again(8 * MIB) == found.again and found.rate_again(8 * MIB + 1) == found.stream_rate == 1.0
+    assert found.rate_again(8 * MIB, checked=True) == found.checked and found.rate_again(8 * MIB + 1, checked=True) == 1.0
+    assert replace(found, checked=0.0).rate_again(1, checked=True) == found.again, "probed by an older version"
     assert replace(found, again=0.0).rate_again(1) == 1.0
     seen.clear()
     short = probe(tmp_path / "weights", seconds=0.0)
-    assert seen == 3 * [4 * MIB] and short.stretch == 2 * MIB, "no longer than the time for it"
+    assert seen == 5 * [4 * MIB] and short.stretch == 2 * MIB, "no longer than the time for it"
 
 
 def test_reads_go_where_those_of_a_run_go(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into huge pages: small ones cut a read into hundreds of pieces, which took a third to a half of a disk's rate."""
-    places: list[int] = []
+    """Into huge pages: small ones cut a read into hundreds of pieces, which took a third to a half of a disk's rate. Into a ring, not
+    always into what the processor's cache holds."""
+    places: dict[int, list[int]] = {}
+    rings: list[np.ndarray] = []
     real = os.preadv
 
     def seen(descriptor: int, buffers: list[object], offset: int) -> int:
-        if isinstance(buffers[0], memoryview):  # not the look whether direct reads work
-            places.append(np.frombuffer(buffers[0], np.uint8).ctypes.data)
+        if isinstance(buffers[0], np.ndarray):  # not the look whether direct reads work
+            places.setdefault(len(rings), []).append(buffers[0].ctypes.data - rings[-1].ctypes.data)
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", seen)
-    assert probe(file, seconds=0.01).stream_rate > 0
-    assert len(places) >= len(disk.SIZES) * len(disk.DEPTHS) and all(place % HUGE_PAGE == 0 for place in places)
+    monkeypatch.setattr(disk, "anonymous", lambda nbytes: rings.append(anonymous(nbytes)) or rings[-1])
+    assert probe(file, seconds=0.5).stream_rate > 0
+    assert len(places) == len(disk.SIZES) * len(disk.DEPTHS) + 5 and all(ring.ctypes.data % HUGE_PAGE == 0 for ring in rings)
+    assert all(len(set(own[:8])) == min(8, len(own)) for own in places.values()), "the same memory again at once"
 
 
 @pytest.mark.parametrize("nbytes", (1, 4096, 5000, 300 * KIB))
