@@ -160,8 +160,9 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
         return
     screen.line(f"speed with {machine.threads} threads, measured {machine.date}")
     between = "" if machine.choice_s is None else f"; {1e6 * machine.choice_s:.0f} us until the next begins"
+    alone = "" if machine.memory_alone is None else f", one thread alone {machine.memory_alone / 1e9:.1f}"
     screen.pairs((
-        ("memory", f"reads {machine.memory / 1e9:.1f} GB/s at best, {machine.memory_usual / 1e9:.1f} usually"),
+        ("memory", f"reads {machine.memory / 1e9:.1f} GB/s at best, {machine.memory_usual / 1e9:.1f} usually{alone}"),
         ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us a layer, beside its weights{between}"),
         *((f"attention, {kv}", f"one token {rate.decode / 1e9:.1f}, deep in a context {(rate.deep or rate.decode) / 1e9:.1f}, a prompt "
            f"{rate.prefill / 1e9:.1f} billion products/s")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..kernels.threads import ThreadPool
 from ..offload.direct import Traffic
 from ..offload.predict import Prediction, Work, decode, prompt
 from ..offload.size import format_size
@@ -29,6 +30,7 @@ MISS = 0.25  # a difference that is worth an explanation
 FEW_TOKENS = 16
 MOST = 0.5  # of the time that came on top: what took as much is why
 BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
+APART = 1.3  # times the rate of one thread: threads that read less together share one way to memory (docs/measured.md, Machines)
 NOTHING_READ = Traffic()
 LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may lie in a cache
 
@@ -128,9 +130,8 @@ def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: in
 def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float) -> str:
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
-        who = "other programs use it" if ratio < 1 else "others used it then"
         then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
-        return f"memory reads at {now / 1e9:.1f} GB/s now and at {then}: {who}"
+        return f"memory reads at {now / 1e9:.1f} GB/s now and at {then}: {_who(engine, machine, ratio, now)}"
     waiting, cores = os.getloadavg()[0], engine.backends["cpu"].pool.workers
     if ratio < 1 and waiting > cores + 1:
         return f"{waiting:.0f} programs want the {cores} cores that this one uses"
@@ -143,11 +144,34 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
     return ""
 
 
-def memory_now(engine: Engine) -> float | None:
-    """Bytes a second at which the weights that lie in memory are read now; None where they are too few for that."""
+def _who(engine: Engine, machine: roofs.MachineRoofs, ratio: float, now: float) -> str:
+    """Why memory reads at another rate than it did. Where one thread reads as it did and all of them no faster, the threads are in one
+    another's way: a host puts a virtual machine's processors on one die or on several, each with a way to memory of its own."""
+    alone = machine.memory_alone
+    if alone is None or engine.backends["cpu"].pool.workers == 1:
+        return "other programs use it" if ratio < 1 else "others used it then"
+    if ratio >= 1:
+        return "the threads shared a way to memory then" if machine.memory_usual < APART * alone < now else "others used it then"
+    if now < APART * alone < machine.memory_usual and (one := memory_now(engine, 1)) is not None and one > BUSY * alone:
+        return f"one thread alone reads at {one / 1e9:.1f} as it did then, so the threads share a way to memory that each had for itself"
+    return "other programs use it"
+
+
+def memory_now(engine: Engine, threads: int | None = None) -> float | None:
+    """Bytes a second at which the weights that lie in memory are read now, by all threads or by so many; None where they are too few for
+    that."""
+    pool = engine.backends["cpu"].pool if threads is None else ThreadPool(threads)
+    try:
+        return _read_now(engine, pool)
+    finally:
+        if threads is not None:
+            pool.close()
+
+
+def _read_now(engine: Engine, pool: ThreadPool) -> float | None:
     from ..kernels.cpu.roof import BLOCK, read_bandwidth
 
-    pool, nbytes, seconds = engine.backends["cpu"].pool, 0, 0.0
+    nbytes, seconds = 0, 0.0
     for array in engine.model.pager.resident_arrays():
         if array.nbytes < BLOCK or nbytes >= MOST_NBYTES:
             continue

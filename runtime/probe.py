@@ -2,7 +2,7 @@
 
 The child has the memory for it, and what it takes is not there when a plan is made. It reports one line of JSON a figure, as each is known:
 
-    memory      bytes a second of a load-only kernel, the best and the median pass before and after all else: the roof
+    memory      bytes a second of a load-only kernel, the best and the median pass before and after all else: the roof; and one thread's
     overhead    seconds of a pass of one token that no weight explains, for the token and for each layer
     attention   products a second of attention, per precision of the cache: for one token over a short context and over what lies beyond,
                 in memory, and for a prompt
@@ -263,7 +263,7 @@ def _memory(threads: int, passes: Sequence[float], fastest: float) -> Figure:
     passes, left = [*passes, *memory_passes(threads)], MORE_PASSES
     while left and max(passes) < fastest:
         passes, left = [*passes, *memory_passes(threads)], left - 1
-    return {"figure": "memory", "best": max(passes), "median": median(passes)}
+    return {"figure": "memory", "best": max(passes), "median": median(passes), "alone": median(memory_passes(1))}
 
 
 def main(asked: str) -> None:

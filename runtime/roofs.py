@@ -31,7 +31,8 @@ NOTHING: Mapping[str, object] = {"machines": {}, "disks": {}}
 
 @dataclass(frozen=True)
 class MachineRoofs:
-    """`memory`: bytes a second of the best and of the usual pass; the rest as in `offload.predict.Rates`. `date`: of the last figure."""
+    """`memory`: bytes a second of the best and of the usual pass, and of one thread alone; the rest as in `offload.predict.Rates`. `date`:
+    of the last figure."""
 
     cpu: str
     threads: int
@@ -43,6 +44,7 @@ class MachineRoofs:
     kinds: Mapping[str, KindRate]
     attention: Mapping[str, KindRate]
     choice_s: float | None = None  # files of older versions do not tell it: `missing` then names the machine
+    memory_alone: float | None = None
 
     @property
     def unrest(self) -> float:
@@ -170,7 +172,7 @@ def _keep_machine(threads: int, figures: Sequence[Mapping[str, object]]) -> Mach
     for figure in figures:
         rest = {name: value for name, value in figure.items() if name not in ("figure", "kind", "kv")}
         if figure["figure"] == "memory":
-            kept |= {"memory": rest["best"], "memory_usual": rest["median"]}
+            kept |= {"memory": rest["best"], "memory_usual": rest["median"], "memory_alone": rest["alone"]}
         elif figure["figure"] == "overhead":
             kept |= rest
         else:

@@ -233,6 +233,17 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert "no cause" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
     monkeypatch.setattr(outcome, "memory_now", lambda engine: 40e9)
     assert "others used it then" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
+    monkeypatch.setattr(outcome, "memory_now", lambda engine, threads=2: {1: 10e9, 2: 11.5e9}[threads])
+    apart = replace(MACHINE, memory_alone=10e9)
+    assert "so the threads share a way to memory" in outcome.explain(engine, apart, 0.5, 100, 1.0, 1.0)
+    assert "one thread alone reads at 10.0" in outcome.explain(engine, apart, 0.5, 100, 1.0, 1.0)
+    monkeypatch.setattr(outcome, "memory_now", lambda engine, threads=2: {1: 6e9, 2: 11.5e9}[threads])
+    assert "other programs use it" in outcome.explain(engine, apart, 0.5, 100, 1.0, 1.0), "one thread is slower, too"
+    alike = replace(MACHINE, memory_alone=17e9)
+    assert "other programs use it" in outcome.explain(engine, alike, 0.5, 100, 1.0, 1.0), "one thread had all of it then"
+    monkeypatch.setattr(outcome, "memory_now", lambda engine: 40e9)
+    assert "the threads shared a way to memory then" in outcome.explain(engine, alike, 2.0, 100, 1.0, 1.0)
+    assert "others used it then" in outcome.explain(engine, apart, 2.0, 100, 1.0, 1.0)
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
     assert "9 programs want the 2 cores" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
 

@@ -70,12 +70,13 @@ def test_a_file_that_does_not_tell_what_lies_between_passes_is_measured_again(ke
     assert known.machine.choice_s is None and known.rates.choice_s == 0 and known.machine.kinds
     lacking = roofs.missing(WANTED, known)
     assert lacking == Wanted(2)
-    figures = [OVERHEAD, {"figure": "memory", "best": 21e9, "median": 19e9}]
+    figures = [OVERHEAD, {"figure": "memory", "best": 21e9, "median": 19e9, "alone": 12e9}]
     monkeypatch.setattr(child, "measure", lambda *wanted: asked.append(wanted) or iter(figures))
     monkeypatch.setattr(warm, "is_cold", lambda kinds: False)
     *_, found = roofs.probe(lacking, known)
     assert asked == [(2, (), (), True)] and found == roofs.known(WANTED) and roofs.missing(WANTED, found) is None
-    assert found.rates.choice_s == 5e-5 and found.machine.memory == 21e9 and found.machine.kinds == known.machine.kinds
+    assert found.rates.choice_s == 5e-5 and found.machine.kinds == known.machine.kinds
+    assert (found.machine.memory, found.machine.memory_alone) == (21e9, 12e9)
 
 
 def test_what_lies_between_passes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +98,7 @@ def test_an_entry_that_is_not_whole_is_not_believed(kept: Path, broken: object) 
 @pytest.mark.parametrize("broken", ("fast", 3, [1], {"kinds": 5}, {**MACHINE, "kinds": 7, "memory": "x"}, {"attention": {}}))
 def test_a_probe_replaces_an_entry_that_is_not_whole(kept: Path, monkeypatch: pytest.MonkeyPatch, broken: object) -> None:
     """What was measured was added to it: every plan ended with a traceback until the file was removed by hand."""
-    figures = [{"figure": "memory", "best": 20e9, "median": 18e9}, OVERHEAD,
+    figures = [{"figure": "memory", "best": 20e9, "median": 18e9, "alone": 12e9}, OVERHEAD,
                {"figure": "kind", "kind": "bf16", "decode": 15e9, "prefill": 40e9},
                {"figure": "attention", "kv": "16bit", "decode": 10e9, "prefill": 20e9}]
     monkeypatch.setattr(child, "measure", lambda *wanted: iter(figures))
@@ -136,6 +137,7 @@ def test_a_real_probe_is_kept(kept: Path) -> None:
     assert roofs.known(wanted) == found and roofs.missing(wanted, found) is None
     here = found.machine
     assert here.kinds["bf16"].decode > 0 and here.kinds["bf16"].prefill > 0 and 0 < here.memory_usual <= here.memory
+    assert here.memory_alone > here.memory_usual / 4, "it is one thread that was measured"
     assert min(here.token_s, here.layer_s) >= 0 and here.threads == 1 and here.cpu
     assert min(here.attention["16bit"].decode, here.attention["16bit"].prefill, here.attention["16bit"].deep) > 0
     assert found.disk.file_bytes == (FABLE / "model.safetensors").stat().st_size and found.rates.disk > 0
@@ -173,6 +175,6 @@ def test_a_folder_that_cannot_be_written_costs_the_memory_alone(tmp_path: Path, 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(roofs, "cache_root", lambda: tmp_path / "file" / "cache")
     monkeypatch.setattr(child, "measure", lambda *given: iter((
-        {"figure": "memory", "best": 2e9, "median": 1e9}, OVERHEAD)))
+        {"figure": "memory", "best": 2e9, "median": 1e9, "alone": 1e9}, OVERHEAD)))
     *_, found = roofs.probe(Wanted(2), Roofs(None, None))
     assert found.machine.unrest == 0.5 and roofs.known(Wanted(2)).machine is None
