@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -72,12 +73,12 @@ def _start(control, function, args, workers):
     return sleeping
 
 
-@jit("int64(int64, int64, int64, int64, int64)")
-def _start_list(control, jobs, first, count, workers):
+@jit("int64(int64, int64, int64, int64, int64, int64)")
+def _start_list(control, jobs, first, count, workers, pause):
     """Run jobs `first`... of a list of (kernel, args, share it?). Returns -1 at the end.
 
-    Where workers must be woken it returns the job (16 bits) and a bit per worker above it, with that job open and worker 0's share of
-    it still to do (`_finish`).
+    Where workers must be woken, and at the first shared job if `pause` is 1, it returns the job (16 bits) and a bit per worker to wake
+    above it, with that job open and worker 0's share of it still to do (`_finish`).
     """
     for index in range(first, count):
         job = i64_at(jobs + 24 * index)
@@ -92,7 +93,7 @@ def _start_list(control, jobs, first, count, workers):
         for worker in range(1, workers):
             if compare_swap(control + STATES + 64 * worker, PARKED, RUNNING) == 1:
                 sleeping |= 1 << worker
-        if sleeping != 0:
+        if sleeping != 0 or pause == 1:
             return (sleeping << 16) | index
         call_kernel(job[0], job[1], 0, control + COUNTER)
         store(control + JOB, load(control + JOB) + 1)
@@ -151,17 +152,25 @@ class ThreadPool:
             self._wake(sleeping)
             self._finish(self._control, function, address)
 
-    def run_list(self, jobs: np.ndarray) -> None:
+    def run_list(self, jobs: np.ndarray, meanwhile: Callable[[], object] | None = None) -> None:
         """Run jobs one after the other without coming back to Python: int64 `[n, 3]`, kernel address, argument block, 1 to share it.
+        `meanwhile` is called once, while the other workers are at the first job that is shared, if there is one; it may run none itself.
 
         At most 65,535 jobs; the pool's workers are at most MOST_WORKERS.
         """
         at, done, count = jobs.ctypes.data, 0, len(jobs)
-        while (state := self._start_list(self._control, at, done, count, self.workers)) != -1:
+        while (state := self._start_list(self._control, at, done, count, self.workers, meanwhile is not None)) != -1:
             index, sleeping = state & 0xFFFF, state >> 16
             self._wake(sleeping)
-            self._finish(self._control, int(jobs[index, 0]), int(jobs[index, 1]))
+            called, meanwhile = meanwhile, None
+            try:
+                if called is not None:
+                    called()
+            finally:  # the job is open
+                self._finish(self._control, int(jobs[index, 0]), int(jobs[index, 1]))
             done = index + 1
+        if meanwhile is not None:
+            meanwhile()
 
     def _wake(self, sleeping: int) -> None:
         for worker in range(1, self.workers):

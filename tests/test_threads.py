@@ -15,7 +15,8 @@ from effllm import kernels
 from effllm.kernels import compile as compiling
 from effllm.kernels import threads, warm
 from effllm.kernels.compile import Jit, Kernel, cache_folder, cache_key, kernel
-from effllm.kernels.cpu.intrinsics import fetch_add, i64_at
+from effllm.kernels.cpu.intrinsics import fetch_add, i64_at, load, relax
+from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.machine_code import compile_object
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
 
@@ -59,6 +60,63 @@ def test_a_list_of_jobs_wakes_every_worker_there_can_be():
         time.sleep(0.05)  # all parked
         pool.run_list(jobs)
         assert (done == 5 * turn).all()
+    pool.close()
+
+
+@kernel()
+def wait_for_flag(args, worker, counter):
+    """Block by block like `count_blocks`, but every block waits until the word behind args[1] is set."""
+    a = i64_at(args)
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= a[0]:
+            return
+        while load(a[2]) == 0:
+            relax()
+        i64_at(a[1])[block] = i64_at(a[1])[block] + 1
+
+
+@pytest.mark.parametrize("spins", (0, 20_000))
+def test_a_list_runs_while_its_caller_does_something_else(spins: int) -> None:
+    """The other worker is at the first shared job meanwhile: it waits for what only the caller does."""
+    pool, done, flag = ThreadPool(2, spins), np.zeros(3, np.int64), np.zeros(1, np.int64)
+    args = np.array([3, done.ctypes.data, flag.ctypes.data], np.int64)
+    jobs = np.array([(count_blocks.address, args.ctypes.data, 0), (wait_for_flag.address, args.ctypes.data, 1),
+                     (count_blocks.address, args.ctypes.data, 1)], np.int64)
+    seen: list[list[int]] = []
+
+    def meanwhile() -> None:
+        seen.append(done.tolist())
+        flag[0] = 1
+        deadline = time.monotonic() + 60
+        while done.tolist() != [2, 2, 2] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        seen.append(done.tolist())
+
+    pool.run_list(jobs, meanwhile)
+    assert seen == [[1, 1, 1], [2, 2, 2]], "called once, after what is not shared, and the worker did all of the job"
+    assert done.tolist() == [3, 3, 3]
+    pool.close()
+
+
+@pytest.mark.parametrize("workers", (1, 2))
+def test_what_goes_wrong_meanwhile_leaves_no_job_open(workers: int) -> None:
+    pool, done = ThreadPool(workers), np.zeros(3, np.int64)
+    args = np.array([3, done.ctypes.data], np.int64)
+    jobs = np.array([(count_blocks.address, args.ctypes.data, 1)] * 2, np.int64)
+
+    def fails() -> None:
+        raise OSError("the disk")
+
+    with pytest.raises(OSError, match="the disk"):
+        pool.run_list(jobs, fails)
+    assert done.tolist() == [1, 1, 1], "the job that was open is done, the others are not begun"
+    pool.run_list(jobs, lambda: done.__iadd__(10))
+    assert done.tolist() == [13, 13, 13]
+    alone, called = np.array([(count_blocks.address, args.ctypes.data, 0)], np.int64), []
+    for some in (alone, alone[:0]):
+        pool.run_list(some, lambda: called.append(done.tolist()))
+    assert called == 2 * [[14, 14, 14]], "there is no job to do it beside"
     pool.close()
 
 
@@ -214,3 +272,22 @@ def test_threads_that_ask_for_one_function_compile_it_once():
         for each in threads_of_four:
             each.join()
     assert answers == [42] * 4 and len(times) == 1
+
+
+def test_jobs_that_are_noted_aside_run_when_they_are_asked_for() -> None:
+    jobs, done = Jobs(ThreadPool(2)), np.zeros(3, np.int64)
+    args = np.array([3, done.ctypes.data], np.int64)
+    with jobs.aside() as own:  # nothing is collected
+        jobs.run(count_blocks, args.ctypes.data)
+    assert done.tolist() == [1, 1, 1] and not own
+    with jobs.together():
+        with jobs.aside() as own:
+            jobs.run(count_blocks, args.ctypes.data)
+        jobs.flush()
+        assert done.tolist() == [1, 1, 1] and own == [(count_blocks.address, args.ctypes.data, True)]
+        jobs.note(own)
+        jobs.flush(lambda: done.__iadd__(0))
+        assert done.tolist() == [2, 2, 2]
+        jobs.run(count_blocks, args.ctypes.data)
+    assert done.tolist() == [3, 3, 3]
+    jobs.pool.close()

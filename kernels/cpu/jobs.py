@@ -9,7 +9,7 @@ stands in the list (`between`), and only that is done anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -87,12 +87,30 @@ class Jobs:
             self._collected = self._making = self._again = None
             self._kept.clear()
 
-    def flush(self) -> None:
-        """Run what was collected. A pass that needs this half-way depends on its values and is not recorded."""
+    @contextmanager
+    def aside(self) -> Iterator[list[tuple[int, int, bool]]]:
+        """What is noted inside is the caller's, to `note` when it is to run; where nothing is collected, it runs at once."""
+        before, own = self._collected, []
+        self._collected = None if before is None else own
+        try:
+            yield own
+        finally:
+            self._collected = before
+
+    def note(self, jobs: Sequence[tuple[int, int, bool]]) -> None:
+        """Note jobs of `aside`."""
+        if jobs:
+            self._collected += jobs
+
+    def flush(self, meanwhile: Callable[[], object] | None = None) -> None:
+        """Run what was collected. A pass that needs this half-way depends on its values and is not recorded. `meanwhile`: as of
+        `ThreadPool.run_list`, beside the first of these jobs."""
         self._making = None
         if self._collected:
-            self.pool.run_list(np.array(self._collected, np.int64))
-            self._collected = []
+            jobs, self._collected = np.array(self._collected, np.int64), []
+            self.pool.run_list(jobs, meanwhile)
+        elif meanwhile is not None:
+            meanwhile()
         if self._again is not None:
             again, self._again = self._again, None
             for step in again.steps:

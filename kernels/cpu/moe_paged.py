@@ -65,10 +65,12 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
     grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]
     for job in before:
         ops.run(*job)
-    ahead = _note_next(ops, x, pages) if len(x) == 1 else []
+    with ops.aside() as routing:
+        ahead = _note_next(ops, x, pages) if len(x) == 1 else []
     if len(x) <= stage.table.columns:
-        ops.between(partial(_few, ops, stage, pages, grouping, ahead))
+        ops.between(partial(_few, ops, stage, pages, grouping, routing, ahead))
     else:
+        ops.note(routing)
         for job in grouping:
             ops.run(*job)
         ops.flush()  # who goes where is known; everything that earlier layers noted has run
@@ -91,26 +93,35 @@ def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages) -> list[np.ndarra
     return ahead
 
 
-def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple], ahead: Sequence[np.ndarray]) -> None:
-    """Products of a few tokens, as argument blocks that `group_visits` writes; who goes where is known. `ahead`: scores of the next."""
-    table = stage.table
+def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple], routing: Sequence[tuple[int, int, bool]],
+         ahead: Sequence[np.ndarray]) -> None:
+    """Products of a few tokens, as argument blocks that `group_visits` writes; who goes where is known. `routing` makes `ahead`, the scores
+    of the next layers: meanwhile this thread asks for experts, and for those ahead beside the products. So the others need not wait for
+    Python."""
+    table, brought = stage.table, []
     if len(stage.x) == 1:
         needed, tokens = stage.chosen.tolist(), None
     else:
         tokens = np.bincount(stage.chosen, minlength=len(pages))
         needed = np.flatnonzero(tokens).tolist()
-    visit = pages.visit(needed, tokens)
+    ops.note(routing)
+    ops.flush(lambda: brought.append(pages.visit(needed, tokens)))
+    (visit,) = brought
     for expert, slot in visit.slots.items():
         table.place(expert, slot)
     for job in grouping:
         ops.run(*job)
-    number = {expert: i for i, expert in enumerate(needed)}
-    _note_products(ops, stage, visit.ready, number)
+    if visit.coming:
+        number = {expert: i for i, expert in enumerate(needed)}
+        _note_products(ops, stage, visit.ready, number)
+    else:
+        for job in (each for each in stage.jobs if each[0] is kernels.each_product):  # of all that are visited
+            ops.run(*job)
     for expert in visit.coming:
         ops.flush()
         visit.wait(expert)
         _note_products(ops, stage, (expert,), number)
-    pages.look_ahead(ahead)
+    ops.flush(lambda: pages.look_ahead(ahead))
 
 
 def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Mapping[int, int]) -> None:
