@@ -104,6 +104,8 @@ def test_experts_are_waited_for_and_pages_come_beside_everything() -> None:
     far = decode(work, RATES, 70_000)
     assert far.seconds == pytest.approx(max(processor + 0.57344, 0.7) + 0.1)
     assert decode(replace(work, paged=replace(paged, expert_s=1e-3)), RATES).seconds == pytest.approx(processor + 0.1 + 1e-3 * 10)
+    asks = decode(work, replace(RATES, choice_s=1e-4)).seconds
+    assert asks == pytest.approx(processor + 0.1 + 1e-4 + 10 * 4e-4), "every layer asks in Python who goes where"
 
 
 def test_a_prompt_is_read_in_passes() -> None:
