@@ -3,7 +3,9 @@
 
 Random weights of 4 bits and 4-bit pages at the shape of Llama 3.2 1B, 32,768 tokens deep. Pages are filled with copies of one that a prompt
 made, which changes no speed where every page is read; where few are picked, the abstracts are of keys moved at random, so that tokens drawn
-at random want pages at random, as many as they may have: text wants the same ones again. Sides take turns of a few tokens in one process;
+at random want pages at random, as many as they may have. Text wants the same ones again: of the quarter of its pages that a token of fable's
+held-out text wants, 0.62 are there from tokens before (--quality --picked 2). So turns are measured as well in which a token is often the
+one before, which leads to half of them. Sides take turns of a few tokens in one process;
 the disk's rate B is that of the very reads of a token with nothing computed beside, before and after every turn. --quality measures on
 fable what picking costs beside what the 4-bit pages cost, token by token, with all sealed pages on the disk.
 
@@ -39,6 +41,7 @@ from promised import promise
 from report import Figure, publish
 
 SHAPE, TURN = "llama3.2-1b", 6
+STAYS, ALIKE = 0.6, 12  # how often a token is the one before, in turns of so many
 PROBED = 256 << 20  # bytes of a file that the disk is probed on
 TOKENS = np.random.default_rng(2)
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -102,6 +105,30 @@ def turn(engine: Engine, tokens: int = TURN) -> tuple[float, float]:
     return median(seconds), (engine.cache.pool.traffic.nbytes - read) / tokens
 
 
+def alike() -> list[int]:
+    """Tokens of which one is often the one before."""
+    ids = TOKENS.integers(0, 1000, ALIKE)
+    stays = TOKENS.random(ALIKE) < STAYS
+    for place in range(1, ALIKE):
+        ids[place] = ids[place - 1] if stays[place] else ids[place]
+    return ids.tolist()
+
+
+def mean_turn(engine: Engine, ids: Sequence[int]) -> tuple[float, float, float]:
+    """(seconds, bytes from the disk) of a token, means, and the share of wanted pages that were there; the cache is then as before."""
+    stream, held = engine.cache.pool.stream, engine.cache.n
+    slots, nbytes = (stream.slots, stream.traffic.nbytes) if stream else ([], 0)
+    asked, found = sum(each.asked for each in slots), sum(each.found for each in slots)
+    started = time.perf_counter()
+    for token in ids:
+        engine.forward_logits([token])
+    seconds = (time.perf_counter() - started) / len(ids)
+    engine.cache.truncate(held)
+    del engine.tokens[held:]
+    asked, found = sum(each.asked for each in slots) - asked, sum(each.found for each in slots) - found
+    return seconds, (stream.traffic.nbytes - nbytes) / len(ids) if stream else 0.0, found / max(1, asked)
+
+
 def disk_rate(engine: Engine) -> float:
     """Bytes a second of what a token reads, in its order, with nothing computed."""
     stream = engine.cache.pool.stream
@@ -136,13 +163,16 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
     cache = sides["exact"].cache
     page, on_disk = sum(cache.pool.page_nbytes), cache.sealed - cache.pool.first
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    shares, of_disk, kept, rates, read = [], [], [], [], []
+    shares, of_disk, kept, rates, read, same = [], [], [], [], [], []
     for number in range(rounds + 1):
         rate = disk_rate(sides["exact"])
         found = {name: turn(engine) for name, engine in sides.items()}
         rate = (rate + disk_rate(sides["exact"])) / 2
+        ids = alike()
+        in_memory, few = (mean_turn(sides[name], ids) for name in ("memory", "sparse"))
         if not number:  # wakes the threads, fills slots
             continue
+        same.append((in_memory[0] / few[0], few[1] / (cache.sealed * page), few[2]))
         for name, (each, _) in found.items():
             seconds[name].append(each)
         rates.append(rate)
@@ -152,6 +182,7 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
         read.append(found["sparse"][1] / (cache.sealed * page))
     under = f"{format_size(total)} of cache, {format_size(total // 2)} of memory for it, {cache.n} tokens"
     few = sides["sparse"].placement
+    same_kept, same_read, same_found = (median(column) for column in zip(*same, strict=True))
     figures = [Figure("exact_share", "all pages read: of what the slower of disk and processor allows", under, median(shares), ""),
                Figure("exact_of_disk", "all pages read: of the disk's rate", under, median(of_disk), ""),
                Figure("exact_tps", "all pages read", f"{format_size(on_disk * page)} from the disk a token", 1 / median(seconds["exact"]),
@@ -164,6 +195,9 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
                Figure("sparse_tps", "few picked", f"at most {kv_disk.picked(sides['sparse'].prepared.shape.pages)} pages a layer, "
                       f"{few.kv_pages} in memory", 1 / median(seconds["sparse"]), "tokens/s"),
                Figure("sparse_read", "few picked: read from the disk", "share of the cache's bytes a token", median(read), ""),
+               Figure("alike_kept", "few picked, tokens alike: of the rate in memory", f"{100 * same_found:.0f}% of the pages were there",
+                      same_kept, ""),
+               Figure("alike_read", "few picked, tokens alike: read from the disk", "share of the cache's bytes a token", same_read, ""),
                Figure("disk_gbps", "B", "the reads of a token, nothing computed", median(rates) / 1e9, "GB/s")]
     for engine in sides.values():
         engine.close()
@@ -207,7 +241,9 @@ def quality(text: Path, count: int, keep: bool) -> None:
     figures = [Figure("codec_kld", "4-bit pages, all read", under, codec, "nats"),
                Figure("sparse_kld", "4-bit pages, few picked", under, sparse, "nats"),
                Figure("added", "what picking adds", "share of what the codec costs", sparse / codec - 1, ""),
-               Figure("pages", "pages picked", "share of those on the disk", share, "")]
+               Figure("pages", "pages picked", "share of those on the disk", share, ""),
+               Figure("found", "pages that were there", "share of those picked",
+                      sum(each.found for each in slots) / max(1, sum(each.asked for each in slots)), "")]
     for engine in engines.values():
         engine.close()
     publish("kv-tiers-quality", "What picking pages costs", QUALITY, figures, keep=keep)
