@@ -204,7 +204,7 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
     for _ in timed(engine, range(WARM)):
         continue
     before, tally = [], pager.tally
-    before = [tally.uses, tally.hits, tally.guessed, tally.useful, tally.wasted, pager.disk_nbytes]
+    before = [tally.uses, tally.hits, tally.ready, tally.guessed, tally.useful, tally.wasted, pager.disk_nbytes]
     misses: list[list[int]] = []
     visit = pager.visit
 
@@ -217,8 +217,8 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
     pager.visit = seen
     found = list(timed(engine, range(WARM, WARM + tokens)))
     del pager.visit
-    uses, hits, guessed, useful, wasted, read = (now - then for now, then in zip(
-        (tally.uses, tally.hits, tally.guessed, tally.useful, tally.wasted, pager.disk_nbytes), before))
+    uses, hits, ready, guessed, useful, wasted, read = (now - then for now, then in zip(
+        (tally.uses, tally.hits, tally.ready, tally.guessed, tally.useful, tally.wasted, pager.disk_nbytes), before))
     trace = pager.trace()[:WARM + tokens]
     still = []
     for _ in range(AGAIN):  # the same token: its experts are there, and what is waited for is its row of the embedding
@@ -235,8 +235,9 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
     seconds = sum(each for each, _ in found) / tokens
     predicted = engine.prepared.streams.choice.hit_rate
     result = {"seconds": seconds, "median_s": median(each for each, _ in found), "waited_s": sum(waited for _, waited in found) / tokens,
-              "disk_s": disk, "dense_s": dense, "resident_s": median(still), "hit_rate": hits / uses, "expected_hit_rate": predicted,
-              "belady": best, "slots": slots, "experts": experts * layers, "read_gb": read / tokens / 1e9, "demanded": demanded / tokens,
+              "disk_s": disk, "dense_s": dense, "resident_s": median(still), "hit_rate": hits / uses, "ready": ready / uses,
+              "expected_hit_rate": predicted, "belady": best, "slots": slots, "experts": experts * layers,
+              "read_gb": read / tokens / 1e9, "demanded": demanded / tokens,
               "disk_gbps": demanded * pager.slot_nbytes / tokens / disk / 1e9 if disk else 0.0, "guessed": guessed, "useful": useful,
               "wasted": wasted, "peak_gb": peak_rss() / 1e9, "ram_gb": ram / 1e9, "model_gb": engine.model.nbytes / 1e9,
               "policy": POLICIES.index(engine.prepared.streams.choice.policy), **{f"replay_{name}": rate for name, rate in rates.items()}}
@@ -305,6 +306,7 @@ def main() -> int:
         Figure("resident_s", "a token whose experts are all in memory", under, 1000 * own["resident_s"], "ms"),
         Figure("hit_rate", "hit rate", f"{own['slots']:.0f} of {own['experts']:.0f} experts in memory, {POLICIES[int(own['policy'])]}",
                own["hit_rate"], ""),
+        Figure("ready", "there when they were needed", "with those that had come on a guess", own["ready"], ""),
         *(Figure(f"replay_{name}", f"hit rate of {name}", "replayed on the same trace", own[f"replay_{name}"], "") for name in POLICIES),
         Figure("belady", "hit rate of the optimum", "knowing the future of the same trace", own["belady"], ""),
         Figure("expected_hit_rate", "hit rate expected", "before the run, from the tokens of another", own["expected_hit_rate"], ""),

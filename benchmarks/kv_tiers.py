@@ -3,9 +3,9 @@
 
 Random weights of 4 bits and 4-bit pages at the shape of Llama 3.2 1B, 32,768 tokens deep. Pages are filled with copies of one that a prompt
 made, which changes no speed where every page is read; where few are picked, the abstracts are of keys moved at random, so that tokens drawn
-at random want pages at random, as many as they may have. Text wants the same ones again: of the quarter of its pages that a token of fable's
-held-out text wants, 0.62 are there from tokens before (--quality --picked 2). So turns are measured as well in which a token is often the
-one before, which leads to half of them. Sides take turns of a few tokens in one process;
+at random want pages at random, as many as they may have. Text wants the same ones again: of the quarter of its pages that a token of
+fable's held-out text wants, 0.62 are there from tokens before (--quality --picked 2). So turns are measured as well in which a token is
+often the one before, which leads to half of them. Sides take turns of a few tokens in one process;
 the disk's rate B is that of the very reads of a token with nothing computed beside, before and after every turn. --quality measures on
 fable what picking costs beside what the 4-bit pages cost, token by token, with all sealed pages on the disk.
 

@@ -65,8 +65,10 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
     say(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
                     *packing(stats), f"{stats.kv_bits_per_value:.1f} bits a value over all")))
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
+        ready = 100 * experts["ready"] / experts["needed"]
         say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
-            f"needed were there ({experts['policy']}), {experts['guesses_used']} of {experts['guessed']} read on a guess were used")
+            f"needed were there ({experts['policy']}), {ready:.0f}% with what had come on a guess; "
+            f"{experts['guesses_used']} of {experts['guessed']} guesses were right")
     if (pages := stats.placement.get("kv_read")) is not None and pages["among"]:
         say(f"cache on the disk: {pages['asked']} of {pages['among']} pages picked ({100 * pages['asked'] / pages['among']:.0f}%), "
             f"{pages['found']} of them were in memory")

@@ -31,11 +31,12 @@ AHEAD = 6  # guesses that may be on their way at a time
 
 @dataclass
 class Tally:
-    """Experts that single tokens needed, and found because they had been needed before; what became of those that were read on a guess;
-    `chunk_reads`: for prompts."""
+    """Experts that single tokens needed, found because they had been needed before, and had at once, since they were found or had come on
+    a guess; what became of those that were read on a guess; `chunk_reads`: for prompts."""
 
     uses: int = 0
     hits: int = 0
+    ready: int = 0
     guessed: int = 0
     useful: int = 0
     wasted: int = 0
@@ -46,8 +47,8 @@ class Tally:
         return self.hits / self.uses if self.uses else 0.0
 
     def to_json(self) -> dict[str, object]:
-        return {"needed": self.uses, "found": self.hits, "hit_rate": self.hit_rate if self.uses else None, "read_for_prompts":
-                self.chunk_reads, "guessed": self.guessed, "guesses_used": self.useful, "guesses_wasted": self.wasted}
+        return {"needed": self.uses, "found": self.hits, "hit_rate": self.hit_rate if self.uses else None, "ready": self.ready,
+                "read_for_prompts": self.chunk_reads, "guessed": self.guessed, "guesses_used": self.useful, "guesses_wasted": self.wasted}
 
 @dataclass(frozen=True)
 class Brought:
@@ -139,6 +140,7 @@ class ExpertPager(StreamingPager):
         if one:
             self.tally.uses += len(needed)
             self.tally.hits += len(needed) - len(missing) - (self.tally.useful - guessed)
+            self.tally.ready += len(ready)
             for expert in missing:
                 slots[expert] = self._bring(base + expert, urgent=True)
             return Brought(slots, ready, coming + missing)

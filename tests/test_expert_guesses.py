@@ -113,6 +113,7 @@ def test_guesses_are_counted_and_judged(store: TensorStore) -> None:
         pager._reader.wait(pager._tickets[key])
     brought = use(pager, 1, (0, 2))
     assert 0 in brought.ready and pager.tally.useful == 1 and pager.tally.hits == 0, "a guess is no hit"
+    assert pager.tally.ready == 1, "but it was there in time; what was missing was not"
     for layer in (2, 0, 1):  # everything else goes through, until the other guess is driven out
         for pair in ((2, 3), (4, 5), (0, 2), (3, 4)):
             use(pager, layer, pair)
