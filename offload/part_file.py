@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .size import format_size
+
 
 @dataclass(frozen=True)
 class Digest:
@@ -86,7 +88,10 @@ def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) ->
 
 
 class PartFile:
-    """`path` holds the bytes, `journal` says which. Safe for many writers in one process; other processes are kept out by the caller."""
+    """`path` holds the bytes, `journal` says which. Safe for many writers in one process; other processes are kept out by the caller.
+    `lost`: bytes that were there, but no journal says which they are."""
+
+    lost = 0
 
     def __init__(self, path: Path, journal: Path, size: int, digest: Digest | None) -> None:
         self.path, self.journal, self.size, self.digest = path, journal, size, digest
@@ -110,10 +115,18 @@ class PartFile:
         """Believe what an earlier run noted, if it is about this file."""
         noted = read_journal(self.path, self.journal, self.size, self.digest)
         if noted is None:
+            self.lost = min(self.size, 512 * os.fstat(self._fd).st_blocks)
             self.restart()
         else:
             self._stretches, kept = noted
             os.ftruncate(self._log, kept)
+
+    def begins_again(self, name: str) -> str:
+        """What is to be said of a file of which bytes are `lost`; nothing of others."""
+        if not self.lost:
+            return ""
+        why = "nothing says which they are (a damaged journal, or another version)"
+        return f"{name} begins again: of {format_size(self.lost)} that are here, {why}"
 
     @property
     def held(self) -> int:

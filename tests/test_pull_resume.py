@@ -26,6 +26,7 @@ from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import Pulled, pull_model
 from effllm.runtime.reference import parse_reference
+from effllm.runtime.unfinished import JOURNAL
 
 REPO = "org/name"
 SHARDS, SHARD_NBYTES = 3, 12_000_000
@@ -95,6 +96,21 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: Hub, person: Person) 
     assert again.code == 0 and "here already" in again.err
     assert weights_served(hub) - before <= SHARDS * SHARD_NBYTES - 5_000_000
     assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+
+
+def test_a_file_whose_journal_is_damaged_begins_again_and_says_so(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=large())
+    hub.rate = 3e6
+    process = person.starts("pull", REPO)
+    assert wait_until(lambda: weights_served(hub) > 4_000_000, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=MINUTE)
+    journals = sorted((person.home / "hf" / "hub").rglob(f"*{JOURNAL}"), key=lambda path: path.stat().st_size)
+    journals[-1].write_bytes(b"?" + journals[-1].read_bytes()[1:])
+    hub.rate = None
+    again = person.types("pull", REPO)
+    assert again.code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
+    assert again.err.count("begins again: of ") == 1 and "safetensors begins again" in again.err
 
 
 @pytest.mark.slow
@@ -216,6 +232,8 @@ def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
         journal.write_bytes(torn)
         again = PartFile(data, journal, 100, digest)
         assert again.held == held, torn
+        said = "data begins again: of 100 B that are here, nothing says which they are (a damaged journal, or another version)"
+        assert again.begins_again("data") == ("" if held else said), "nobody would know why it comes twice"
         again.write(0, b"c")
         again.close()
         noted = read_journal(data, journal, 100, digest)

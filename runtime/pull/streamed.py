@@ -236,6 +236,8 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
 def _fetch(shard: Shard, plan: PullPlan, client: Client, before: int) -> Iterator[Progress | Notice]:
     """Complete a shard; its bytes are those that the hub's checksum names, and its head is the one that was planned with."""
     repository, part = plan.repository, shard.part
+    if text := part.begins_again(shard.file.name):
+        yield Notice(text)
     rate = Rate(part.held)
     events = transfer([Wanted(shard.file.name, part, lambda: client.xet_hash(shard.file))],
                       lambda name, begin, end: client.open_range(repository.asked, repository.commit, shard.file, begin, end),
