@@ -42,6 +42,7 @@ from report import Figure, publish
 
 SHAPE, TURN = "llama3.2-1b", 6
 STAYS, ALIKE = 0.6, 12  # how often a token is the one before, in turns of so many
+ROWS = 1000  # of the embedding that tokens are drawn from
 PROBED = 256 << 20  # bytes of a file that the disk is probed on
 TOKENS = np.random.default_rng(2)
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -93,40 +94,28 @@ def repeat_page(engine: Engine) -> None:
     engine.tokens = (engine.tokens * (engine.n_ctx // len(engine.tokens) + 1))[: cache.n]
 
 
-def turn(engine: Engine, tokens: int = TURN) -> tuple[float, float]:
-    """(seconds, bytes from the disk) of a token, the median of some; the cache is then as before."""
-    seconds, read, held = [], engine.cache.pool.traffic.nbytes, engine.cache.n
-    for token in TOKENS.integers(0, engine.config.vocab_size, tokens).tolist():
+def turn(engine: Engine, ids: Sequence[int]) -> tuple[list[float], float, float]:
+    """Seconds of every token, bytes from the disk a token, and the share of picked pages that were there; the cache is then as before."""
+    stream, held, seconds = engine.cache.pool.stream, engine.cache.n, []
+    slots, nbytes = stream.slots if stream else [], engine.cache.pool.traffic.nbytes
+    asked, found = sum(each.asked for each in slots), sum(each.found for each in slots)
+    for token in ids:
         started = time.perf_counter()
         engine.forward_logits([token])
         seconds.append(time.perf_counter() - started)
     engine.cache.truncate(held)
     del engine.tokens[held:]
-    return median(seconds), (engine.cache.pool.traffic.nbytes - read) / tokens
+    asked, found = sum(each.asked for each in slots) - asked, sum(each.found for each in slots) - found
+    return seconds, (engine.cache.pool.traffic.nbytes - nbytes) / len(ids), found / max(1, asked)
 
 
 def alike() -> list[int]:
     """Tokens of which one is often the one before."""
-    ids = TOKENS.integers(0, 1000, ALIKE)
+    ids = TOKENS.integers(0, ROWS, ALIKE)
     stays = TOKENS.random(ALIKE) < STAYS
     for place in range(1, ALIKE):
         ids[place] = ids[place - 1] if stays[place] else ids[place]
     return ids.tolist()
-
-
-def mean_turn(engine: Engine, ids: Sequence[int]) -> tuple[float, float, float]:
-    """(seconds, bytes from the disk) of a token, means, and the share of wanted pages that were there; the cache is then as before."""
-    stream, held = engine.cache.pool.stream, engine.cache.n
-    slots, nbytes = (stream.slots, stream.traffic.nbytes) if stream else ([], 0)
-    asked, found = sum(each.asked for each in slots), sum(each.found for each in slots)
-    started = time.perf_counter()
-    for token in ids:
-        engine.forward_logits([token])
-    seconds = (time.perf_counter() - started) / len(ids)
-    engine.cache.truncate(held)
-    del engine.tokens[held:]
-    asked, found = sum(each.asked for each in slots) - asked, sum(each.found for each in slots) - found
-    return seconds, (stream.traffic.nbytes - nbytes) / len(ids) if stream else 0.0, found / max(1, asked)
 
 
 def disk_rate(engine: Engine) -> float:
@@ -166,19 +155,21 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
     shares, of_disk, kept, rates, read, same = [], [], [], [], [], []
     for number in range(rounds + 1):
         rate = disk_rate(sides["exact"])
-        found = {name: turn(engine) for name, engine in sides.items()}
+        ids = TOKENS.integers(0, ROWS, TURN).tolist()
+        found = {name: turn(engine, ids) for name, engine in sides.items()}
         rate = (rate + disk_rate(sides["exact"])) / 2
         ids = alike()
-        in_memory, few = (mean_turn(sides[name], ids) for name in ("memory", "sparse"))
+        in_memory, few = (turn(sides[name], ids) for name in ("memory", "sparse"))
         if not number:  # wakes the threads, fills slots
             continue
-        same.append((in_memory[0] / few[0], few[1] / (cache.sealed * page), few[2]))
-        for name, (each, _) in found.items():
-            seconds[name].append(each)
+        same.append((sum(in_memory[0]) / sum(few[0]), few[1] / (cache.sealed * page), few[2]))
+        for name, (each, *_) in found.items():
+            seconds[name].append(median(each))
         rates.append(rate)
-        of_disk.append(on_disk * page / rate / found["exact"][0])
-        shares.append(max(on_disk * page / rate, found["memory"][0]) / found["exact"][0])
-        kept.append(found["memory"][0] / found["sparse"][0])
+        own = {name: each[-1] for name, each in seconds.items()}
+        of_disk.append(on_disk * page / rate / own["exact"])
+        shares.append(max(on_disk * page / rate, own["memory"]) / own["exact"])
+        kept.append(own["memory"] / own["sparse"])
         read.append(found["sparse"][1] / (cache.sealed * page))
     under = f"{format_size(total)} of cache, {format_size(total // 2)} of memory for it, {cache.n} tokens"
     few = sides["sparse"].placement

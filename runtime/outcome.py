@@ -30,7 +30,7 @@ MISS = 0.25  # a difference that is worth an explanation
 FEW_TOKENS = 16
 MOST = 0.5  # of the time that came on top: what took as much is why
 BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
-APART = 1.3  # times the rate of one thread: threads that read less together share one way to memory (docs/measured.md, Machines)
+APART = 1.3  # times the rate of one thread: threads that read less together are in one another's way (docs/measured.md, Machines)
 NOTHING_READ = Traffic()
 LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may lie in a cache
 
@@ -145,15 +145,15 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
 
 
 def _who(engine: Engine, machine: roofs.MachineRoofs, ratio: float, now: float) -> str:
-    """Why memory reads at another rate than it did. Where one thread reads as it did and all of them no faster, the threads are in one
-    another's way: a host puts a virtual machine's processors on one die or on several, each with a way to memory of its own."""
+    """Why memory reads at another rate than it did. Where one thread reads as it did and all of them hardly faster, it is not the memory:
+    a host puts a virtual machine's processors on one die or on several, each with a way to memory of its own; or other programs compute."""
     alone = machine.memory_alone
     if alone is None or engine.backends["cpu"].pool.workers == 1:
         return "other programs use it" if ratio < 1 else "others used it then"
     if ratio >= 1:
-        return "the threads shared a way to memory then" if machine.memory_usual < APART * alone < now else "others used it then"
+        return "the threads shared a core or a way to memory then" if machine.memory_usual < APART * alone < now else "others used it then"
     if now < APART * alone < machine.memory_usual and (one := memory_now(engine, 1)) is not None and one > BUSY * alone:
-        return f"one thread alone reads at {one / 1e9:.1f} as it did then, so the threads share a way to memory that each had for itself"
+        return f"one thread alone reads at {one / 1e9:.1f} as it did then, so threads share a way to memory, or cores with other programs"
     return "other programs use it"
 
 

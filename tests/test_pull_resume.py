@@ -83,15 +83,23 @@ def test_huggingface_hub_4196_a_killed_download_goes_on_in_the_next_process(hub:
     assert any(begin > transfer.PIECE_NBYTES for begin in begins), "no process went on where another had stopped"
 
 
-def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: Hub, person: Person) -> None:
-    repo = hub.add(REPO, files=large())
+def interrupted(hub: Hub, person: Person, after: int) -> str:
+    """What a pull says that Ctrl-C ends when so many bytes were served."""
     hub.rate = 3e6
     process = person.starts("pull", REPO)
-    assert wait_until(lambda: weights_served(hub) > 9_000_000, process)
+    assert wait_until(lambda: weights_served(hub) > after, process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=MINUTE)
-    assert process.returncode == 130 and f"effllm pull {REPO} goes on from here" in said and "Traceback" not in said
-    hub.rate, before = None, weights_served(hub)
+    assert process.returncode == 130
+    hub.rate = None
+    return said
+
+
+def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: Hub, person: Person) -> None:
+    repo = hub.add(REPO, files=large())
+    said = interrupted(hub, person, 9_000_000)
+    assert f"effllm pull {REPO} goes on from here" in said and "Traceback" not in said
+    before = weights_served(hub)
     again = person.types("pull", REPO)
     assert again.code == 0 and "here already" in again.err
     assert weights_served(hub) - before <= SHARDS * SHARD_NBYTES - 5_000_000
@@ -100,14 +108,9 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: Hub, person: Person) 
 
 def test_a_file_whose_journal_is_damaged_begins_again_and_says_so(hub: Hub, person: Person) -> None:
     repo = hub.add(REPO, files=large())
-    hub.rate = 3e6
-    process = person.starts("pull", REPO)
-    assert wait_until(lambda: weights_served(hub) > 4_000_000, process)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=MINUTE)
+    interrupted(hub, person, 4_000_000)
     journals = sorted((person.home / "hf" / "hub").rglob(f"*{JOURNAL}"), key=lambda path: path.stat().st_size)
     journals[-1].write_bytes(b"?" + journals[-1].read_bytes()[1:])
-    hub.rate = None
     again = person.types("pull", REPO)
     assert again.code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
     assert again.err.count("begins again: of ") == 1 and "safetensors begins again" in again.err

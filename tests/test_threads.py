@@ -15,7 +15,7 @@ from effllm import kernels
 from effllm.kernels import compile as compiling
 from effllm.kernels import threads, warm
 from effllm.kernels.compile import Jit, Kernel, cache_folder, cache_key, kernel
-from effllm.kernels.cpu.intrinsics import fetch_add, i64_at, load, relax
+from effllm.kernels.cpu.intrinsics import fetch_add, i64_at, load, relax, store
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.machine_code import compile_object
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
@@ -65,37 +65,33 @@ def test_a_list_of_jobs_wakes_every_worker_there_can_be():
 
 @kernel()
 def wait_for_flag(args, worker, counter):
-    """Block by block like `count_blocks`, but every block waits until the word behind args[1] is set."""
+    """Whoever comes first writes its number plus 1 to address args[0], and waits until the word at args[1] is set."""
     a = i64_at(args)
-    while True:
-        block = fetch_add(counter, 1)
-        if block >= a[0]:
-            return
-        while load(a[2]) == 0:
+    if fetch_add(counter, 1) == 0:
+        store(a[0], worker + 1)
+        while load(a[1]) == 0:
             relax()
-        i64_at(a[1])[block] = i64_at(a[1])[block] + 1
 
 
 @pytest.mark.parametrize("spins", (0, 20_000))
 def test_a_list_runs_while_its_caller_does_something_else(spins: int) -> None:
     """The other worker is at the first shared job meanwhile: it waits for what only the caller does."""
-    pool, done, flag = ThreadPool(2, spins), np.zeros(3, np.int64), np.zeros(1, np.int64)
-    args = np.array([3, done.ctypes.data, flag.ctypes.data], np.int64)
-    jobs = np.array([(count_blocks.address, args.ctypes.data, 0), (wait_for_flag.address, args.ctypes.data, 1),
-                     (count_blocks.address, args.ctypes.data, 1)], np.int64)
+    pool, done, who, flag = ThreadPool(2, spins), np.zeros(3, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    counts, waits = np.array([3, done.ctypes.data], np.int64), np.array([who.ctypes.data, flag.ctypes.data], np.int64)
+    jobs = np.array([(count_blocks.address, counts.ctypes.data, 0), (wait_for_flag.address, waits.ctypes.data, 1),
+                     (count_blocks.address, counts.ctypes.data, 1)], np.int64)
     seen: list[list[int]] = []
 
     def meanwhile() -> None:
-        seen.append(done.tolist())
-        flag[0] = 1
         deadline = time.monotonic() + 60
-        while done.tolist() != [2, 2, 2] and time.monotonic() < deadline:
+        while not who[0] and time.monotonic() < deadline:
             time.sleep(0.001)
-        seen.append(done.tolist())
+        seen.append([*done.tolist(), int(who[0])])
+        flag[0] = 1
 
     pool.run_list(jobs, meanwhile)
-    assert seen == [[1, 1, 1], [2, 2, 2]], "called once, after what is not shared, and the worker did all of the job"
-    assert done.tolist() == [3, 3, 3]
+    assert seen == [[1, 1, 1, 2]], "called once, after what is not shared, while worker 1 is at the job that is"
+    assert done.tolist() == [2, 2, 2]
     pool.close()
 
 
