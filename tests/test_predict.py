@@ -24,8 +24,8 @@ def test_a_token_is_the_sum_of_its_parts() -> None:
 
 def test_a_small_model_lives_in_a_cache() -> None:
     rate = KindRate(10 * GB, GB, 40 * GB)
-    assert rate.decode_at(1) == rate.decode_at(8 << 20) == 40 * GB and rate.decode_at(64 << 20) == rate.decode_at(GB) == 10 * GB
-    assert rate.decode_at(16 << 20) == pytest.approx(20 * GB) and KindRate(10 * GB, GB).decode_at(1) == 10 * GB
+    assert rate.decode_at(1) == rate.decode_at(8 << 20) == 40 * GB and rate.decode_at(256 << 20) == rate.decode_at(GB) == 10 * GB
+    assert rate.decode_at(16 << 20) == pytest.approx(25 * GB) and KindRate(10 * GB, GB).decode_at(1) == 10 * GB
     small = replace(WORK, parts=(Part("bf16", 1 << 20, GB),))
     assert decode(small, replace(RATES, kinds={"bf16": rate})).seconds == pytest.approx((1 << 20) / (40 * GB) + 3e-4)
 
