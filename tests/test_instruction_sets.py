@@ -174,6 +174,28 @@ def test_several_columns_without_a_dot_product_keep_a_group_in_registers(tmp_pat
         assert len(re.findall(r"%ymm.*rsp|rsp.*%ymm", loop)) <= 3
 
 
+def pairs_assembly() -> str:
+    """The loop of several columns of a 4-bit codebook for pairs of row blocks, alone in a function."""
+    from effllm.kernels.cpu import packed_factors, packed_pairs
+
+    loop = packed_pairs.pairs(4, packed_factors.CODEBOOK)
+
+    @compiler().njit(f"void({', '.join(['int64'] * 9)})", error_model="numpy")
+    def run(count, together, table, tables, x, tiles, shift, zero_shift, sums):
+        loop(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+
+    return "\n".join(run.inspect_asm().values())
+
+
+def test_several_columns_of_wide_vectors_keep_two_row_blocks_in_registers(tmp_path):
+    """One loop over columns: a dot product for a quad of each row block, a load for a quad of activations, nothing on the stack."""
+    found = pairs_assembly() if INSTRUCTION_SET == "avx512" else child("import test_instruction_sets as t; print(t.pairs_assembly())",
+                                                                       tmp_path, forced="avx512")
+    loops = [re.split(r"\n\tj\w+\t", each)[0] for each in re.split(r"\n(?=\.LBB)", found) if "vpdpbusd" in each]
+    both = next(each for each in loops if len(re.findall(r"vpdpbusd\t", each)) == 16)
+    assert len(re.findall(r"vpbroadcastd\t", both)) == 8 + 2 and "rsp" not in both
+
+
 # -- everything ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -18,9 +18,8 @@ from .int8_ir import seed_of
 from .intrinsics import bits_to_f32, f32_at, f64_at, i32_at, i64_at, u16_at, u32_at
 from .kv_loops import prefetch
 from .linear import ACT, ADD, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
-from .packed_formats import columns_of, expand_of, single_of
-from .packed_loops import ABREAST, AHEAD, FEWER, STREAMS
-from .packed_loops import AT_ONCE as AT_ONCE_ABREAST
+from .packed_formats import columns_of, expand_of, pairs_of, single_of
+from .packed_loops import ABREAST, AHEAD, STREAMS, SUMS_NBYTES
 from .packed_loops import RECORD as RECORD_ABREAST
 from .packed_matrix import (
     BIAS,
@@ -45,21 +44,22 @@ from .packed_matrix import (
     way_of,
     zeros_of,
 )
+from .packed_pairs import FEW, IN_PAIRS, PAIR, SCALE_AT, SEEDS_AT
+from .packed_pairs import RECORD as RECORD_IN_PAIRS
 from .packed_turns import IN_TURN, make_column
 from .packed_turns import RECORD as RECORD_IN_TURN
 from .packed_vectors import put_block, quantize_tiles, scale_rows
 from .sharing import first_region, take
 
-MOST_COLUMNS = 16
-RECORD = RECORD_IN_TURN if IN_TURN else RECORD_ABREAST
-AT_ONCE = 1 if IN_TURN else AT_ONCE_ABREAST  # row blocks that are multiplied together where there are several columns
+MOST_COLUMNS = SUMS_NBYTES // (4 * ROWS)
+RECORD = RECORD_IN_TURN if IN_TURN else RECORD_IN_PAIRS if IN_PAIRS else RECORD_ABREAST
+AT_ONCE = PAIR if IN_PAIRS else 1  # row blocks that are multiplied together where there are several columns
 STREAM_NBYTES = 131_072 if STREAMS > 1 else 65_536
 GATES = 16  # row blocks of gates in a block of work, at most: their sums are kept until the rows of up have come
 WHOLE_RUN = max(1, AT_ONCE // STREAMS)  # a run is a multiple of so many, so that row blocks always find one to be multiplied with
 STRETCH = 16 // AT_ONCE  # tiles of a row block that are expanded at once: 8 KiB together
 PAD = SUPER_BLOCK  # inputs of a column are padded with zeros to whole groups of the longest kind
 SETS_NBYTES = 4096  # addresses so far apart share a set of the first-level cache
-SUMS_NBYTES = 4 * ROWS * MOST_COLUMNS  # of a row block
 # Scratch of a worker, in bytes: addresses of a job's streams, sums, the expanded stretch, then columns, then their records. Gates have sums
 # of their own behind the others; of a single column those of a whole block of work.
 TABLE_AT, X_AT, APART_AT, ZERO_AT, SUMS_AT = 0, 256, 320, 384, 448
@@ -111,19 +111,19 @@ def make_seeds(way, totals, seeds, tiles):
 
 @inlined()
 def _abreast(left):
-    """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or FEWER."""
-    if IN_TURN:
+    """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or one."""
+    if IN_TURN or IN_PAIRS:
         return int64(left)
-    return int64(ABREAST) if left + 1 >= ABREAST else int64(FEWER)
+    return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
 
 
 @inlined()
 def _turns(tokens):
     """How many times `_abreast` is asked for so many columns."""
-    if IN_TURN:
+    if IN_TURN or IN_PAIRS:
         return int64(1)
     left = tokens % ABREAST
-    return tokens // ABREAST + (1 if left + 1 >= ABREAST else (left + FEWER - 1) // FEWER)
+    return tokens // ABREAST + (1 if left + 1 >= ABREAST else left)
 
 
 @inlined()
@@ -134,12 +134,28 @@ def records_at(scratch, columns_end):
 
 
 @inlined()
+def _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
+    """`make_records` for pairs of row blocks."""
+    for t in range(tokens):
+        at = t * x_nbytes
+        code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)
+        for tile in range(tiles):
+            own = i32_at(records + (tile * tokens + t) * RECORD)
+            for i in range(8):
+                own[i] = code[8 * tile + i]
+            own[SCALE_AT // 4], own[SEEDS_AT // 4], own[SEEDS_AT // 4 + 1] = scale[tile], seed[2 * tile], seed[2 * tile + 1]
+
+
+@inlined()
 def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
     """Columns, `x_nbytes` apart in all three parts, as `columns` reads them. What ABREAST lack is the last column again. Columns that are
     multiplied in turn have seeds of their own, for every format."""
     if IN_TURN:
         for t in range(tokens):
             make_column(codes + t * x_nbytes, scales + t * x_nbytes, tiles, tokens * RECORD, records + t * RECORD)
+        return
+    if IN_PAIRS:
+        _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records)
         return
     t = int64(0)
     while t < tokens:
@@ -167,7 +183,7 @@ def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, a
     zeros, zero_shift = zeros_of(a, m, block, scratch + ZERO_AT)
     if AT_ONCE > 1:
         apart, second = i64_at(scratch + APART_AT), (block + 1) * ROWS < a[m + ROW_COUNT]
-        apart[0], apart[1], apart[3], apart[4] = STRETCH * 512, small if second else 0, SUMS_NBYTES, ahead_apart
+        apart[0], apart[1], apart[3] = STRETCH * 512, small if second else 0, ahead_apart
         apart[2] = zeros_of(a, m, block + 1, scratch + ZERO_AT)[0] - zeros if second else 0
     column = (a[DEPTH] + PAD - 1) // PAD * PAD // TILE * RECORD
     share = tile_nbytes_of(a, m) // _turns(tokens)  # every turn asks for its part of the next stretch
@@ -190,9 +206,28 @@ def clear_sums(tokens, sums):
 
 
 @inlined()
-def _block_sums(a, m, block, tokens, scratch, records, sums, following):
-    """AT_ONCE row blocks of matrix m times several columns -> float32 [AT_ONCE][16][16] at `sums`. `following`: where as many codes lie
-    that are read next. They are asked for all the time that these take: what is asked for a stretch ahead comes too late."""
+def _pair_sums(a, m, block, together, tokens, scratch, records, sums, following):
+    """`_block_sums` of `together` row blocks, without a stretch in between."""
+    small = scales_nbytes_of(a, m)
+    table, zero_shift, last = i64_at(scratch + TABLE_AT), int64(0), (a[m + ROW_COUNT] + ROWS - 1) // ROWS - 1
+    for r in range(together):
+        at = min(block + r, last)
+        table[r], table[PAIR + r] = codes_at(a, m, at), a[m + SCALES] + at * small
+        table[2 * PAIR + r], zero_shift = zeros_of(a, m, at, scratch + ZERO_AT)
+        table[3 * PAIR + r] = following + r * a[m + TILES] * tile_nbytes_of(a, m)
+        table[4 * PAIR + r] = table[PAIR + r] + PAIR * small
+    clear_sums(tokens, sums)
+    pairs_of(a[m + KIND], tokens, together, scratch + TABLE_AT, a[m + TABLES], records, a[m + TILES], a[m + SHIFT], zero_shift, sums)
+
+
+@inlined()
+def _block_sums(a, m, block, together, tokens, scratch, records, sums, following):
+    """`together` row blocks of matrix m, AT_ONCE or one, times several columns -> float32 [AT_ONCE][16][16] at `sums`. `following`: where
+    as many codes lie that are read next. They are asked for all the time that these take: what is asked for a stretch ahead comes too late.
+    """
+    if IN_PAIRS and way_of(a, m) != HALF:
+        _pair_sums(a, m, block, together, tokens, scratch, records, sums, following)
+        return
     kind, tiles, tile = a[m + KIND], a[m + TILES], tile_nbytes_of(a, m)
     codes, last = codes_at(a, m, block), (a[m + ROW_COUNT] + ROWS - 1) // ROWS - 1
     clear_sums(tokens, sums)
@@ -327,18 +362,19 @@ def packed_columns(args, worker, counter):
             for step in range(run):
                 to = others + 4 * ROWS * STREAMS * step
                 _stream_sums(a, m, begin + step, run, blocks, scratch, to, following if step == run - 1 else int64(0))
-        for step in range(0, last - begin if several else run, AT_ONCE if several else 1):
+        together = 1 if IN_PAIRS and tokens <= FEW and way != HALF else AT_ONCE
+        for step in range(0, last - begin if several else run, together if several else 1):
             gates = others if several else others + 4 * ROWS * STREAMS * step
             if several:
-                after = codes_at(a, written, begin + step + AT_ONCE)
+                after = codes_at(a, written, begin + step + together)
                 turn = codes_at(a, m, begin + step) if mode == GATED else after
-                _block_sums(a, written, begin + step, tokens, scratch, records, sums, turn)
+                _block_sums(a, written, begin + step, together, tokens, scratch, records, sums, turn)
                 if mode == GATED:
-                    _block_sums(a, m, begin + step, tokens, scratch, records, gates, after)
+                    _block_sums(a, m, begin + step, together, tokens, scratch, records, gates, after)
             else:
                 following = codes_at(a, m, last) if step == run - 1 else int64(0)
                 _stream_sums(a, written, begin + step, run, blocks, scratch, sums, following)
-            for r in range(min(AT_ONCE, last - begin - step) if several else 1):
+            for r in range(min(together, last - begin - step) if several else 1):
                 count = tokens if several else min(STREAMS, (last - begin - step + run - 1) // run)
                 row, own, beside = begin + step + r, sums + r * SUMS_NBYTES, gates + r * SUMS_NBYTES
                 for i in range(count):

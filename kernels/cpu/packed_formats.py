@@ -7,10 +7,12 @@ from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SI
 from . import packed_factors as ways
 from .packed_loops import columns as columns_abreast
 from .packed_loops import expand, single
+from .packed_pairs import IN_PAIRS, pairs
+from .packed_pairs import columns as columns_of_pairs
 from .packed_turns import IN_TURN
 from .packed_turns import columns as columns_in_turn
 
-columns = columns_in_turn if IN_TURN else columns_abreast
+columns = columns_in_turn if IN_TURN else columns_of_pairs if IN_PAIRS else columns_abreast
 
 _book4, _book3, _book2 = (single(bits, ways.CODEBOOK) for bits in (4, 3, 2))
 _plain8, _plain6, _plain5, _plain4, _plain3, _plain2 = (single(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
@@ -18,6 +20,11 @@ _block8, _block5, _block4 = (single(bits, ways.BLOCKS) for bits in (8, 5, 4))
 _super5, _super4 = (single(bits, ways.SUPER) for bits in (5, 4))
 _signed6 = single(6, ways.SIGNED)
 _exponent4, _expand_exponent4 = single(4, ways.EXPONENTS), expand(4, ways.EXPONENTS)
+_pair_book4, _pair_book3, _pair_book2 = (pairs(bits, ways.CODEBOOK) for bits in (4, 3, 2))
+_pair8, _pair6, _pair5, _pair4, _pair3, _pair2 = (pairs(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
+_pair_block8, _pair_block5, _pair_block4 = (pairs(bits, ways.BLOCKS) for bits in (8, 5, 4))
+_pair_super5, _pair_super4 = (pairs(bits, ways.SUPER) for bits in (5, 4))
+_pair_signed6, _pair_exponent4 = pairs(6, ways.SIGNED), pairs(4, ways.EXPONENTS)
 _expand_book4, _expand_book3, _expand_book2 = (expand(bits, ways.CODEBOOK) for bits in (4, 3, 2))
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
 _many_book, _many_super = columns(ways.CODEBOOK, 127), columns(ways.SUPER, 31)
@@ -69,6 +76,46 @@ def single_of(kind, table, tables, x, tiles, shift, zero_shift, out):
         _plain3(table, tables, x, tiles, shift, zero_shift, out)
     else:
         _plain2(table, tables, x, tiles, shift, zero_shift, out)
+
+
+@inlined()
+def pairs_of(kind, count, together, table, tables, x, tiles, shift, zero_shift, sums):
+    bits, scheme = kind >> SCHEME_SHIFT, kind & SCHEME_MASK
+    if scheme == SUPER:
+        if bits == 4:
+            _pair_super4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+        else:
+            _pair_super5(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif scheme == SIGNED:
+        _pair_signed6(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif scheme == MXFP:
+        _pair_exponent4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif scheme == BLOCK or scheme == OFFSET:
+        if bits == 4:
+            _pair_block4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+        elif bits == 5:
+            _pair_block5(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+        else:
+            _pair_block8(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif scheme == CODEBOOK:
+        if bits == 4:
+            _pair_book4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+        elif bits == 3:
+            _pair_book3(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+        else:
+            _pair_book2(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif bits == 8:
+        _pair8(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif bits == 6:
+        _pair6(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif bits == 5:
+        _pair5(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif bits == 4:
+        _pair4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    elif bits == 3:
+        _pair3(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+    else:
+        _pair2(count, together, table, tables, x, tiles, shift, zero_shift, sums)
 
 
 @inlined()

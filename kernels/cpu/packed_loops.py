@@ -5,8 +5,8 @@ group, times the group's scale, times the activations' scale of these 32 inputs,
 neither on its neighbours nor on the other columns, the threads or the instruction set.
 
 `single` unpacks in registers and multiplies at once with one column. For more columns `expand` unpacks a stretch into a buffer in the
-first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once; `packed_turns.py` has the
-`columns` of AVX2 without a four-way dot product.
+first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once. `packed_turns.py` has the
+`columns` of AVX2 without a four-way dot product, `packed_pairs.py` what AVX-512 does.
 
 What `single` became, read from the assembly, in instructions per 64 weights:
 
@@ -26,11 +26,10 @@ from llvmlite import ir
 
 from ..deferred import intrinsic, types
 from ..target import target
-from ..tiles import LEVELS_NBYTES, tile_nbytes
+from ..tiles import LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import (
     BYTES,
     FLOATS,
-    INSTRUCTION_SET,
     LANES,
     OFFSET_WHEN_WIDE,
     PIECES,
@@ -56,21 +55,19 @@ from .packed_factors import CODEBOOK, EXPONENTS, HALVES, SIGNED, places_of, tile
 # time, a Zen 4 and a Cascade Lake two runs and a tile of 4 bits, processors with 32-byte vectors two and four such tiles.
 STREAMS, AHEAD = (1, 5120) if WIDTH == 64 and target()[0] == "znver5" else (2, 256) if WIDTH == 64 else (2, 1024)
 NEXT = 256 if WIDTH == 64 else 1024  # the same where tiles are unpacked for several columns
+SUMS_NBYTES = 4 * ROWS * 16  # of a row block and the most columns
 RECORD = 32 + 4 + 8  # bytes of a tile of one column: codes, scale, two seeds
-# Columns that are multiplied side by side where so many are left, and where fewer are; and row blocks beside one another. Every activation
-# is read for each of these, so with one row block AVX-512 waits for reads: 57 for a tile of four columns that needs 52 multiplications,
-# additions and conversions, two of which go beside two reads. With two it is 66 for 104. Sixteen registers have no room for a second one.
-ABREAST, FEWER, AT_ONCE = (4, 2, 2) if INSTRUCTION_SET == "avx512" else (4, 1, 1)
+ABREAST = 4  # columns that are multiplied side by side where so many are left, or one less
 WITH_LEVELS = (CODEBOOK, EXPONENTS)
 MOST_LEVEL = 127  # levels are 64 above themselves
 
 
-def _seeds(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
+def seeds_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
     count = 2 if way in (CODEBOOK, HALVES, SIGNED) else 1
     return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
 
 
-def _quads_of_x(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+def quads_of_x(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
     return [builder.bitcast(splat(builder, load(builder, offset(builder, address, 4 * j), I32, 4), WORDS), BYTES) for j in range(8)]
 
 
@@ -128,9 +125,9 @@ def single(bits: int, way: str, streams: int = STREAMS):
             levels, steps = tables_of(builder, way, tables)
             zero, end = constant(FLOATS, 0.0), builder.mul(tiles, I64(tile_nbytes(bits)))
             blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, zero)] * (streams * PIECES))
-            seeds = _seeds(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
+            seeds = seeds_of(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
             x_scale = splat(builder, load(builder, builder.add(x_scales, builder.mul(tile, I64(4))), F32, 4), FLOATS)
-            values = _quads_of_x(builder, builder.add(x_codes, builder.mul(tile, I64(32))))
+            values = quads_of_x(builder, builder.add(x_codes, builder.mul(tile, I64(32))))
             most, updated = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1, []
             for s in range(streams):
                 places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
@@ -184,24 +181,24 @@ def expand(bits: int, way: str):
 
 
 def columns(way: str, most: int):
-    """The loop over expanded tiles for ABREAST columns or for FEWER, codes up to `most`."""
+    """The loop over expanded tiles for ABREAST columns or for one, codes up to `most`."""
 
     @intrinsic
     def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
-        """Tiles [begin, end) of AT_ONCE row blocks, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
+        """Tiles [begin, end) of a row block, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
 
         x: records of the columns' tiles, from tile 0 on: the codes of all columns, int8 [count][32], their scales, float32 [count], their
         seeds, int32 [count][2]. scales, zeros: of the row block's first tile. `share` bytes per tile from `ahead` on are asked for
-        meanwhile: memory is idle while a stretch is multiplied, and what is unpacked next would be waited for. apart: address of how far a
-        second row block's quads, scales, zeros, sums and `ahead` lie behind the first one's.
+        meanwhile: memory is idle while a stretch is multiplied, and what is unpacked next would be waited for. apart: see
+        `packed_pairs.columns`; here row blocks are multiplied one by one.
         """
 
         def codegen(context, builder, signature, args):
-            with builder.if_else(builder.icmp_signed(">", args[0], I64(FEWER))) as (several, few):
+            with builder.if_else(builder.icmp_signed(">", args[0], I64(1))) as (several, one):
                 with several:
-                    _multiply(builder, way, ABREAST, most, args[1:])
-                with few:
-                    _multiply(builder, way, FEWER, most, args[1:])
+                    _multiply(builder, way, ABREAST, most, args[1:-1])
+                with one:
+                    _multiply(builder, way, 1, most, args[1:-1])
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 14), codegen
@@ -211,37 +208,27 @@ def columns(way: str, most: int):
 
 def _multiply(builder: ir.IRBuilder, way: str, count: int, most: int, args: list[ir.Value]) -> None:
     """The loop of `columns` for so many of them."""
-    quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart = args
+    quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share = args
     _, steps = tables_of(builder, way, tables)
-    beside = [[each] for each in (quads, scales, zeros, sums, ahead)]  # each of one row block, then of the next
-    for index, each in enumerate(beside if AT_ONCE > 1 else ()):
-        each.append(builder.add(each[0], load(builder, offset(builder, apart, 8 * index), I64, 8)))
-    quads, scales, zeros, sums, ahead = beside
-    spots = [offset(builder, each, 4 * LANES * (c * PIECES + piece)) for each in sums for c in range(count) for piece in range(PIECES)]
-    carried = [(FLOATS, load(builder, spot, FLOATS, 4)) for spot in spots]
-    blocks, tile, totals = begin_loop(builder, "columns", begin, carried)
+    spots = [offset(builder, sums, 4 * LANES * (c * PIECES + piece)) for c in range(count) for piece in range(PIECES)]
+    blocks, tile, totals = begin_loop(builder, "columns", begin, [(FLOATS, load(builder, spot, FLOATS, 4)) for spot in spots])
     updated = list(totals)
     passed, quarter = builder.sub(tile, begin), builder.lshr(share, I64(2))
-    for each in ahead:
-        wanted = builder.add(each, builder.mul(passed, share))
-        for i in range(4):
-            ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
-    record = builder.add(x, builder.mul(tile, I64(RECORD * count)))
+    wanted = builder.add(ahead, builder.mul(passed, share))
+    for i in range(4):
+        ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+    record, at = builder.add(x, builder.mul(tile, I64(RECORD * count))), builder.add(quads, builder.mul(passed, I64(64 * 8)))
     codes, x_scales, seeds = [], [], []
     for c in range(count):
         own = [offset(builder, record, place) for place in (32 * c, 32 * count + 4 * c, 36 * count + 8 * c)]
-        codes.append(_quads_of_x(builder, own[0]))
+        codes.append(quads_of_x(builder, own[0]))
         x_scales.append(splat(builder, load(builder, own[1], F32, 4), FLOATS))
-        seeds.append(_seeds(builder, way, own[2]))
+        seeds.append(seeds_of(builder, way, own[2]))
     for piece in range(PIECES):
-        emitting = []
-        for r in range(AT_ONCE):
-            at = builder.add(quads[r], builder.mul(passed, I64(64 * 8)))
-            weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
-            part = tile_of(builder, way, steps, *places_of(builder, way, scales[r], zeros[r], tile, shift, zero_shift), piece, most)
-            own = totals[r * count * PIECES + piece :: PIECES]
-            emitting += [part.times(weights, codes[c], seeds[c], x_scales[c], own[c]) for c in range(count)]
-        updated[piece::PIECES] = side_by_side(emitting)
+        weights = [load(builder, offset(builder, at, 64 * j + WIDTH * piece), BYTES, WIDTH) for j in range(8)]
+        part = tile_of(builder, way, steps, *places_of(builder, way, scales, zeros, tile, shift, zero_shift), piece, most)
+        updated[piece::PIECES] = side_by_side([part.times(weights, codes[c], seeds[c], x_scales[c], totals[c * PIECES + piece])
+                                               for c in range(count)])
     end_loop(builder, blocks, tile, end, totals, updated)
     for spot, value in zip(spots, updated):
         store(builder, value, spot, 4)

@@ -185,7 +185,7 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
     return fma(builder, builder.fmul(own, tile.factors[group if way == ways.HALVES else 0]), scale, total)
 
 
-def _next(builder: ir.IRBuilder, blocks: tuple, place: ir.Value, end: ir.Value) -> None:
+def next_column(builder: ir.IRBuilder, blocks: tuple, place: ir.Value, end: ir.Value) -> None:
     """The end of a loop over columns. The compiler must not know how often it runs: it would unroll it, and keep on the stack what the
     registers have no room for then."""
     loop, done = blocks
@@ -239,7 +239,7 @@ def columns(way: str, most: int):
                     if way != ways.HALVES:
                         own = builder.add(own, load(builder, kept, WORDS, WIDTH))
                     store(builder, _add(builder, way, factors[piece], group, own, record, load(builder, spot, FLOATS, 4)), spot, 4)
-                _next(builder, turns, place, nbytes)
+                next_column(builder, turns, place, nbytes)
             end_loop(builder, tiles, tile, end, [], [])
             return context.get_dummy_value()
 
