@@ -6,7 +6,7 @@ of the shape alone, so a result depends neither on the number of threads nor on 
 active while the job is open: one that the system has put aside never enters, and nobody waits for it, so a busy machine costs its share and
 not a time slice per job.
 
-Control block, one cache line (8 int64) each: job word (odd: open) | kernel, args | active | counter | state of worker 0, 1, ...
+Control block, in cache lines (8 int64): job word (odd: open) | kernel, args | active | counters, two lines | state of worker 0, 1, ...
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import numpy as np
 
 from .compile import Kernel, jit
 from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, relax, store
-from .cpu.sharing import clear_regions
+from .cpu.sharing import COUNTERS_NBYTES, clear_regions
 
-JOB, KERNEL, ARGS, ACTIVE, COUNTER, STATES = 0, 64, 72, 128, 192, 256  # byte offsets
+JOB, KERNEL, ARGS, ACTIVE, COUNTER = 0, 64, 72, 128, 192  # byte offsets
+STATES = COUNTER + COUNTERS_NBYTES
 RUNNING, PARKED = 0, 1
 MOST_WORKERS = 46  # their bits fit beside a job's number in one integer; memory is saturated long before
 SPINS = 20_000  # under a millisecond of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause

@@ -16,7 +16,7 @@ from .intrinsics import call_kernel, f32_at, fetch_add, i64_at
 from .linear import FIRST, OUT, TOKENS
 from .linear import X as INPUT
 from .packed_matrix import FIELDS
-from .sharing import REGIONS, clear_regions
+from .sharing import COUNTERS_NBYTES, clear_regions
 
 # Slots. X is the residual stream [T, DEPTH]; int64 CHOSEN, PLACES [T, TOP] and OWNERS [T TOP] (a visit's token), OFFSETS [EXPERTS + 1];
 # float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH].
@@ -27,7 +27,7 @@ from .sharing import REGIONS, clear_regions
 # Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
 BLOCK = FIRST + 2 * FIELDS  # int64 slots of an argument block
-LINE = REGIONS  # int64 of a cache line: the counters of one product
+COUNTS = COUNTERS_NBYTES // 8  # int64 that a product counts with
 
 
 @kernel()
@@ -81,7 +81,7 @@ def _prepare(a, which, expert, records, record, count, number, source, target):
     for i in range(record - 1):
         to[FIRST + i] = fields[1 + i]
     to[INPUT], to[TOKENS], to[FIRST + OUT] = source, count, target
-    entry, done = i64_at(a[LISTS] + 8 * which * (1 + 3 * most) + 8 * (1 + 3 * number)), a[COUNTERS] + 8 * LINE * (which * most + number)
+    entry, done = i64_at(a[LISTS] + 8 * which * (1 + 3 * most) + 8 * (1 + 3 * number)), a[COUNTERS] + 8 * COUNTS * (which * most + number)
     entry[0], entry[1], entry[2] = fields[0], block, done
     clear_regions(done)
 

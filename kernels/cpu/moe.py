@@ -45,7 +45,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 def _most_jobs(experts: int, visits: int) -> int:
     """int64 of the lists, argument blocks and counters of two products for each expert that is visited."""
-    return 2 + 2 * min(experts, visits) * (3 + kernels.BLOCK + kernels.LINE) + kernels.LINE
+    return 2 + 2 * min(experts, visits) * (3 + kernels.BLOCK + kernels.COUNTS) + kernels.COUNTS
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Ma
         entries = [0]
         for expert in experts:
             at = which * most + number[expert]
-            entries += (int(records[expert, 0]), blocks + 8 * kernels.BLOCK * at, counters + 8 * kernels.LINE * at)
+            entries += (int(records[expert, 0]), blocks + 8 * kernels.BLOCK * at, counters + 8 * kernels.COUNTS * at)
         entries[0] = len(entries) // 3
         if entries[0]:
             job = np.array(entries, np.int64)
