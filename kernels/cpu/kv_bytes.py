@@ -11,11 +11,14 @@ has one large weight and many small ones.
 
 from __future__ import annotations
 
+import itertools
+
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
 from ..kv_layout import PLANES, WIDTHS
 from ..layout import PAGE
+from ..target import target
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -49,6 +52,9 @@ TOP = 32512  # of a scaled query before it is rounded to a byte: 127 * 256
 KEY_STEP = 256 * 32768 / (TOP * 32767)  # what a query of 1 becomes, in bytes, counts in
 UNITS_AT_ONCE = 2 if WIDTH == 64 else 1  # of the products with K
 VECTORS = UNITS_AT_ONCE * PIECES
+# One number read for two vectors costs an instruction, read for each as an operand none. A Zen 5 multiplies as often as it reads, so there
+# the reads are what is too many.
+READ_ONCE = WIDTH == 64 and target()[0] == "znver5"
 PAIRED = 2 if INSTRUCTION_SET == "avx2" else 1  # quads whose products are summed in 16 bits; of four the registers do not hold the codes
 QUADS = PAGE // 4
 
@@ -224,6 +230,8 @@ def ask_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int, li
 
 
 def _dot_units(rows: int):
+    order = [(v, row) for row in range(rows) for v in range(VECTORS)] if READ_ONCE else list(itertools.product(range(VECTORS), range(rows)))
+
     @intrinsic
     def dot_units(typingctx, codes, widths, queries, terms, unit, out, groups, ahead, share):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of UNITS_AT_ONCE units of tokens from `unit` on. `widths`:
@@ -247,14 +255,12 @@ def _dot_units(rows: int):
                         ask_part(builder, wanted, quad, 4)
                         vectors.append([codes_of_keys(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES)
                                         for v in range(VECTORS)])
-                    for v in range(VECTORS):
-                        # a register for each vector: one number read for two would cost an instruction, read twice it costs none
-                        place = in_register(builder, own) if WIDTH == 64 else own
-                        for row in range(rows):
-                            x = [load(builder, offset(builder, place, 4 * (quad * rows + row)), I32, 4) for quad in quads]
-                            x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
-                            index, largest = VECTORS * row + v, 127 * ((1 << width) - 1)
-                            made[index] = dots(builder, made[index], [each[v] for each in vectors], x, largest)
+                    places = [in_register(builder, own) if WIDTH == 64 and not READ_ONCE else own for _ in range(VECTORS)]
+                    for v, row in order:
+                        x = [load(builder, offset(builder, places[v], 4 * (quad * rows + row)), I32, 4) for quad in quads]
+                        x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
+                        index, largest = VECTORS * row + v, 127 * ((1 << width) - 1)
+                        made[index] = dots(builder, made[index], [each[v] for each in vectors], x, largest)
                 return made
 
             running = by_width(builder, bits, MOST_K, running, products)
