@@ -11,8 +11,6 @@ has one large weight and many small ones.
 
 from __future__ import annotations
 
-import itertools
-
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
@@ -230,7 +228,9 @@ def ask_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int, li
 
 
 def _dot_units(rows: int):
-    order = [(v, row) for row in range(rows) for v in range(VECTORS)] if READ_ONCE else list(itertools.product(range(VECTORS), range(rows)))
+    order = [(v, row) for v in range(VECTORS) for row in range(rows)]
+    if READ_ONCE:  # both vectors of a row one after the other
+        order.sort(key=lambda each: each[1])
 
     @intrinsic
     def dot_units(typingctx, codes, widths, queries, terms, unit, out, groups, ahead, share):

@@ -52,6 +52,7 @@ from .packed_vectors import put_block, quantize_tiles, scale_rows
 from .sharing import first_region, take
 
 MOST_COLUMNS = SUMS_NBYTES // (4 * ROWS)
+ONE_AFTER_THE_OTHER = IN_TURN or IN_PAIRS  # do the columns of a tile go by so, or ABREAST?
 RECORD = RECORD_IN_TURN if IN_TURN else RECORD_IN_PAIRS if IN_PAIRS else RECORD_ABREAST
 AT_ONCE = PAIR if IN_PAIRS else 1  # row blocks that are multiplied together where there are several columns
 STREAM_NBYTES = 131_072 if STREAMS > 1 else 65_536
@@ -112,7 +113,7 @@ def make_seeds(way, totals, seeds, tiles):
 @inlined()
 def _abreast(left):
     """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or one."""
-    if IN_TURN or IN_PAIRS:
+    if ONE_AFTER_THE_OTHER:
         return int64(left)
     return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
 
@@ -120,7 +121,7 @@ def _abreast(left):
 @inlined()
 def _turns(tokens):
     """How many times `_abreast` is asked for so many columns."""
-    if IN_TURN or IN_PAIRS:
+    if ONE_AFTER_THE_OTHER:
         return int64(1)
     left = tokens % ABREAST
     return tokens // ABREAST + (1 if left + 1 >= ABREAST else left)

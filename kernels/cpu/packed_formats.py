@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..deferred import inlined
 from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER
 from . import packed_factors as ways
@@ -14,17 +16,60 @@ from .packed_turns import columns as columns_in_turn
 
 columns = columns_in_turn if IN_TURN else columns_of_pairs if IN_PAIRS else columns_abreast
 
-_book4, _book3, _book2 = (single(bits, ways.CODEBOOK) for bits in (4, 3, 2))
-_plain8, _plain6, _plain5, _plain4, _plain3, _plain2 = (single(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
-_block8, _block5, _block4 = (single(bits, ways.BLOCKS) for bits in (8, 5, 4))
-_super5, _super4 = (single(bits, ways.SUPER) for bits in (5, 4))
-_signed6 = single(6, ways.SIGNED)
-_exponent4, _expand_exponent4 = single(4, ways.EXPONENTS), expand(4, ways.EXPONENTS)
-_pair_book4, _pair_book3, _pair_book2 = (pairs(bits, ways.CODEBOOK) for bits in (4, 3, 2))
-_pair8, _pair6, _pair5, _pair4, _pair3, _pair2 = (pairs(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
-_pair_block8, _pair_block5, _pair_block4 = (pairs(bits, ways.BLOCKS) for bits in (8, 5, 4))
-_pair_super5, _pair_super4 = (pairs(bits, ways.SUPER) for bits in (5, 4))
-_pair_signed6, _pair_exponent4 = pairs(6, ways.SIGNED), pairs(4, ways.EXPONENTS)
+
+
+def _of_a_format(loop: Callable) -> Callable:
+    """`loop(bits, way)` of every format, and which of them a `kind` means: a function of that and what the loops are given."""
+    book4, book3, book2 = (loop(bits, ways.CODEBOOK) for bits in (4, 3, 2))
+    plain8, plain6, plain5, plain4, plain3, plain2 = (loop(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
+    block8, block5, block4 = (loop(bits, ways.BLOCKS) for bits in (8, 5, 4))
+    super5, super4 = (loop(bits, ways.SUPER) for bits in (5, 4))
+    signed6, exponent4 = loop(6, ways.SIGNED), loop(4, ways.EXPONENTS)
+
+    @inlined()
+    def run(kind, *given):
+        bits, scheme = kind >> SCHEME_SHIFT, kind & SCHEME_MASK
+        if scheme == SUPER:
+            if bits == 4:
+                super4(*given)
+            else:
+                super5(*given)
+        elif scheme == SIGNED:
+            signed6(*given)
+        elif scheme == MXFP:
+            exponent4(*given)
+        elif scheme == BLOCK or scheme == OFFSET:
+            if bits == 4:
+                block4(*given)
+            elif bits == 5:
+                block5(*given)
+            else:
+                block8(*given)
+        elif scheme == CODEBOOK:
+            if bits == 4:
+                book4(*given)
+            elif bits == 3:
+                book3(*given)
+            else:
+                book2(*given)
+        elif bits == 8:
+            plain8(*given)
+        elif bits == 6:
+            plain6(*given)
+        elif bits == 5:
+            plain5(*given)
+        elif bits == 4:
+            plain4(*given)
+        elif bits == 3:
+            plain3(*given)
+        else:
+            plain2(*given)
+
+    return run
+
+
+single_of, pairs_of = _of_a_format(single), _of_a_format(pairs)
+_expand_exponent4 = expand(4, ways.EXPONENTS)
 _expand_book4, _expand_book3, _expand_book2 = (expand(bits, ways.CODEBOOK) for bits in (4, 3, 2))
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
 _many_book, _many_super = columns(ways.CODEBOOK, 127), columns(ways.SUPER, 31)
@@ -36,86 +81,6 @@ if IN_TURN:  # with small codes, several quads of which are summed in 16 bits
 else:
     _plain_of_six = _plain_of_five = _many_plain
     _blocks_of_five, _halves_of_six = _many_blocks, _many_halves
-
-
-@inlined()
-def single_of(kind, table, tables, x, tiles, shift, zero_shift, out):
-    bits, scheme = kind >> SCHEME_SHIFT, kind & SCHEME_MASK
-    if scheme == SUPER:
-        if bits == 4:
-            _super4(table, tables, x, tiles, shift, zero_shift, out)
-        else:
-            _super5(table, tables, x, tiles, shift, zero_shift, out)
-    elif scheme == SIGNED:
-        _signed6(table, tables, x, tiles, shift, zero_shift, out)
-    elif scheme == MXFP:
-        _exponent4(table, tables, x, tiles, shift, zero_shift, out)
-    elif scheme == BLOCK or scheme == OFFSET:
-        if bits == 4:
-            _block4(table, tables, x, tiles, shift, zero_shift, out)
-        elif bits == 5:
-            _block5(table, tables, x, tiles, shift, zero_shift, out)
-        else:
-            _block8(table, tables, x, tiles, shift, zero_shift, out)
-    elif scheme == CODEBOOK:
-        if bits == 4:
-            _book4(table, tables, x, tiles, shift, zero_shift, out)
-        elif bits == 3:
-            _book3(table, tables, x, tiles, shift, zero_shift, out)
-        else:
-            _book2(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 8:
-        _plain8(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 6:
-        _plain6(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 5:
-        _plain5(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 4:
-        _plain4(table, tables, x, tiles, shift, zero_shift, out)
-    elif bits == 3:
-        _plain3(table, tables, x, tiles, shift, zero_shift, out)
-    else:
-        _plain2(table, tables, x, tiles, shift, zero_shift, out)
-
-
-@inlined()
-def pairs_of(kind, count, together, table, tables, x, tiles, shift, zero_shift, sums):
-    bits, scheme = kind >> SCHEME_SHIFT, kind & SCHEME_MASK
-    if scheme == SUPER:
-        if bits == 4:
-            _pair_super4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-        else:
-            _pair_super5(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif scheme == SIGNED:
-        _pair_signed6(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif scheme == MXFP:
-        _pair_exponent4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif scheme == BLOCK or scheme == OFFSET:
-        if bits == 4:
-            _pair_block4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-        elif bits == 5:
-            _pair_block5(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-        else:
-            _pair_block8(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif scheme == CODEBOOK:
-        if bits == 4:
-            _pair_book4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-        elif bits == 3:
-            _pair_book3(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-        else:
-            _pair_book2(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif bits == 8:
-        _pair8(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif bits == 6:
-        _pair6(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif bits == 5:
-        _pair5(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif bits == 4:
-        _pair4(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    elif bits == 3:
-        _pair3(count, together, table, tables, x, tiles, shift, zero_shift, sums)
-    else:
-        _pair2(count, together, table, tables, x, tiles, shift, zero_shift, sums)
 
 
 @inlined()
