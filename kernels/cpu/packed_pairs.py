@@ -30,9 +30,9 @@ IN_PAIRS = INSTRUCTION_SET == "avx512"  # is this the way here?
 PAIR = 2
 RECORD = STRIDE = 64  # bytes of a record, and from one column's to the next: so far as from its sums to the next
 SCALE_AT, SEEDS_AT = 32, 36
-AHEAD = 7168 if target()[0] == "znver5" else 5120  # bytes of a row block that are asked for before they are read
-# Up to so many columns a row block is alone: their arithmetic hides behind memory, of which a Zen 5 reads one run faster than two.
-FEW = 2 if target()[0] == "znver5" else 0
+# Bytes of a row block that are asked for before they are read, and up to how many columns a row block is alone: their arithmetic hides
+# behind memory, of which one run comes faster than two. Where nothing was measured: what does no harm.
+AHEAD, FEW = {"znver5": (7168, 2), "znver4": (1024, 2)}.get(target()[0], (5120, 0))
 
 
 class _RowBlock(NamedTuple):
