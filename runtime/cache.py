@@ -93,7 +93,7 @@ class KVCache:
         self.n = 0
         self.sealed = 0  # pages sealed so far: they are sealed in order
         self._kinds: list[int] = []  # of sealed pages: 1, or 2 where a policy gave more bits
-        self._changed = True  # have pages been sealed or dropped since the last step?
+        self._steps: dict[int, Step] = {}  # the last of so many tokens since pages were sealed or dropped
         # page -> slot; -1 are the sinks, in the last slot, which may have fewer parts than the others
         self._slot_of: dict[int, int] = {-1: self.shape.slots - 1}
         self._free = list(range(self.shape.slots - 2, -1, -1))
@@ -123,8 +123,9 @@ class KVCache:
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
         if self.pool is not None and self.pool.stream is not None:
-            self._changed |= self.pool.stream.begin([self._seen(pages.window, tokens) for pages in self._spilling])
-        if tokens == 1 and self._begin_next():
+            if self.pool.stream.begin([self._seen(pages.window, tokens) for pages in self._spilling]):
+                self._steps.clear()
+        if self._begin_again(tokens):
             return self.step
         positions = np.arange(self.n, self.n + tokens, dtype=np.int64)
         last = self._page(self.n + tokens - 1)
@@ -136,8 +137,7 @@ class KVCache:
         pages = np.where(positions < self.shape.sinks, -1, (positions - self.shape.sinks) // PAGE)
         starts = np.where(pages < 0, 0, self.shape.sinks + PAGE * pages)
         slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
-        self.step = Step(self.n, positions, slots, positions - starts, self._blocks(self.n + tokens))
-        self._changed = False
+        self.step = self._steps[tokens] = Step(self.n, positions, slots, positions - starts, self._blocks(self.n + tokens))
         return self.step
 
     def _seen(self, window: int | None, tokens: int) -> tuple[int, int]:
@@ -148,19 +148,17 @@ class KVCache:
         begin = max(begin, self.pool.first)
         return begin, max(begin, self.sealed)
 
-    def _begin_next(self) -> bool:
-        """`begin` for a token that lies behind the only one of the last step, in the same page. The step has the arrays of the last one,
-        changed in place: a backend that knows them knows what to do."""
-        last = self.step
-        if last is None or len(last.slots) != 1 or last.position + 1 != self.n or self._changed:
+    def _begin_again(self, tokens: int) -> bool:
+        """`begin` for tokens that lie in the page in which the last as many lay. The step has the arrays of theirs, changed in place: a
+        backend that knows them knows what to do."""
+        last, page = self._steps.get(tokens), self._page(self.n)
+        if last is None or any(self._page(each) != page for each in (last.position, last.positions[-1], self.n + tokens - 1)):
             return False
-        page = self._page(self.n)
-        if page != self._page(last.position):
-            return False
-        last.rows[0] = self.n - self._start(page)
-        last.blocks[-1, 3] = last.rows[0] + 1
-        self._use(page, self.n + 1)
-        self.step = Step(self.n, np.array([self.n]), last.slots, last.rows, last.blocks)
+        positions = np.arange(self.n, self.n + tokens)
+        last.rows[:] = positions - self._start(page)
+        last.blocks[-1, 3] = last.rows[-1] + 1
+        self._use(page, self.n + tokens)
+        self.step = self._steps[tokens] = Step(self.n, positions, last.slots, last.rows, last.blocks)
         return True
 
     def _use(self, page: int, end: int) -> None:
@@ -211,7 +209,7 @@ class KVCache:
                     raise
             self._release(self._slot_of.pop(page))
             self.sealed += 1
-            self._changed = True
+            self._steps.clear()
 
     def _stats(self, page: int) -> PageStats:
         """What a policy may know of a page that is about to be sealed."""
@@ -239,7 +237,7 @@ class KVCache:
         one the tokens run again see as packed what they saw exact before."""
         if n >= self.n:
             return self.n
-        self._changed = True
+        self._steps.clear()
         sealed = max(0, (n - self.shape.window - self.shape.sinks) // PAGE)
         if self.sealed > sealed:
             self.sealed, n = sealed, min(n, self._start(sealed))
@@ -306,7 +304,7 @@ class KVCache:
     def shed(self) -> int:
         """Between two passes, let half of the pages in memory go to the disk where some may; returns the bytes given back."""
         freed = self.pool.shed(self.sealed) if self.pool is not None else 0
-        self._changed = True
+        self._steps.clear()
         return freed
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ from .streamed import StreamedWeights, Streams
 from .tensors import ModelTensor, check_tensors
 
 Tap = Callable[[str, int, object], None]
+REPEATED = 8  # tokens of a pass at most that may come again: an answer's, or a draft's
 
 
 def no_tap(name: str, layer: int, value: object) -> None:
@@ -98,7 +99,7 @@ class Model:
         self.block = families.get(config.family).block
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
-        self._token, self._repeated = np.zeros(1, np.int64), None  # of a pass that is repeated: where its id is read, what it returns
+        self._ids, self._repeated = {}, {}  # of passes that are repeated, by tokens: where ids are read, what is returned
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self.copied_from, self.carrier = copied_from, None  # passes of so many tokens have the host's layers copied to the card
@@ -285,25 +286,25 @@ class Model:
             self.store.check_unchanged()
         if tap is no_tap and cache.probes is not None and cache.probes.begin(step.positions):
             tap = cache.probes.see
-        # A pass of one token over weights that stay where they are does what the last one did, until the list of blocks changes. The first
-        # pass is another: a layer does not know yet who follows.
-        may_repeat = len(ids) == 1 and tap is no_tap and self.pager.stays and not self._on_device and len(self._wrapped) > len(self.devices)
-        same = step.blocks if may_repeat else None
+        # A pass of few tokens over weights that stay where they are does what the last one of as many did, until the list of blocks is
+        # another. The first pass does not count: a layer does not know yet who follows.
+        few, stay = len(ids) <= REPEATED, self.pager.stays and not self._on_device
+        same = step.blocks if few and stay and tap is no_tap and len(self._wrapped) > len(self.devices) else None
         if tap is not no_tap:
             tap = _after_flush(host, tap)
         if same is not None:
-            self._token[0] = ids[0]
+            self._ids.setdefault(len(ids), np.zeros(len(ids), np.int64))[:] = ids
         with host.together():
             with self.pager.lease("outer") as raw:
                 outer = self._lease("outer", raw)
                 listed = same is not None and _is_job(outer)
                 x = None if listed else self._embed(ids, outer, step.positions)
-            if same is not None and host.replay(same, step.position):
-                x = self._repeated
+            if same is not None and host.replay(same, len(ids), step.position):
+                x = self._repeated[len(ids)]
             else:
-                with host.recording(same):
-                    x = self._layers(self._embed(self._token, outer, step.positions) if listed else x, cache, tap)
-                self._repeated = x
+                with host.recording(same, len(ids)):
+                    x = self._layers(self._embed(self._ids[len(ids)], outer, step.positions) if listed else x, cache, tap)
+                self._repeated[len(ids)] = x
         if commit:
             cache.commit()
         return x

@@ -2,9 +2,9 @@
 
 Between two kernels the weights have driven the interpreter's own data out of the caches, and preparing a stage there costs several
 times what it costs beforehand. The jobs of a forward pass are therefore collected and run by one call at its end. While an answer is
-written, a pass differs from the one before in a position alone: its list is kept, and what the position changes is refreshed in
-place, so that a token costs no preparation at all. Where a pass depends on what comes from a disk, or on who is routed where, an action
-stands in the list (`between`), and only that is done anew.
+written, a pass differs from the last one of as many tokens in a position alone: its list is kept, and what the position changes is
+refreshed in place, so that neither a token nor a draft costs any preparation. Where a pass depends on what comes from a disk, or on who is
+routed where, an action stands in the list (`between`), and only that is done anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..workspace import address
 @dataclass
 class Recording:
     """The jobs of a pass, with the actions between them. `key` says which passes are the same but for the position; `refresh` are told
-    where the next one begins. `begin`: of the jobs that are collected, the first that is not in `steps` yet."""
+    where the next one begins. What its jobs read is its own, or the same in every recorded pass. `begin`: of the jobs that are collected,
+    the first that is not in `steps` yet."""
 
     key: object
     begin: int = 0
@@ -40,7 +41,7 @@ class Jobs:
         self._collected: list[tuple[int, int, bool]] | None = None
         self._kept: list[np.ndarray] = []
         self._making: Recording | None = None
-        self._last: Recording | None = None
+        self._recorded: dict[int, Recording] = {}  # by tokens
         self._again: Recording | None = None
         self._packed: dict[str, object] | None = None  # what buffers hold of the one input that products have; None: each has its own
 
@@ -134,26 +135,32 @@ class Jobs:
             making.begin = 0
 
     @contextmanager
-    def recording(self, key: object | None) -> Iterator[None]:
-        """Record the jobs that follow as a pass that may come again with this very `key`; None forgets what was recorded."""
-        self._last = None
+    def recording(self, key: object | None, tokens: int) -> Iterator[None]:
+        """Record the jobs that follow as a pass of so many tokens that may come again with this very `key`. None, and a pass that cannot be
+        recorded, forget all: it may have written where the jobs of others read."""
         made = self._making = None if key is None else Recording(key, len(self._collected))
+        before, self._recorded = self._recorded, {}
         yield
         if made is not None and self._making is made:
             made.steps.append(np.array(self._collected[made.begin :], np.int64))
             made.kept = list(self._kept)
-            self._last, self._making = made, None
+            self._recorded, self._making = before | {tokens: made}, None
+
+    def once(self) -> None:
+        """The pass that is being recorded will not come again as it is."""
+        self._making = None
 
     def refresh(self, change: Callable[[int], None]) -> None:
         """`change(position)` is to be called before the pass that is being recorded runs again."""
         if self._making is not None:
             self._making.refresh.append(change)
 
-    def replay(self, key: object, position: int) -> bool:
-        """Run the recorded pass again from `position` on, if it has this key."""
-        if self._last is None or self._last.key is not key:
+    def replay(self, key: object, tokens: int, position: int) -> bool:
+        """Run the recorded pass of so many tokens again from `position` on, if it has this key."""
+        found = self._recorded.get(tokens)
+        if found is None or found.key is not key:
             return False
-        for change in self._last.refresh:
+        for change in found.refresh:
             change(position)
-        self._again = self._last
+        self._again = found
         return True

@@ -58,7 +58,9 @@ class MixedPages(PackedPages):
         q_at, out_at = ops.at(q), ops.at(out)
         kinds = list(zip((self._first, self.second._attend), map(address, self._tables_of(blocks)), strict=True))
         parallel, changing = width * len(blocks) * attention.PAGE >= SHARE_FROM, len(q) > 1
-        if not changing:
+        if changing:
+            ops.once()
+        else:
             ops.refresh(self._move)
         for t in range(len(q)):
             step = (q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), ops.addresses_of_step(blocks, blocks)[0],

@@ -95,11 +95,11 @@ class LayerPages:
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
         """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64.
 
-        Once per forward pass: the argument block is the layer's own and may wait until the pass is run.
+        Once per forward pass.
         """
         ops = self.ops
         self._write[: attention.W_ROWS + 1] = ops.at(k), ops.at(v), len(k), *ops.addresses_of_step(slots, rows)
-        ops.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM)
+        ops.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM, self._write)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`."""
@@ -156,6 +156,8 @@ class LayerPages:
         q_at, out_at, table = ops.at(q), ops.at(out), ops.addresses_of_step(blocks, blocks)[0]
         heads = width // self.layout.head_dim
         block[attention.SINKS] = address(sinks)
+        if len(q) > (FEW if self.spilled is None else 1):
+            ops.once()
         if self.spilled is not None:
             if (read := self.spilled.reads())[0] < read[1]:
                 self._in_turns(read, q, position, blocks, table, out)
@@ -168,14 +170,16 @@ class LayerPages:
             block[: attention.TO + 1] = q_at, out_at, len(q), position, len(blocks), table, heads, *every
             ops.run(self.many, self._attend_at)
             return
-        changing = block if len(q) > 1 else None
-        if changing is None:
-            ops.refresh(self._move)
-        for t in range(len(q)):
-            block[: attention.TO + 1] = q_at + 4 * t * width, out_at + 4 * t * width, 1, position + t, len(blocks), table, heads, *every
+        block[: attention.TO + 1] = q_at, out_at, 1, position, len(blocks), table, heads, *every
+        calls = np.repeat(block[None], len(q), 0)
+        for t, call in enumerate(calls):
+            call[attention.Q], call[attention.OUT], call[attention.POSITION] = q_at + 4 * t * width, out_at + 4 * t * width, position + t
+        ops.keep(calls)
+        ops.refresh(partial(_move, calls[:, attention.POSITION]))
+        for at in range(address(calls), address(calls) + calls.nbytes, calls.strides[0]):
             for partials in self.few:
-                ops.run(partials, self._attend_at, width * len(blocks) * attention.PAGE >= SHARE_FROM, changing)
-            ops.run(self.merge, self._attend_at, width * len(blocks) >= SHARE_FROM, changing)
+                ops.run(partials, at, width * len(blocks) * attention.PAGE >= SHARE_FROM)
+            ops.run(self.merge, at, width * len(blocks) >= SHARE_FROM)
 
     def _in_turns(self, read: tuple[int, int], q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> None:
         """`compiled` where pages of the disk lie between those in memory. What was noted so far runs while the first of them come."""
@@ -249,9 +253,6 @@ class LayerPages:
         """Bytes from a sealed page to the next."""
         return self.layout.layer_page_nbytes
 
-    def _move(self, position: int) -> None:
-        self._attend[attention.POSITION] = position
-
     def reference(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
         """Plain softmax over the gathered keys and values."""
         self.ops.flush()
@@ -269,6 +270,11 @@ class LayerPages:
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V as stored, [PAGE, KVH, D], of a block; of a slot with fewer parts fewer tokens."""
         return raw_pages.sides(self._sealed_page(index) if sealed else self._slot(index), self.layout)
+
+
+def _move(positions: np.ndarray, position: int) -> None:
+    """Rising positions to where the first of them is this one, in place."""
+    positions += position - int(positions[0])
 
 
 class SomePages:

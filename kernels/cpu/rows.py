@@ -119,20 +119,21 @@ def angles_of(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, tabl
 
 
 class Turner:
-    """Refreshes the angles of a pass of one token. Those of the next positions are computed together: between two passes the interpreter
+    """Refreshes the angles of a pass of few tokens. Those of the next positions are computed together: between two passes the interpreter
     runs from memory, and a call costs more than sixty-four positions do."""
 
     AHEAD = 64
 
     def __init__(self, table: RopeTable, cos: np.ndarray, sin: np.ndarray) -> None:
-        self._table, self._now, self._first = table, (cos[0], sin[0]), -self.AHEAD
-        self._rows = np.zeros((2, self.AHEAD, cos.shape[1]), np.float32)
+        self._table, self._cos, self._sin, self._first = table, cos, sin, -self.AHEAD
+        self._rows = np.zeros((2, self.AHEAD + len(cos) - 1, cos.shape[1]), np.float32)
 
     def __call__(self, position: int) -> None:
         if not 0 <= position - self._first < self.AHEAD:
             self._first = position
-            put_angles(self._table, *self._rows, np.arange(position, position + self.AHEAD))
-        self._now[0][:], self._now[1][:] = self._rows[:, position - self._first]
+            put_angles(self._table, *self._rows, np.arange(position, position + self._rows.shape[1]))
+        begin = position - self._first
+        self._cos[:], self._sin[:] = self._rows[:, begin : begin + len(self._cos)]
 
 
 def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:

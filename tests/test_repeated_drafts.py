@@ -1,0 +1,87 @@
+"""Passes of several tokens come again as recorded, each number of them by itself: with the bits of passes that are prepared anew."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.model import REPEATED
+from effllm.runtime.prepare import EngineOptions
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conversions import options, run
+from family_models import CASES, written
+from streamed_models import FABLE, paging
+from test_moe_models import mixture_model
+from test_recorded_passes import Counted, opened
+
+PASSES = 120
+
+
+def passes(engine: Engine, seed: int, most: int) -> list[np.ndarray]:
+    """The states of passes of 1 to `most` tokens, of which some are held, as drafts are; now and then the text is cut."""
+    rng, states = np.random.default_rng(seed), []
+    model, cache, vocabulary = engine.model, engine.cache, engine.config.vocab_size
+    for number in range(PASSES):
+        count = int(rng.integers(1, most + 1))
+        states.append(model.forward(rng.integers(0, vocabulary, count), cache, commit=False).copy())
+        cache.commit(int(rng.integers(1, count + 1)))
+        if number % 40 == 39:
+            cache.truncate(cache.n - 5)
+    return states
+
+
+def plain(folder: Path, **more: object) -> Engine:
+    *_, engine = open_engine(folder, EngineOptions(device="cpu", **{"ctx": 1024, **more}))
+    return engine
+
+
+def check(make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, repeats: bool = True) -> None:
+    recorded, anew = make(), make()
+    monkeypatch.setattr(anew.model.backends["cpu"], "replay", lambda *more: False)
+    counted = Counted(recorded, monkeypatch)
+    for most in (REPEATED, REPEATED + 2):  # longer ones are prepared anew, and all others after them
+        assert all(np.array_equal(a, b) for a, b in zip(passes(recorded, most, most), passes(anew, most, most), strict=True))
+        for engine in (recorded, anew):
+            engine.reset()
+        in_python = counted.count / (PASSES * recorded.config.num_hidden_layers)
+        if most == REPEATED:
+            assert in_python < 0.5 if repeats else in_python > 0.6, "the share of passes that were prepared in Python"
+    for engine in (recorded, anew):
+        engine.close()
+
+
+@pytest.mark.parametrize("kv, more", [("16bit", {}), ("4bit", {}), ("8bit", {"kv_sink": 0, "kv_window": 0}),
+                                      ("4bit+mikv", {"kv_window": 0, "force": True})])
+def test_caches(kv: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(lambda: plain(FABLE, kv=kv, **more), monkeypatch, repeats="+" not in kv)
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_low_bit_weights(bits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(FABLE, tmp_path / "low", options(bits))
+    check(lambda: plain(tmp_path / "low"), monkeypatch)
+
+
+def test_a_mixture_in_memory_and_one_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(mixture_model(tmp_path / "bf16"), tmp_path / "4bit", options("4bit"))
+    check(lambda: plain(tmp_path / "bf16", ctx=512), monkeypatch)
+    check(lambda: plain(tmp_path / "4bit", ctx=512), monkeypatch)
+    check(lambda: paging(tmp_path / "4bit", 8, ctx=512), monkeypatch)
+
+
+def test_pages_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(lambda: opened(FABLE, 1, spill_dir=str(tmp_path)), monkeypatch, repeats=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_families(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(CASES[name], tmp_path)
+    recorded, anew = (plain(tmp_path, ctx=None) for _ in range(2))
+    monkeypatch.setattr(anew.model.backends["cpu"], "replay", lambda *more: False)
+    assert all(np.array_equal(a, b) for a, b in zip(passes(recorded, 3, 3), passes(anew, 3, 3), strict=True))
+    for engine in (recorded, anew):
+        engine.close()
