@@ -36,8 +36,8 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         foreign_floats,
         foreign_words,
         gemm,
-        kv_attention,
         kv_few,
+        kv_many,
         kv_merge,
         kv_seal,
         linear,
@@ -54,7 +54,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     from .cpu import kv_estimate as estimates
 
     modules = {LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
-               KV: (kv_attention, kv_few, kv_merge, kv_seal), BUNDLED: (neurons,), SPARSE: (estimates, choices),
+               KV: (kv_many, kv_few, kv_merge, kv_seal), BUNDLED: (neurons,), SPARSE: (estimates, choices),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof)}
     return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()

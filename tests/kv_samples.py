@@ -6,6 +6,7 @@ import numpy as np
 
 from effllm.kernels import reference
 from effllm.kernels.cpu.kv_few import MEAN_K, MEAN_V
+from effllm.kernels.cpu.kv_many import ALONE
 from effllm.kernels.cpu.kv_scratch import EIGHT
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import PAGE
@@ -80,18 +81,23 @@ class Stream:
 
 
 def worst_error(pool: ThreadPool, kv: str, **options) -> float:
-    """Root mean square of the kernels' error over that of the answer, the worse of a prompt and of single tokens behind it. Where codes of
-    few bits are multiplied as bytes, single tokens may add SHARE of what the codec loses itself."""
+    """`excess` of a prompt or of single tokens behind it, the worse of both."""
     heads, basis = options.get("heads", 8), moments_basis(options.get("kv_heads", 2), options.get("head_dim", 64))
     packed = Stream(packed_cache(pool, kv, basis=basis, **options), heads, 420)
     exact = Stream(packed_cache(pool, "32bit", **options), heads, 420)
     for stream in (packed, exact):
         for tokens in (400, *[1] * 20):
             stream.run(tokens, compare=stream is packed)
-    prompt, single = slice(0, 400), slice(400, 420)
+    return max(excess(packed, exact, kv, slice(0, 400), ALONE), excess(packed, exact, kv, slice(400, 420)))
+
+
+def excess(packed: Stream, exact: Stream, kv: str, span: slice, as_they_lie: bool = True) -> float:
+    """Root mean square of the kernels' error over that of the answer. Where codes of few bits are multiplied as bytes, SHARE of what the
+    codec loses itself is taken off. `as_they_lie`: are codes multiplied so, not opened to float32?"""
     form = codec(kv)
-    allowed = SHARE * relative(packed.want[single], exact.out[single]) if form.bits_k <= MEAN_K or form.bits_v <= MEAN_V else 0.0
-    return max(relative(packed.out[prompt], packed.want[prompt]), relative(packed.out[single], packed.want[single]) - allowed)
+    rounded = as_they_lie and (form.bits_k <= MEAN_K or form.bits_v <= MEAN_V)
+    allowed = SHARE * relative(packed.want[span], exact.out[span]) if rounded else 0.0
+    return relative(packed.out[span], packed.want[span]) - allowed
 
 
 def fine_error(pool: ThreadPool, kv: str, heads: int = 8, kv_heads: int = 2, head_dim: int = 64, **options) -> float:

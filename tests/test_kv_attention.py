@@ -11,6 +11,7 @@ import pytest
 from effllm import UsageError
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
+from effllm.kernels.cpu.kv_many import ALONE
 from effllm.kernels.cpu.kv_scratch import EIGHT
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
@@ -20,7 +21,7 @@ from effllm.runtime.cache import CacheShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import kv_samples
-from kv_samples import FINE, Stream, fine_error, moments_basis, packed_cache, relative, worst_error
+from kv_samples import FINE, Stream, excess, fine_error, moments_basis, packed_cache, relative, worst_error
 from test_instruction_sets import X86, child, runs_here
 
 
@@ -111,11 +112,43 @@ def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(kv, heads):
     assert all(np.array_equal(outs[0], out) for out in outs[1:])
 
 
+@pytest.mark.parametrize("kv", ("4bit", "2bit", "8bit", "k8v4"))
+@pytest.mark.parametrize("heads, kv_heads, window, softcap", ((8, 1, None, None), (8, 2, None, None), (14, 2, 200, None),
+                                                              (12, 2, None, 5.0), (24, 2, 300, None), (2, 2, None, None)))
+def test_a_prompt_reads_packed_pages_as_an_answer_does(pool, kv, heads, kv_heads, window, softcap):
+    """The same to float32 where both multiply what lies there, whole tiles of rows or not; a prompt may open what an answer does not."""
+    caches = [packed_cache(pool, kv, heads, kv_heads, window=window, softcap=softcap) for _ in range(2)]
+    prompt, single = (Stream(cache, heads, 500) for cache in caches)
+    for stream in (prompt, single):
+        stream.run(420, compare=False)
+    prompt.run(40, compare=False)
+    for _ in range(40):
+        single.run(1, compare=False)
+    assert prompt.cache.sealed == single.cache.sealed == 2
+    rows = next(rows for rows in (4, 8, 16) if rows >= heads // kv_heads)
+    as_they_lie = ALONE and heads // kv_heads >= (rows / 2 if kv in ("4bit", "2bit") else 7 * rows / 8)
+    assert relative(prompt.out[420:460], single.out[420:460]) < (1e-5 if as_they_lie else 0.2)
+
+
+@pytest.mark.parametrize("kv", ("4bit", "8bit"))
+def test_a_prompts_bits_do_not_depend_on_its_tiles(pool, kv):
+    """Tokens of a chunk, and of one that begins elsewhere."""
+    outs = []
+    for cuts in ((400, 60), (400, 17, 43)):
+        stream = Stream(packed_cache(pool, kv), 8, 460)
+        for cut in cuts:
+            stream.run(cut, compare=False)
+        outs.append(stream.out)
+    assert np.array_equal(outs[0], outs[1])
+
+
 @pytest.mark.parametrize("tokens", (1, 64, 64 + PAGE - 1, 64 + PAGE, 64 + PAGE + 1, 64 + PAGE + 16, 64 + PAGE + 17, 600))
 def test_page_edges(pool, tokens):
     stream = Stream(packed_cache(pool, basis=moments_basis(2, 64)), 8, tokens)
     stream.run(tokens)
-    assert np.abs(stream.out - stream.want).max() < 2e-2
+    exact = Stream(packed_cache(pool, "32bit"), 8, tokens)
+    exact.run(tokens, compare=False)
+    assert excess(stream, exact, "4bit", slice(0, tokens), ALONE) < 5e-3
     assert stream.cache.sealed == max(0, (tokens - 64 - 16) // PAGE)
     packed = stream.cache.codecs[0].layout(2, 64).layer_page_nbytes * stream.cache.sealed
     exact = tokens - PAGE * stream.cache.sealed - 64  # behind the sinks; these fill one part of a slot
@@ -175,7 +208,8 @@ def test_truncating_into_a_sealed_page_goes_back_to_its_beginning(pool):
     assert cache.sealed == 4 and cache.truncate(400) == 64 + 2 * PAGE and cache.sealed == 2
     again = np.array(stream.out)
     stream.run(600 - cache.n)
-    assert np.abs(stream.out[320:] - stream.want[320:]).max() < 2e-2 and np.abs(stream.out[320:] - again[320:]).max() < 0.3
+    most = 0.1 if ALONE else 2e-2  # what is multiplied as it lies is rounded
+    assert np.abs(stream.out[320:] - stream.want[320:]).max() < most and np.abs(stream.out[320:] - again[320:]).max() < 0.3
 
 
 def test_a_window_larger_than_the_context_packs_nothing(pool):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from effllm import EffllmError, UsageError
+from effllm.kernels.cpu.kv_many import ALONE
 from effllm.kernels.layout import HEADER_NBYTES, PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import PackedCodec, codec
@@ -145,5 +146,5 @@ def test_tokens_run_again_after_truncation_see_what_is_held(pool):
     kept = stream.cache.truncate(250)
     stream.run(500 - kept)
     assert stream.cache.sealed == 3
-    assert relative(stream.out[kept:], stream.want[kept:]) < 5e-3
+    assert relative(stream.out[kept:], stream.want[kept:]) < (0.03 if ALONE else 5e-3)  # what is multiplied as it lies is rounded
     assert np.array_equal(stream.cache.layer(0).pages.records, before)  # the same tokens make the same pages

@@ -261,7 +261,7 @@ def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def attend_many_state(tokens: int, dims: Dims) -> int:
-    """Floats that a prompt's chunk of `tokens` tokens needs between turns, here or in `kv_attention.attend_packed_many`."""
+    """Floats that a prompt's chunk of `tokens` tokens needs between turns, here or in `kv_many.attend_packed_many`."""
     tiles, unit = -(-tokens // QUERY_TILE), TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS
     capacity = -(-QUERY_TILE * (dims.heads // dims.kv_heads) // unit) * unit
     return dims.kv_heads * tiles * capacity * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)

@@ -53,10 +53,10 @@ MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the 
 
 
 @inlined()
-def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, softcap):
-    """Merge a page into the running output of its block. The page of the entry `following` is asked for meanwhile, one half beside each
-    side's products: all of it beside K's would take longer than they do."""
-    begin_of = scratch + query_places(padded, depth)[6]
+def attend_page(a, entry, following, kv, position, rows, padded, depth, queries, begin_of, output, m, scale, softcap):
+    """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, for the queries that `load_kv` left at
+    `queries`; `begin_of`: where `row_places` are. The page of the entry `following` is asked for meanwhile, one half beside each side's
+    products: all of it beside K's would take longer than they do."""
     _, _, _, _, at_steps, at_widths, behind = row_places(padded, depth)
     scores, widths, more = begin_of, begin_of + at_widths, begin_of + behind
     record, parts, tables, nbytes = _record(a, entry, kv), _parts(a, kv), a[TABLES], i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1]
@@ -64,12 +64,12 @@ def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, s
     most_k, most_v = read_widths(record, widths, depth // CHANNELS)
     if u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
         few = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K
-        scores_of(record, parts, depth, rows, padded, scratch, scores, widths, more, tables, few, ahead, half)
+        scores_of(record, parts, depth, rows, padded, queries, scores, widths, more, tables, few, ahead, half)
     else:
         prefetch(ahead, half)
-        scores_by_numbers(record, parts, depth, rows, padded, scratch, scores, begin_of + at_steps, more, tables, scale,
+        scores_by_numbers(record, parts, depth, rows, padded, queries, scores, begin_of + at_steps, more, tables, scale,
                            a[CHANNEL_SCALE] + 4 * kv * depth)
-    begin, s = _begin(entry[FIRST], entry[COUNT], a[POSITION], a[WINDOW]), f32_at(scores)
+    begin, s = _begin(entry[FIRST], entry[COUNT], position, a[WINDOW]), f32_at(scores)
     if softcap != ZERO:
         for t in range(rows * PAGE):
             s[t] = _cap(s[t] * LN2, softcap) * LOG2E
@@ -78,7 +78,7 @@ def _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, s
             for t in range(begin):
                 s[r * PAGE + t] = MINUS_INF
     few = most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
-    output_of(record, parts, depth, rows, padded, scores, begin_of, more, tables, few, ahead + half, nbytes - half)
+    output_of(record, parts, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead + half, nbytes - half)
 
 
 @kernel({"contract"})
@@ -110,7 +110,7 @@ def attend_packed(args, worker, counter):
             return
         kv, block = job // blocks, lead + BLOCK_PAGES * (first_block + job % blocks)
         if loaded != kv:
-            load_kv(a, kv, scratch, rows, padded, depth, scale)
+            load_kv(a, kv, 0, scratch, rows, padded, depth, scale)
             loaded = kv
         place = a[PARTIALS] + 4 * (kv * a[BLOCKS] + block) * rows * (depth + 2)
         if block < begin and not a[BY_PAGE]:
@@ -123,7 +123,7 @@ def attend_packed(args, worker, counter):
                 continue
             if _visible(entry[FIRST], entry[COUNT], a[POSITION], 1, a[WINDOW]):
                 following = i64_at(a[TABLE] + 8 * COLUMNS * min(row + 1, end - 1))
-                _attend_page(a, entry, following, kv, rows, padded, depth, scratch, scale, softcap)
+                attend_page(a, entry, following, kv, a[POSITION], rows, padded, depth, scratch, rest, output, m, scale, softcap)
             if a[BY_PAGE]:
                 own = a[PARTIALS] + 4 * (kv * a[BLOCKS] + row) * rows * (depth + 2)
                 store_partial(own, output, m, rows, padded, depth)

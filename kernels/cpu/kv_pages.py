@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kv_layout import PackedLayout
 from ..layout import PageLayout
-from . import attention, attention_few, kv_attention, kv_few, kv_merge
+from . import attention, attention_few, kv_attention, kv_few, kv_many, kv_merge
 from .inner_loops import TILE_COLUMNS
 from .kv_weights import tables
 from .ops import CpuOps, address
@@ -39,7 +39,7 @@ class Codec(Protocol):
 class PackedPages(LayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out."""
 
-    many, merge = kv_attention.attend_packed_many, kv_merge.merge_packed
+    many, merge = kv_many.attend_packed_many, kv_merge.merge_packed
     few = (attention_few.attend_few, kv_few.attend_packed)
     base, by_page = kv_attention.PACKED, kv_attention.BY_PAGE
 

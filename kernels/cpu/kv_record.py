@@ -41,6 +41,11 @@ def products_at(depth):
     return channels_at(depth) + 16 * depth
 
 
+@inlined()
+def opened_end(depth):
+    return products_at(depth) + 8 * max(depth, PAGE)
+
+
 def opened_nbytes(depth: int) -> int:
     """Bytes of all that."""
     return 2 * depth * PAGE + GROUP_NBYTES + 4 * max(depth, PAGE) * SPANS + 16 * depth + 8 * max(depth, PAGE)

@@ -64,11 +64,11 @@ _KEY_STEP, _TOP, _FLAT = float32(KEY_STEP), float32(TOP), float32(2.0**-100)
 
 
 @inlined()
-def load_kv(a, kv, scratch, rows, padded, depth, scale):
-    """Queries of a KV head: as they are, in 16-bit numbers, and turned, to be scaled."""
+def load_kv(a, kv, token, scratch, rows, padded, depth, scale):
+    """A token's queries of a KV head: as they are, in 16-bit numbers, and turned, to be scaled."""
     broad, tile = _broad(depth), tile_rows(rows)
     at_turned, at_queries, at_steps, at_tops, at_numbers, at_counts, _ = query_places(padded, depth)
-    _load_queries(a, scratch, kv, 0, rows, padded)
+    _load_queries(a, scratch, kv, token, rows, padded)
     _turn(padded, scratch, a[TURN] + 4 * kv * depth * broad, scratch + at_turned, depth, broad)
     counts, steps, tops = f32_at(scratch + at_counts), f32_at(scratch + at_steps), f32_at(scratch + at_tops)
     for c in range(depth):
@@ -161,12 +161,12 @@ def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, ei
 
 
 @inlined()
-def output_of(record, at, depth, rows, padded, scores, begin_of, more, tables, few, ahead, nbytes):
-    """Merge a page into its block's output, from scores in units of log 2; `few`: by bytes. `nbytes` from `ahead` on are asked for
-    meanwhile."""
+def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead, nbytes):
+    """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, from scores in units of log 2; `few`: by
+    bytes. `nbytes` from `ahead` on are asked for meanwhile."""
     at_lowest, at_low, at_up, at_rise, at_fractions, at_zeros, at_weights = value_places(padded, depth)
-    at_sums, at_output, at_m, at_factors, _, at_widths, _ = row_places(padded, depth)
-    sums, output, factors = begin_of + at_sums, begin_of + at_output, begin_of + at_factors
+    at_sums, _, _, at_factors, _, at_widths, _ = row_places(padded, depth)
+    sums, factors = begin_of + at_sums, begin_of + at_factors
     tile, groups, bits = tile_rows(rows), depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)
     lowest_steps(record + at[4], groups, more + at_lowest, more + at_low, more + at_up)
     for group in range(groups):
@@ -189,7 +189,7 @@ def output_of(record, at, depth, rows, padded, scores, begin_of, more, tables, f
             weigh_4(own, more + at_low, more + at_up, more + at_fractions, tables, weights, stride, groups, tops, totals)
         else:
             weigh_digits_4(own, more + at_low, more + at_rise, more + at_fractions, weights, low, stride, groups, tops, totals)
-    fold_sums(begin_of + at_m, begin_of + at_m + 4 * padded, sums, sums + 4 * padded, factors, padded)
+    fold_sums(m, m + 4 * padded, sums, sums + 4 * padded, factors, padded)
     share = nbytes // (SPANS * groups) + 1
     source, largest = record + at[3], quarter_power(i16_at(record + TAIL_OFFSET)[0], tables)
     for group in range(groups):

@@ -24,7 +24,7 @@ from .inner_loops import TILE_COLUMNS
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .jobs import Jobs
-from .kv_attention import packed_scratch
+from .kv_many import packed_scratch
 from .kv_scratch import few_scratch
 from .kv_seal import seal_scratch
 from .rows import SHARE_FROM, Angles

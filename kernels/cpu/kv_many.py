@@ -1,0 +1,216 @@
+"""Attention of a prompt's chunk over packed pages: a tile of tokens of one KV head goes through the blocks in order.
+
+Exact blocks are multiplied as in `attention.attend_many`. A packed page is multiplied as it lies, token after token by the loops of an
+answer, while it is in the first-level cache: with AVX-512 that takes 0.45 to 0.8 of the time of opening it once for a tile and multiplying
+float32. Which of both, a record's bits and the number of queries of a KV head say, so a token's bits depend neither on the tile it is in
+nor on turns.
+"""
+
+from __future__ import annotations
+
+from numpy import float32
+
+from ..compile import kernel
+from ..deferred import inlined
+from ..kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
+from .arithmetic import MINUS_INF, ZERO
+from .attention import (
+    BLOCKS,
+    COLUMNS,
+    COUNT,
+    FIRST,
+    FROM,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    OUT,
+    PAGE,
+    POSITION,
+    QUERY_TILE,
+    SCALE,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    SEALED,
+    SOFTCAP,
+    STATE,
+    TABLE,
+    TO,
+    TOKENS,
+    WINDOW,
+    _begin,
+    _end,
+    _load_block,
+    _load_queries,
+    _merge,
+    _scale_scores,
+    _softmax_row,
+    _visible,
+    _with_sink,
+)
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
+from .int8_ir import INSTRUCTION_SET
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u8_at
+from .kv_attention import BACK, CHANNEL_SCALE, TABLES, TURN, _broad, _parts, _record, _turn
+from .kv_bytes import MOST_K, MOST_V
+from .kv_few import MEAN_K, MEAN_V, attend_page
+from .kv_record import float_keys, float_values, open_keys, open_values, opened_end, opened_nbytes
+from .kv_scratch import few_scratch, line, query_places, row_places, tile_rows
+from .kv_sides import header_bits, load_kv, read_widths
+
+# Of the rows of its tiles that a token has to fill to be multiplied by itself, by bytes and by 16-bit numbers, in eighths: else a tile of
+# float32, which holds many tokens, is faster, as it is with 32-byte vectors (docs/ARCHITECTURE.md).
+ALONE = INSTRUCTION_SET == "avx512"
+ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE = 4, 7
+
+
+@inlined()
+def _as_it_lies(record, group, padded, groups, widths):
+    """Is a record multiplied token by token? `widths`: room for its groups' bits."""
+    if not ALONE or not u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
+        return False
+    most_k, most_v = read_widths(record, widths, groups)
+    by_bytes = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K and most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
+    return 8 * group >= (ROWS_OF_EIGHT if by_bytes else ROWS_OF_EIGHT_WIDE) * padded
+
+
+@inlined()
+def _token_by_token(a, block, kv, first, here, group, padded, depth, queries, rest, outputs, stats, scale, softcap):
+    """Merge a packed page into the outputs float32 [here * group, D] and the (m, l) behind one another at `stats`. The next block, where it
+    is packed, is asked for beside the first token."""
+    _, at_output, at_m, _, _, _, _ = row_places(padded, depth)
+    m, query_nbytes = rest + at_m, query_places(padded, depth)[6]
+    entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
+    after = i64_at(a[TABLE] + 8 * COLUMNS * min(block + 1, a[TO] - 1))
+    following = after if after[SEALED] == entry[SEALED] else entry
+    for t in range(here):
+        if not _visible(entry[FIRST], entry[COUNT], first + t, 1, a[WINDOW]):
+            continue
+        own, pairs, halves = outputs + 4 * t * group * depth, f32_at(stats + 8 * t * group), f32_at(m)
+        output = own if padded == group else rest + at_output  # whole tiles are written
+        for r in range(padded):
+            halves[r], halves[padded + r] = MINUS_INF, ZERO
+        for r in range(group):
+            halves[r], halves[padded + r] = pairs[2 * r], pairs[2 * r + 1]
+        if padded != group:
+            source, target = f32_at(own), f32_at(output)
+            for i in range(padded * depth):
+                target[i] = source[i] if i < group * depth else ZERO
+        attend_page(a, entry, following, kv, first + t, group, padded, depth, queries + t * query_nbytes, rest, output, m, scale, softcap)
+        following = entry
+        for r in range(group):
+            pairs[2 * r], pairs[2 * r + 1] = halves[r], halves[padded + r]
+        if padded != group:
+            source, target = f32_at(output), f32_at(own)
+            for i in range(group * depth):
+                target[i] = source[i]
+
+
+@kernel({"contract"})
+def attend_packed_many(args, worker, counter):
+    """`attention.attend_many` where sealed pages are packed. In turns, O and the (m, l) behind it lie in STATE.
+
+    Scratch per worker: Q[rows, D], turned Q[rows, wide D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O exact and
+    packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[20], an opened record, the queries of every token as
+    `load_kv` leaves them. What `attend_page` needs beside them lies where K does.
+    """
+    a = i64_at(args)
+    tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
+    group = heads // kv_heads
+    scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
+    broad = _broad(depth)
+    capacity = (QUERY_TILE * group + TILE_ROWS * LOW_ROWS - 1) // (TILE_ROWS * LOW_ROWS) * (TILE_ROWS * LOW_ROWS)
+    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    turned = query + 4 * capacity * depth
+    keys = turned + 4 * capacity * broad
+    values = keys + 4 * depth * PAGE
+    scores = values + 4 * PAGE * broad
+    part = scores + 4 * capacity * PAGE
+    steps = part + 4 * capacity * broad + 8 * capacity * depth + 24 * capacity
+    opened = steps + 128
+    own_tile = tile_rows(group)
+    own_rows, rest, own_queries = (group + own_tile - 1) // own_tile * own_tile, line(keys), line(opened + opened_end(depth))
+    query_nbytes, widths = query_places(own_rows, depth)[6], rest + row_places(own_rows, depth)[5]
+    tiles = (tokens + QUERY_TILE - 1) // QUERY_TILE
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= kv_heads * tiles:
+            return
+        # Later tiles see more blocks: handing them out first keeps the threads even.
+        kv, tile = job % kv_heads, tiles - 1 - job // kv_heads
+        begin_token = tile * QUERY_TILE
+        here = min(QUERY_TILE, tokens - begin_token)
+        rows = here * group
+        padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+        _load_queries(a, query, kv, begin_token, rows, capacity)
+        _turn(capacity, query, a[TURN] + 4 * kv * depth * broad, turned, depth, broad)
+        outputs, loaded = part + 4 * capacity * broad, False
+        if a[STATE] != 0:
+            outputs = a[STATE] + 4 * (kv * tiles + tile) * capacity * (2 * depth + 6)
+        stats = f32_at(outputs + 8 * capacity * depth)
+        if a[FROM] == 0:
+            zeros = f32_at(outputs)
+            for i in range(2 * capacity * depth):
+                zeros[i] = ZERO
+            for r in range(2 * capacity):
+                stats[2 * r], stats[2 * r + 1] = MINUS_INF, ZERO
+        position = a[POSITION] + begin_token
+        for block in range(a[FROM], a[TO]):
+            entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
+            first, count, sealed = entry[FIRST], entry[COUNT], entry[SEALED]
+            if not _visible(first, count, position, here, a[WINDOW]):
+                continue
+            source, stride = query, depth
+            if sealed:
+                record, parts = _record(a, entry, kv), _parts(a, kv)
+                if _as_it_lies(record, group, own_rows, depth // CHANNELS, widths):
+                    for t in range(0 if loaded else here):
+                        load_kv(a, kv, begin_token + t, own_queries + t * query_nbytes, group, own_rows, depth, scale)
+                    loaded = True
+                    _token_by_token(a, block, kv, position, here, group, own_rows, depth, own_queries, rest,
+                                    outputs + 4 * capacity * depth, outputs + 8 * capacity * depth + 8 * capacity, scale, softcap)
+                    continue
+                if open_keys(record, parts, depth, opened, a[TABLES], scale, a[CHANNEL_SCALE] + 4 * kv * depth, steps):
+                    source, stride = turned, broad
+                float_keys(opened, depth, steps, keys)
+                open_values(record, parts, depth, opened, a[TABLES], steps)
+                float_values(opened, depth, steps, values, broad)
+            else:
+                _load_block(a, entry, kv, keys, values, broad)
+            product(source, 4 * stride, keys, 4 * PAGE, scores, 4 * PAGE, padded, PAGE, depth)
+            _scale_scores(scores, padded, float32(1.0) if sealed else scale, softcap)
+            for r in range(padded):
+                p = position + r // group
+                m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, p, a[WINDOW]), _end(first, count, p) if r < rows else 0)
+                stats[4 * capacity + 2 * r], stats[4 * capacity + 2 * r + 1] = m, l
+            product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, PAGE)
+            side = capacity if sealed else 0
+            for r in range(rows):
+                m, l = _merge(f32_at(outputs + 4 * (side + r) * depth), stats[2 * (side + r)], stats[2 * (side + r) + 1],
+                              f32_at(part + 4 * r * broad), stats[4 * capacity + 2 * r], stats[4 * capacity + 2 * r + 1], depth)
+                stats[2 * (side + r)], stats[2 * (side + r) + 1] = m, l
+        if a[TO] < a[BLOCKS]:
+            continue
+        _turn(capacity, outputs + 4 * capacity * depth, a[BACK] + 4 * kv * depth * broad, part, depth, broad)
+        for r in range(rows):
+            result = f32_at(outputs + 4 * r * depth)
+            m, l = _merge(result, stats[2 * r], stats[2 * r + 1], f32_at(part + 4 * r * broad), stats[2 * (capacity + r)],
+                          stats[2 * (capacity + r) + 1], depth)
+            head = kv * group + r % group
+            l = _with_sink(a, head, m, l)
+            target = f32_at(a[OUT] + 4 * ((begin_token + r // group) * heads + head) * depth)
+            for i in range(depth):
+                target[i] = result[i] / l
+
+
+def packed_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Floats of scratch per worker for `attend_packed_many`."""
+    broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
+    unit = TILE_ROWS * LOW_ROWS
+    capacity = -(-QUERY_TILE * group // unit) * unit
+    record, own = -(-opened_nbytes(head_dim) // 4) + 48, 0
+    floats = PAGE * (head_dim + broad + capacity)
+    if ALONE:
+        rows = -(-group // 8) * 8
+        own = QUERY_TILE * (rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim + 256) // 4 + 16
+        floats = max(floats, few_scratch(group, head_dim) + 16)  # what `attend_page` needs is less than this
+    return capacity * (3 * head_dim + 2 * broad + 6) + floats + record + own
