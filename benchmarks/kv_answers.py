@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What an answer's kernels add to what a packed KV cache loses: the same windows read page by page, as a prompt is, and token by token.
 
-A prompt's kernels open packed pages as floats; an answer's multiply codes with rounded queries and weights. Both are held against the same
-model with a float32 cache, page by page, where a token reads packed pages.
+An answer's kernels multiply codes with rounded queries and weights; a prompt's do the same with AVX-512 where the query heads of a KV head
+fill their tiles, else they open packed pages as floats. Both are held against the same model with a float32 cache, page by page, where a
+token reads packed pages.
 
     python benchmarks/kv_answers.py --models DIR ... --text heldout.txt [--windows 64] [--no-results]
 
