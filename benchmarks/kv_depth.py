@@ -2,9 +2,9 @@
 """Decode deep in a context: our packed and 16-bit caches against llama.cpp's, same random weights of 4 bits, sides alternating in one run.
 
 Every side reads the same random tokens up to the depth once, one side after the other, which is timed as its prompt, then takes turns of
-a few tokens; ratios of decode are taken within a round, figures are medians over rounds. Ours have twins that stay near depth 0 and take turns with them, and before every turn the read roof is measured: a
-shared machine's memory changes its speed within seconds, and with what the turn before asked of it. A packed cache here has the same bits
-everywhere, as for a model without a profile.
+a few tokens; ratios of decode are taken within a round, figures are medians over rounds. Ours have twins that stay near depth 0 and take
+turns with them, and before every turn the read roof is measured: a shared machine's memory changes its speed within seconds, and with what
+the turn before asked of it. A packed cache here has the same bits everywhere, as for a model without a profile.
 
     python benchmarks/kv_depth.py [--depth 4096] [--kv 4bit 16bit] [--peers NAME ...] [--quick] [--no-results]
 
@@ -68,7 +68,8 @@ def main() -> None:
         ratio = median(a / b for a, b in zip(rates[first], rates[other], strict=True))
         figures.append(Figure(f"vs_{key}", f"{first} against {other}", f"decode at depth {options.depth}", ratio, "x"))
     figures += [Figure(f"deep {side.name}", side.name, f"depth {options.depth}", median(rates[side.name]), "tok/s") for side in sides]
-    figures += [Figure(f"prompt {name}", name, f"a prompt of {options.depth} tokens, once", rate, "tok/s") for name, rate in prompts.items()]
+    prompt = f"a prompt of {options.depth} tokens, once"
+    figures += [Figure(f"prompt {name}", name, prompt, rate, "tok/s") for name, rate in prompts.items()]
     for side, twin in zip(sides, twins):
         kept = median(a / b for a, b in zip(rates[side.name], rates[twin.name], strict=True))
         share = median(rate * facts["bytes_per_pass"] / read for rate, read in zip(rates[twin.name], roofs[twin.name], strict=True))
