@@ -10,9 +10,10 @@ import pytest
 
 from effllm import UsageError
 from effllm.kernels.compile import cpu_features
+from effllm.kernels.cpu import kv_many
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.kv_many import ALONE
-from effllm.kernels.cpu.kv_scratch import EIGHT
+from effllm.kernels.cpu.kv_scratch import EIGHT, few_scratch
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import codec
@@ -252,3 +253,11 @@ def test_scores_that_are_no_numbers_show(rows):
 
 def test_all_widths_on_this_machine():
     kv_samples.check_all()
+
+
+@pytest.mark.parametrize("head_dim", (16, 64, 80, 128, 256))
+@pytest.mark.parametrize("group", (2, 3, 5, 8, 12, 33, 71))
+def test_a_prompts_page_has_room_where_its_keys_lie(group, head_dim):
+    """`attend_page` over K, V and S of a tile; what it is given for one token alone holds its queries too."""
+    keys = kv_many.packed_scratch(group, 1, head_dim)
+    assert few_scratch(group, head_dim) < PAGE * (2 * head_dim + 32 * group) < keys

@@ -13,6 +13,7 @@ from numpy import float32
 from ..compile import kernel
 from ..deferred import inlined
 from ..kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
+from ..layout import PAGE
 from .arithmetic import MINUS_INF, ZERO
 from .attention import (
     BLOCKS,
@@ -24,7 +25,6 @@ from .attention import (
     HEADS,
     KV_HEADS,
     OUT,
-    PAGE,
     POSITION,
     QUERY_TILE,
     SCALE,
@@ -54,7 +54,7 @@ from .kv_attention import BACK, CHANNEL_SCALE, TABLES, TURN, _broad, _parts, _re
 from .kv_bytes import MOST_K, MOST_V
 from .kv_few import MEAN_K, MEAN_V, attend_page
 from .kv_record import float_keys, float_values, open_keys, open_values, opened_end, opened_nbytes
-from .kv_scratch import few_scratch, line, query_places, row_places, tile_rows
+from .kv_scratch import line, query_places, row_places, tile_rows
 from .kv_sides import header_bits, load_kv, read_widths
 
 # Of the rows of its tiles that a token has to fill to be multiplied by itself, by bytes and by 16-bit numbers, in eighths: else a tile of
@@ -111,7 +111,7 @@ def attend_packed_many(args, worker, counter):
 
     Scratch per worker: Q[rows, D], turned Q[rows, wide D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O exact and
     packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[20], an opened record, the queries of every token as
-    `load_kv` leaves them. What `attend_page` needs beside them lies where K does.
+    `load_kv` leaves them. What `attend_page` needs beside them lies where K does: at most a third of K, V and S, of any shape.
     """
     a = i64_at(args)
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
@@ -208,9 +208,8 @@ def packed_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     unit = TILE_ROWS * LOW_ROWS
     capacity = -(-QUERY_TILE * group // unit) * unit
     record, own = -(-opened_nbytes(head_dim) // 4) + 48, 0
-    floats = PAGE * (head_dim + broad + capacity)
-    if ALONE:
-        rows = -(-group // 8) * 8
+    tile = 8 if group > 4 else 4
+    rows = -(-group // tile) * tile
+    if ALONE and 8 * group >= ROWS_OF_EIGHT * rows:
         own = QUERY_TILE * (rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim + 256) // 4 + 16
-        floats = max(floats, few_scratch(group, head_dim) + 16)  # what `attend_page` needs is less than this
-    return capacity * (3 * head_dim + 2 * broad + 6) + floats + record + own
+    return capacity * (3 * head_dim + 2 * broad + PAGE + 6) + PAGE * (head_dim + broad) + record + own
