@@ -176,20 +176,22 @@ def _overhead(threads: int) -> Figure:
 
 
 def _attention(threads: int, kv: str) -> Figure:
-    """A token at depth 1024 against one at the start, the second pass over a prompt against the first, and a token behind as many pages
-    as no cache holds against one at depth 1024. The short ones are taken in turns: what disturbs the machine for a while then disturbs
-    not one of them alone."""
+    """A token at depth 1024 against one at the start, the third pass over a prompt against the second, which sees as many exact tokens of a
+    packed cache, and a token behind as many pages as no cache holds against one at depth 1024. The short ones are taken in turns: what
+    disturbs the machine for a while then disturbs not one of them alone."""
     width = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"] * ATTENTION_LAYERS
-    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, DEPTH + 2 * TOKENS, kv=kv)
+    engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, max(DEPTH, 3 * PROMPT) + 2 * TOKENS, kv=kv)
 
     def run() -> list[float]:
         engine.reset()
         engine.forward_logits(_ids(4))
         shallow = _each_s(engine, TOKENS)
-        return [*_passes_s(engine, DEPTH)[:2], shallow, _each_s(engine, TOKENS)]
+        _passes_s(engine, DEPTH)
+        near = _each_s(engine, TOKENS)
+        return [*_passes_s(engine, 3 * PROMPT)[1:3], shallow, near]
 
     try:
-        first, second, shallow, near = _settled(run)
+        second, third, shallow, near = _settled(run)
         page_nbytes = engine.cache.sealed_nbytes
     finally:
         engine.close()
@@ -201,10 +203,9 @@ def _attention(threads: int, kv: str) -> Figure:
         deep = _token_s(engine, DEEP_TOKENS)
     finally:
         engine.close()
-    # The chunks differ by what the second one sees of the first: depth/2 queries times depth/2 keys.
-    seen = width * (DEPTH // 2) ** 2
+    seen = width * PROMPT**2  # by what the passes differ: every query of the third sees a chunk's keys more
     return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(near - shallow, 1e-6),
-            "prefill": seen / max(second - first, 0.02 * (first + second)), "deep": width * (held - DEPTH) / max(deep - near, 1e-6)}
+            "prefill": seen / max(third - second, 0.02 * (second + third)), "deep": width * (held - DEPTH) / max(deep - near, 1e-6)}
 
 
 def _deepen(engine: object, pages: int) -> None:
