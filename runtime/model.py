@@ -38,7 +38,7 @@ from .streamed import StreamedWeights, Streams
 from .tensors import ModelTensor, check_tensors
 
 Tap = Callable[[str, int, object], None]
-REPEATED = 8  # tokens of a pass at most that may come again: an answer's, or a draft's
+REPEATED = 8  # tokens at most of a pass that may come again, an answer's or a draft's: kernels take more as a prompt
 
 
 def no_tap(name: str, layer: int, value: object) -> None:
@@ -99,7 +99,8 @@ class Model:
         self.block = families.get(config.family).block
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
-        self._ids, self._repeated = {}, {}  # of passes that are repeated, by tokens: where ids are read, what is returned
+        self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
+        self._repeated: dict[int, object] = {}  # and what is returned
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self.copied_from, self.carrier = copied_from, None  # passes of so many tokens have the host's layers copied to the card

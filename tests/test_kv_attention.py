@@ -12,7 +12,6 @@ from effllm import UsageError
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu import kv_many
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
-from effllm.kernels.cpu.kv_many import ALONE
 from effllm.kernels.cpu.kv_scratch import EIGHT, few_scratch
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
@@ -22,7 +21,7 @@ from effllm.runtime.cache import CacheShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import kv_samples
-from kv_samples import FINE, Stream, excess, fine_error, moments_basis, packed_cache, relative, worst_error
+from kv_samples import FINE, Stream, as_they_lie, excess, fine_error, moments_basis, packed_cache, relative, worst_error
 from test_instruction_sets import X86, child, runs_here
 
 
@@ -34,8 +33,10 @@ def pool():
 
 
 @pytest.mark.parametrize("kv", ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v8"))
-def test_every_width_equals_softmax_over_the_decoded_pages(pool, kv):
-    assert worst_error(pool, kv) < 5e-3
+@pytest.mark.parametrize("heads", (2, 8))
+def test_every_width_equals_softmax_over_the_decoded_pages(pool, kv, heads):
+    """With one query head to a KV head prompts open pages everywhere."""
+    assert worst_error(pool, kv, heads=heads) < 5e-3
 
 
 @pytest.mark.parametrize("kv", ("8bit", "6bit"))
@@ -126,9 +127,7 @@ def test_a_prompt_reads_packed_pages_as_an_answer_does(pool, kv, heads, kv_heads
     for _ in range(40):
         single.run(1, compare=False)
     assert prompt.cache.sealed == single.cache.sealed == 2
-    rows = next(rows for rows in (4, 8, 16) if rows >= heads // kv_heads)
-    as_they_lie = ALONE and heads // kv_heads >= (rows / 2 if kv in ("4bit", "2bit") else 7 * rows / 8)
-    assert relative(prompt.out[420:460], single.out[420:460]) < (1e-5 if as_they_lie else 0.2)
+    assert relative(prompt.out[420:460], single.out[420:460]) < (1e-5 if as_they_lie(kv, heads // kv_heads) else 0.03)
 
 
 @pytest.mark.parametrize("kv", ("4bit", "8bit"))
@@ -144,12 +143,14 @@ def test_a_prompts_bits_do_not_depend_on_its_tiles(pool, kv):
 
 
 @pytest.mark.parametrize("tokens", (1, 64, 64 + PAGE - 1, 64 + PAGE, 64 + PAGE + 1, 64 + PAGE + 16, 64 + PAGE + 17, 600))
-def test_page_edges(pool, tokens):
-    stream = Stream(packed_cache(pool, basis=moments_basis(2, 64)), 8, tokens)
+@pytest.mark.parametrize("heads", (2, 8))
+def test_page_edges(pool, tokens, heads):
+    stream = Stream(packed_cache(pool, heads=heads, basis=moments_basis(2, 64)), heads, tokens)
     stream.run(tokens)
-    exact = Stream(packed_cache(pool, "32bit"), 8, tokens)
-    exact.run(tokens, compare=False)
-    assert excess(stream, exact, "4bit", slice(0, tokens), ALONE) < 5e-3
+    whole = Stream(packed_cache(pool, "32bit", heads), heads, tokens)
+    whole.run(tokens, compare=False)
+    lie = as_they_lie("4bit", heads // 2)
+    assert excess(stream, whole, "4bit", slice(0, tokens), lie) < 5e-3 and (lie or np.abs(stream.out - stream.want).max() < 2e-2)
     assert stream.cache.sealed == max(0, (tokens - 64 - 16) // PAGE)
     packed = stream.cache.codecs[0].layout(2, 64).layer_page_nbytes * stream.cache.sealed
     exact = tokens - PAGE * stream.cache.sealed - 64  # behind the sinks; these fill one part of a slot
@@ -202,14 +203,15 @@ def test_nan_in_a_query_shows(pool, kv, softcap):
     assert np.isnan(out[1]).all() and np.isfinite(out[[0, 2, 3, 4, 5, 6, 7]]).all()
 
 
-def test_truncating_into_a_sealed_page_goes_back_to_its_beginning(pool):
-    stream = Stream(packed_cache(pool), 8, 600)
+@pytest.mark.parametrize("heads", (2, 8))
+def test_truncating_into_a_sealed_page_goes_back_to_its_beginning(pool, heads):
+    stream = Stream(packed_cache(pool, heads=heads), heads, 600)
     stream.run(600, compare=False)
     cache = stream.cache
     assert cache.sealed == 4 and cache.truncate(400) == 64 + 2 * PAGE and cache.sealed == 2
     again = np.array(stream.out)
     stream.run(600 - cache.n)
-    most = 0.1 if ALONE else 2e-2  # what is multiplied as it lies is rounded
+    most = 0.1 if as_they_lie("4bit", heads // 2) else 2e-2  # what is multiplied as it lies is rounded
     assert np.abs(stream.out[320:] - stream.want[320:]).max() < most and np.abs(stream.out[320:] - again[320:]).max() < 0.3
 
 

@@ -178,3 +178,14 @@ def test_a_folder_that_cannot_be_written_costs_the_memory_alone(tmp_path: Path, 
         {"figure": "memory", "best": 2e9, "median": 1e9, "alone": 1e9}, OVERHEAD)))
     *_, found = roofs.probe(Wanted(2), Roofs(None, None))
     assert found.machine.unrest == 0.5 and roofs.known(Wanted(2)).machine is None
+
+
+@pytest.mark.parametrize("kv", ("16bit", "8bit", "4bit"))
+def test_a_prompts_second_and_third_pass_differ_by_what_a_chunk_holds(kv: str) -> None:
+    """What the probe of attention counts on: both take PROMPT tokens."""
+    engine = child._engine(child.ATTENTIVE, 1, 1, 3 * child.PROMPT + 16, kv=kv)
+    try:
+        held = [engine.cache.n for _ in engine.prefill(child._ids(3 * child.PROMPT))]
+        assert held[0] < child.PROMPT and np.diff(held[:3]).tolist() == [child.PROMPT] * 2
+    finally:
+        engine.close()

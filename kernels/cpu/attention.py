@@ -185,6 +185,14 @@ def _with_sink(a, head, m, l):
     return l + exp(f32_at(a[SINKS])[head] - m) if a[SINKS] != 0 else l
 
 
+@inlined()
+def query_tile(job, kv_heads, tokens):
+    """Of a block of work of a prompt's chunk the KV head, the tile of QUERY_TILE tokens, its first token and how many it has. Later tiles
+    see more blocks: handing them out first keeps the threads even."""
+    tile = (tokens + QUERY_TILE - 1) // QUERY_TILE - 1 - job // kv_heads
+    return job % kv_heads, tile, tile * QUERY_TILE, min(QUERY_TILE, tokens - tile * QUERY_TILE)
+
+
 @kernel({"contract"})
 def attend_many(args, worker, counter):
     """A tile of QUERY_TILE tokens of one KV head at a time, all blocks in order.
@@ -208,10 +216,7 @@ def attend_many(args, worker, counter):
         job = fetch_add(counter, 1)
         if job >= kv_heads * tiles:
             return
-        # Later tiles see more blocks: handing them out first keeps the threads even.
-        kv, tile = job % kv_heads, tiles - 1 - job // kv_heads
-        begin_token = tile * QUERY_TILE
-        here = min(QUERY_TILE, tokens - begin_token)
+        kv, tile, begin_token, here = query_tile(job, kv_heads, tokens)
         rows = here * group
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         o = part + 4 * capacity * broad

@@ -46,6 +46,7 @@ from .attention import (
     _softmax_row,
     _visible,
     _with_sink,
+    query_tile,
 )
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
 from .int8_ir import INSTRUCTION_SET
@@ -57,16 +58,16 @@ from .kv_record import float_keys, float_values, open_keys, open_values, opened_
 from .kv_scratch import line, query_places, row_places, tile_rows
 from .kv_sides import header_bits, load_kv, read_widths
 
-# Of the rows of its tiles that a token has to fill to be multiplied by itself, by bytes and by 16-bit numbers, in eighths: else a tile of
-# float32, which holds many tokens, is faster, as it is with 32-byte vectors (docs/ARCHITECTURE.md).
-ALONE = INSTRUCTION_SET == "avx512"
+# Are packed pages multiplied as they lie? With 32-byte vectors a tile of float32, which holds many tokens, is faster; so it is where a
+# token fills fewer rows of its own tiles than this, in eighths, by bytes and by 16-bit numbers (docs/ARCHITECTURE.md).
+AS_THEY_LIE = INSTRUCTION_SET == "avx512"
 ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE = 4, 7
 
 
 @inlined()
 def _as_it_lies(record, group, padded, groups, widths):
     """Is a record multiplied token by token? `widths`: room for its groups' bits."""
-    if not ALONE or not u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
+    if not AS_THEY_LIE or not u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
         return False
     most_k, most_v = read_widths(record, widths, groups)
     by_bytes = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K and most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
@@ -135,10 +136,7 @@ def attend_packed_many(args, worker, counter):
         job = fetch_add(counter, 1)
         if job >= kv_heads * tiles:
             return
-        # Later tiles see more blocks: handing them out first keeps the threads even.
-        kv, tile = job % kv_heads, tiles - 1 - job // kv_heads
-        begin_token = tile * QUERY_TILE
-        here = min(QUERY_TILE, tokens - begin_token)
+        kv, tile, begin_token, here = query_tile(job, kv_heads, tokens)
         rows = here * group
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         _load_queries(a, query, kv, begin_token, rows, capacity)
@@ -210,6 +208,6 @@ def packed_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     record, own = -(-opened_nbytes(head_dim) // 4) + 48, 0
     tile = 8 if group > 4 else 4
     rows = -(-group // tile) * tile
-    if ALONE and 8 * group >= ROWS_OF_EIGHT * rows:
+    if AS_THEY_LIE and 8 * group >= ROWS_OF_EIGHT * rows:
         own = QUERY_TILE * (rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim + 256) // 4 + 16
     return capacity * (3 * head_dim + 2 * broad + PAGE + 6) + PAGE * (head_dim + broad) + record + own

@@ -93,10 +93,7 @@ class LayerPages:
         self._attend_at, self._write_at = address(self._attend), address(self._write)
 
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
-        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64.
-
-        Once per forward pass.
-        """
+        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`; both int64."""
         ops = self.ops
         self._write[: attention.W_ROWS + 1] = ops.at(k), ops.at(v), len(k), *ops.addresses_of_step(slots, rows)
         ops.run(attention.write_kv, self._write_at, k.size >= SHARE_FROM, self._write)
