@@ -96,7 +96,7 @@ def main() -> None:
         sys.exit(f"{options.other} is no checkout in a folder called {HERE.parent.name}")
     described = subprocess.run(["git", "describe", "--always", "--abbrev=10"], cwd=other, capture_output=True, text=True, check=True)
     before = described.stdout.strip()
-    ctx = options.depth + (options.rounds + 1) * TURN * sum(options.tokens) if options.depth else CTX
+    ctx = options.depth + (options.rounds + 1) * TURN * sum(options.tokens) if options.depth else max(CTX, max(options.tokens) + 1)
     sides = [Side(each, options.model.resolve(), options.threads, options.depth, ctx, options.kv) for each in (other, HERE.parent)]
     figures, target = [], f", for {os.environ['NUMBA_CPU_NAME']}" if "NUMBA_CPU_NAME" in os.environ else ""
     for tokens in options.tokens:
