@@ -101,7 +101,7 @@ def main() -> None:
     figures, target = [], f", for {os.environ['NUMBA_CPU_NAME']}" if "NUMBA_CPU_NAME" in os.environ else ""
     for tokens in options.tokens:
         rounds = [[side.seconds(tokens) for side in sides] for _ in range(options.rounds + 1)][1:]  # the first wakes the threads
-        where = f", after {options.depth} tokens, --kv {options.kv}" if options.depth else ""
+        where = f"{f', after {options.depth} tokens' if options.depth else ''}, --kv {options.kv}"
         conditions = f"{options.model.name}, {options.threads} threads, {options.rounds} rounds{where}{target}"
         figures += [Figure(f"ratio_{tokens}", f"{tokens} tokens, against {before}", conditions, median(a / b for a, b in rounds), "×"),
                     Figure(f"before_{tokens}", f"{tokens} tokens, {before}", conditions, 1e3 * median(a for a, _ in rounds), "ms"),

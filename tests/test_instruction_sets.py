@@ -21,7 +21,7 @@ import pytest
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
-from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
+from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET, SIX_BITS
 from effllm.kernels.deferred import compiler
 from effllm.kernels.tiles import scales_nbytes
 from effllm.quant.spec import QuantSpec
@@ -40,13 +40,17 @@ TARGETS = {
     "avx2": ("haswell", AVX2, ("avx2", "fma", "f16c")),
     "avx2vnni": ("alderlake", f"{AVX2},+avxvnni", ("avx2", "avxvnni")),
     "avx512": ("znver4", f"{AVX512},+avx512bw", ("avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl", "avx512vnni")),
+    "avx512vbmi": ("znver4", f"{AVX512},+avx512bw,+avx512vbmi",
+                   ("avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl", "avx512vnni", "avx512vbmi")),
 }
+OWN = "avx512vbmi" if SIX_BITS else INSTRUCTION_SET
 if "avx512vnni" in cpu_features() and "avxvnni" not in cpu_features():  # 256-bit vectors of the instruction's other encoding
     TARGETS["avx2vnni"] = ("cascadelake", f"{AVX512},-avx512bw", ("avx512f", "avx512dq", "avx512cd", "avx512vl", "avx512vnni"))
 # What multiplies, as the assembler writes it.
 DOT = {"avx512": r"vpdpbusd\t.*%zmm", "avx2vnni": r"vpdpbusd\t.*%ymm", "avx2": r"vpmaddubsw\t.*%ymm", "portable": r"pmaddwd|pmullw|pmull"}
-LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("symmetric8:32", "plain"), ("super4:32", "super"),
-         ("super5:32", "super"), ("signed6:16", "signed"))
+DOT["avx512vbmi"] = DOT["avx512"]
+LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("codebook2:16", "codebook"), ("symmetric8:32", "plain"),
+         ("super4:32", "super"), ("super5:32", "super"), ("signed6:16", "signed"))
 
 pytestmark = pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
 
@@ -64,7 +68,7 @@ def child(code: str, folder: Path | None = None, forced: str | None = None, emul
     prelude = f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
     if forced is not None:
         environment |= {"NUMBA_CPU_NAME": TARGETS[forced][0], "NUMBA_CPU_FEATURES": TARGETS[forced][1]}
-        prelude += f"from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET as found\nassert found == {forced!r}, found\n"
+        prelude += f"import test_instruction_sets as t\nassert t.OWN == {forced!r}, t.OWN\n"
     if emulated is not None:
         prelude += f"import emulated_instructions\nemulated_instructions.pretend({emulated!r})\n"
     done = subprocess.run([sys.executable, "-P", "-c", prelude + code], env=environment, capture_output=True, text=True)
@@ -128,7 +132,7 @@ def loop_assembly() -> dict[str, str]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
     """Compiled for the set and, where the machine has it, run."""
-    if name == INSTRUCTION_SET:
+    if name == OWN:
         check_loops()
         found = loop_assembly()
     else:
@@ -139,8 +143,9 @@ def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
     for text, assembly in found.items():
         assert re.search(DOT[name], assembly), text
         # nothing wider or newer than what was asked for
-        assert name == "avx512" or "%zmm" not in assembly
-        assert name in ("avx512", "avx2vnni") or "vpdpbusd" not in assembly
+        assert name in ("avx512", "avx512vbmi") or "%zmm" not in assembly
+        assert name in ("avx512", "avx512vbmi", "avx2vnni") or "vpdpbusd" not in assembly
+        assert ("vpermb" in assembly) == (name == "avx512vbmi" and text.startswith("codebook"))
 
 
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
@@ -200,12 +205,12 @@ def test_several_columns_of_wide_vectors_keep_two_row_blocks_in_registers(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TARGETS if name != INSTRUCTION_SET])
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != OWN])
 def test_every_format_has_the_same_bytes_on(name, tmp_path):
     """Few and many columns, gated pairs, outliers and embedding rows, against this machine's own set; emulated if it lacks the other. Many
     are multiplied in another way with AVX2 than elsewhere where the codes are of up to four bits."""
-    if not runs_here(name) and "avx2" not in cpu_features():
-        pytest.skip("the emulation is written in AVX2")
+    if not runs_here(name) and ("avx2" not in cpu_features() or name == "avx512vbmi"):
+        pytest.skip("the emulation is written in AVX2, and of what it emulates all but lookups of six bits")
     code = "import json, low_bit_samples; print(json.dumps(low_bit_samples.digests()))"
     own = json.loads(child(code))
     other = json.loads(child(code, tmp_path, **{"forced" if runs_here(name) else "emulated": name}))

@@ -41,6 +41,7 @@ LANES = WIDTH // 4  # rows of a piece
 BYTES, WORDS, FLOATS = ir.VectorType(I8, WIDTH), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 HALVES = ir.VectorType(I16, WIDTH // 2)
 SPLIT_SEEDS = OFFSET_WHEN_WIDE = INSTRUCTION_SET == "avx2"
+SIX_BITS = INSTRUCTION_SET == "avx512" and "avx512vbmi" in cpu_features()  # is there a lookup that takes six bits of a byte as they are?
 assert ROWS == LANES * PIECES
 Emitting = Generator[None, None, ir.Value]  # gives a value; pauses where instructions of another such may come first
 
@@ -134,27 +135,62 @@ def shift_left(builder: ir.IRBuilder, value: ir.Value, bits: int) -> ir.Value:
 
 def unpack_tile(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
     """The eight quads of a tile as codes, one byte each, for one piece of its rows."""
+
+    def merge(raw: ir.Value, at: int, width: int, place: int, below: ir.Value | None) -> ir.Value:
+        part = shift_left(builder, shift_right(builder, raw, at, width), place)
+        return part if below is None else builder.or_(below, part)
+
+    return _quads(builder, address, bits, piece, merge)
+
+
+def _quads(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, merge: Callable[..., ir.Value]) -> list[ir.Value]:
+    """`unpack_tile`, plane by plane: merge(bytes, first bit there, how many, their place in the code, what is below it) -> bytes."""
     quads: list[ir.Value | None] = [None] * 8
-    at = shift = 0
+    at = place = 0
     for width in PLANES[bits]:
         per = 8 // width
         for vector in range(8 // per):
             raw = load(builder, offset(builder, address, at + 64 * vector + WIDTH * piece), BYTES)
             for i in range(per):
-                part = shift_left(builder, shift_right(builder, raw, width * i, width), shift)
                 j = per * vector + i
-                quads[j] = part if quads[j] is None else builder.or_(quads[j], part)
-        at, shift = at + 64 * (8 // per), shift + width
+                quads[j] = merge(raw, width * i, width, place, quads[j])
+        at, place = at + 64 * (8 // per), place + width
     return quads
 
 
-def load_table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    """The 16 levels at an address, biased by 64 so that they are unsigned: as a lookup vector (portable: one vector per level)."""
-    lane = ir.VectorType(I8, 16)
+def _choose(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Value) -> ir.Value:
+    """The bits of `one` where those of `mask` are set, of `other` elsewhere: one instruction, of which the compiler makes two."""
+    choose = function(builder, WORDS, [WORDS] * 3 + [I32], "llvm.x86.avx512.pternlog.d.512")
+    return builder.bitcast(builder.call(choose, [*(builder.bitcast(each, WORDS) for each in (one, other, mask)), I32(0xE4)]), BYTES)
+
+
+def load_table(builder: ir.IRBuilder, address: ir.Value, bits: int) -> list[ir.Value]:
+    """The levels of `bits` at an address, biased by 64 so that they are unsigned: as a lookup vector (portable: one vector per level)."""
+    lane, period = ir.VectorType(I8, 16), 1 << bits if SIX_BITS else 16
     levels = builder.add(load(builder, address, lane), constant(lane, 64))
     if INSTRUCTION_SET == "portable":
         return [splat(builder, builder.extract_element(levels, I32(i)), BYTES) for i in range(16)]
-    return [builder.shuffle_vector(levels, levels, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))]
+    return [builder.shuffle_vector(levels, levels, ir.Constant(ir.VectorType(I32, WIDTH), [i % period for i in range(WIDTH)]))]
+
+
+def levels_of_tile(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
+    """The eight quads of a tile as levels + 64, by what `load_table` made.
+
+    Where a lookup takes six bits of a byte the table repeats itself, and what lies above a code there need not be taken away.
+    """
+    if not SIX_BITS:
+        return [look_up(builder, table, each, bits) for each in unpack_tile(builder, address, bits, piece)]
+
+    def merge(raw: ir.Value, at: int, width: int, place: int, below: ir.Value | None) -> ir.Value:
+        halves = builder.bitcast(raw, HALVES)
+        moved = builder.lshr(halves, constant(HALVES, at - place)) if at > place else builder.shl(halves, constant(HALVES, place - at))
+        part = builder.bitcast(moved, BYTES) if at != place else raw
+        if below is None:
+            return part
+        return _choose(builder, below, part, constant(BYTES, (1 << place) - 1))
+
+    permute = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx512.permvar.qi.512")
+    return [builder.call(permute, [table[0], each]) for each in _quads(builder, address, bits, piece, merge)]
 
 
 def look_up(builder: ir.IRBuilder, table: list[ir.Value], codes: ir.Value, bits: int) -> ir.Value:

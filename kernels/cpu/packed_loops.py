@@ -12,12 +12,13 @@ What `single` became, read from the assembly, in instructions per 64 weights:
 
                 codebook 4    3     2   8 bits
     avx512             7.4   9.2   7.1   6.6    one `vpdpbusd`, for a codebook one `vpshufb` and one `vpandq`; nothing spilled
-    avx512, znver5     8.4  10.2   8.1   8.0    the same of one row block: each activation is read for that alone
+    avx512, vbmi       6.4   8.3   6.2   6.7    one `vpdpbusd`, for a codebook one `vpermb`, which takes codes with what lies above them
+    the same, znver5   7.5   9.4   7.3   8.1    of one row block: each activation is read for that alone
     avx2vnni          16.5  22.9  16.2   9.1    two of each, for half as many bytes
     avx2              19.3  26.1  19.1  18.6    two `vpmaddubsw` and two `vpmaddwd`; with 8 bits two `vpsignb` and two `vpabsb` more
 
-At 4 bits with AVX-512 the rest is half a load, half a `vpsrlw` and, per 512 weights, 16 for scales and sums. Sixteen registers do not hold
-a tile's activations beside two row blocks: with 32-byte vectors about one instruction in six goes to the stack.
+At 4 bits with AVX-512 the rest is half a load, half a `vpsrlw`, half a load of activations and, per 512 weights, 16 for scales and sums.
+Sixteen registers do not hold a tile's activations beside two row blocks: with 32-byte vectors one instruction in six goes to the stack.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from .int8_ir import (
     WORDS,
     ask,
     constant,
+    levels_of_tile,
     load,
     load_table,
-    look_up,
     offset,
     side_by_side,
     splat,
@@ -98,10 +99,18 @@ def end_loop(builder: ir.IRBuilder, blocks: tuple, counter: ir.Value, end: ir.Va
     builder.position_at_end(done)
 
 
-def tables_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+def tables_of(builder: ir.IRBuilder, way: str, address: ir.Value, bits: int = 4) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Levels of `bits`, for `weights_of`, and steps, of ways that have them."""
     if way not in WITH_LEVELS:
         return [], []
-    return load_table(builder, address), steps_table(builder, offset(builder, address, LEVELS_NBYTES)) if way == CODEBOOK else []
+    return load_table(builder, address, bits), steps_table(builder, offset(builder, address, LEVELS_NBYTES)) if way == CODEBOOK else []
+
+
+def weights_of(builder: ir.IRBuilder, way: str, levels: list[ir.Value], address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
+    """The eight quads of a tile as unsigned bytes: codes, or levels + 64."""
+    if way in WITH_LEVELS:
+        return levels_of_tile(builder, levels, address, bits, piece)
+    return unpack_tile(builder, address, bits, piece)
 
 
 def single(bits: int, way: str, streams: int = STREAMS):
@@ -122,7 +131,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
             slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
             codes, scales, zeros, nexts = ([slot(table, part * streams + s) for s in range(streams)] for part in range(4))
             x_codes, x_scales, x_seeds = (slot(x, i) for i in range(3))
-            levels, steps = tables_of(builder, way, tables)
+            levels, steps = tables_of(builder, way, tables, bits)
             zero, end = constant(FLOATS, 0.0), builder.mul(tiles, I64(tile_nbytes(bits)))
             blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, zero)] * (streams * PIECES))
             seeds = seeds_of(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
@@ -136,9 +145,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
                 here = builder.icmp_signed("<", behind, I64(0))
                 ask(builder, builder.select(here, offset(builder, at, AHEAD), builder.add(nexts[s], behind)), tile_nbytes(bits))
                 for piece in range(PIECES):
-                    quads = unpack_tile(builder, at, bits, piece)
-                    if way in WITH_LEVELS:
-                        quads = [look_up(builder, levels, each, bits) for each in quads]
+                    quads = weights_of(builder, way, levels, at, bits, piece)
                     part = tile_of(builder, way, steps, *places, piece, most)
                     updated += side_by_side([part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece])])
             end_loop(builder, blocks, tile, tiles, totals, updated)
@@ -161,14 +168,13 @@ def expand(bits: int, way: str):
 
         def codegen(context, builder, signature, args):
             codes, tables, tiles, out = args
-            levels, _ = tables_of(builder, way, tables)
+            levels, _ = tables_of(builder, way, tables, bits)
             blocks, tile, _ = begin_loop(builder, "expand", I64(0), [])
             at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
             to = builder.add(out, builder.mul(tile, I64(64 * 8)))
             ask(builder, offset(builder, at, NEXT), tile_nbytes(bits))
             for piece in range(PIECES):
-                for j, quad in enumerate(unpack_tile(builder, at, bits, piece)):
-                    value = look_up(builder, levels, quad, bits) if way in WITH_LEVELS else quad
+                for j, value in enumerate(weights_of(builder, way, levels, at, bits, piece)):
                     if bits == 8 and OFFSET_WHEN_WIDE:
                         value = builder.xor(value, constant(BYTES, 128))
                     store(builder, value, offset(builder, to, 64 * j + WIDTH * piece), WIDTH)

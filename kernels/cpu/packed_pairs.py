@@ -20,10 +20,10 @@ from llvmlite import ir
 from ..deferred import intrinsic, types
 from ..target import target
 from ..tiles import tile_nbytes
-from .int8_ir import BYTES, FLOATS, INSTRUCTION_SET, WIDTH, ask, load, look_up, offset, side_by_side, splat, store, unpack_tile
+from .int8_ir import BYTES, FLOATS, INSTRUCTION_SET, WIDTH, ask, load, offset, side_by_side, splat, store
 from .intrinsics import F32, I64
 from .packed_factors import places_of, tile_of
-from .packed_loops import MOST_LEVEL, SUMS_NBYTES, WITH_LEVELS, begin_loop, end_loop, quads_of_x, seeds_of, tables_of
+from .packed_loops import MOST_LEVEL, SUMS_NBYTES, WITH_LEVELS, begin_loop, end_loop, quads_of_x, seeds_of, tables_of, weights_of
 from .packed_turns import next_column
 
 IN_PAIRS = INSTRUCTION_SET == "avx512"  # is this the way here?
@@ -75,7 +75,7 @@ def pairs(bits: int, way: str):
 
         def codegen(context, builder, signature, args):
             count, together, table, tables, x, tiles, shift, zero_shift, sums = args
-            levels, steps = tables_of(builder, way, tables)
+            levels, steps = tables_of(builder, way, tables, bits)
             nbytes, end = builder.mul(count, I64(STRIDE)), builder.mul(tiles, I64(tile_nbytes(bits)))
             slots = [[load(builder, offset(builder, table, 8 * (PAIR * part + r)), I64, 8) for part in range(5)] for r in range(PAIR)]
             blocks = [_RowBlock(*own, offset(builder, sums, SUMS_NBYTES * r)) for r, own in enumerate(slots)]
@@ -90,8 +90,7 @@ def pairs(bits: int, way: str):
                     ask(builder, wanted, tile_nbytes(bits))
                     places = places_of(builder, way, own.scales, own.zeros, tile, shift, zero_shift)
                     ask(builder, builder.add(own.next_scales, builder.sub(places[0], own.scales)), 64)
-                    quads = unpack_tile(builder, at, bits, 0)
-                    weights.append([look_up(builder, levels, each, bits) for each in quads] if way in WITH_LEVELS else quads)
+                    weights.append(weights_of(builder, way, levels, at, bits, 0))
                     parts.append(tile_of(builder, way, steps, *places, 0, most))
                 records, spots = builder.add(x, builder.mul(tile, nbytes)), [own.sums for own in together]
                 _columns_go_by(builder, way, weights, parts, spots, records, nbytes)
