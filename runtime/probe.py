@@ -7,6 +7,7 @@ The child has the memory for it, and what it takes is not there when a plan is m
     attention   products a second of attention, per precision of the cache: for one token over a short context and over what lies beyond,
                 in memory, and for a prompt
     kind        of weights in one format: bytes a second for one token, from memory and from a cache, products a second for a prompt
+    failed      in the place of one that could not be measured: `what`, and `why`
 
 The last three are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them.
 Run as `python -m effllm.runtime.probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
@@ -46,16 +48,20 @@ Figure = dict[str, object]
 
 
 def measure(threads: int, kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> Iterator[Figure]:
-    """The figures of the module's list, measured in a child as they are asked for. What fails there is left out."""
+    """The figures of the module's list, measured in a child as they are asked for."""
     asked = json.dumps({"threads": threads, "kinds": list(kinds), "kv": list(kv), "base": base})
-    with subprocess.Popen([sys.executable, "-P", "-m", __spec__.name, asked], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                          text=True) as child:
+    with tempfile.TemporaryFile("w+", errors="replace") as said, subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name, asked], stdout=subprocess.PIPE, stderr=said, text=True) as child:
         for line in child.stdout:
             yield json.loads(line)
+        if child.wait():
+            said.seek(0)
+            last = said.read().strip().splitlines()[-1:] or [f"it ended with {child.returncode}"]
+            yield {"figure": "failed", "what": "the rest", "why": last[0]}
 
 
 def count(kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> int:
-    """Lines that `measure` yields when nothing fails."""
+    """Lines that `measure` yields, unless its child ends early."""
     return 2 * base + len(kinds) + len(kv)
 
 
@@ -287,8 +293,8 @@ def main(asked: str) -> None:
                 found = each(item)
                 tell(found)
                 fastest = max(fastest, found["decode"] if name == "kinds" else 0.0)
-            except (EffllmError, MemoryError):  # unknown here, the rest is not
-                continue
+            except (EffllmError, MemoryError) as error:  # unknown here, the rest is not
+                tell({"figure": "failed", "what": item, "why": str(error) or "not enough memory"})
     if wish["base"]:  # at both ends: on a shared machine the roof moves within seconds, and how far it moved is part of what is told
         tell(_memory(threads, passes, fastest))
 

@@ -22,7 +22,7 @@ from ..kernels.compile import cache_key, cache_root
 from ..offload import disk, hardware
 from ..offload.disk import Disk, DiskRead
 from ..offload.predict import KindRate, Rates
-from .events import Progress
+from .events import Notice, Progress
 
 FORMAT, VERSION = "effllm-roofs", 2
 FILE = "roofs.json"
@@ -114,9 +114,9 @@ def _lacks_base(here: MachineRoofs | None) -> bool:
     return here is None or here.choice_s is None
 
 
-def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[Progress | Roofs]:
+def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[Progress | Notice | Roofs]:
     """Measure what is lacking, add it to `roofs` and keep it; `everything`: the machine's base figures too, known or not. Yields progress,
-    then what is known now. What cannot be measured stays unknown."""
+    then what is known now. What cannot be measured stays unknown, and that is said."""
     from ..kernels import warm
     from . import probe as child
 
@@ -125,12 +125,16 @@ def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[P
             yield Progress("compiling kernels (first run only)", done, count, "kernels")
     base = everything or _lacks_base(roofs.machine)
     total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
-    phase, figures = "measuring this machine", []
+    phase, figures, done = "measuring this machine", [], 0
     yield Progress(phase, 0, total, "figures")
     if base or lacking.kinds or lacking.kv:
         for figure in child.measure(lacking.threads, lacking.kinds, lacking.kv, base):
-            figures.append(figure)
-            yield Progress(phase, len(figures), total, "figures")
+            if figure["figure"] == "failed":
+                yield Notice(f"not measured, and so not predicted: {figure['what']} ({figure['why']})")
+            else:
+                figures.append(figure)
+            done = min(total, done + 1)
+            yield Progress(phase, done, total, "figures")
         roofs = replace(roofs, machine=_keep_machine(lacking.threads, figures))
     if lacking.file is not None:
         try:

@@ -14,7 +14,7 @@ from effllm.kernels.layout import PAGE
 from effllm.offload.predict import KindRate
 from effllm.runtime import probe as child
 from effllm.runtime import roofs
-from effllm.runtime.events import Progress
+from effllm.runtime.events import Notice, Progress
 from effllm.runtime.roofs import Roofs, Wanted
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
@@ -167,8 +167,16 @@ def test_a_probe_whose_child_fails_keeps_what_was_known(kept: Path, monkeypatch:
     assert json.loads(kept.read_text())["machines"][roofs._machine_key(2)] == MACHINE
 
 
-def test_a_format_that_nobody_knows_is_left_out(kept: Path) -> None:
-    assert [figure["kind"] for figure in child.measure(1, ("nonsense", "f99"), (), base=False)] == []
+def test_a_format_that_nobody_knows_is_left_out_with_its_reason(kept: Path) -> None:
+    *items, found = roofs.probe(Wanted(1, ("nonsense",)), Roofs(roofs._machine(MACHINE), None))
+    said = [item.text for item in items if isinstance(item, Notice)]
+    assert len(said) == 1 and said[0].startswith("not measured, and so not predicted: nonsense (") and "nonsense" in said[0].split("(")[1]
+    assert [item.done for item in items if isinstance(item, Progress)][-1] == 1
+
+
+def test_a_child_that_breaks_off_is_said(kept: Path) -> None:
+    figures = list(child.measure(0, ("bf16",), (), base=False))  # no pool has no workers
+    assert figures[-1]["figure"] == "failed" and figures[-1]["what"] == "the rest" and "Error" in figures[-1]["why"], figures
 
 
 def test_a_folder_that_cannot_be_written_costs_the_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
