@@ -16,8 +16,11 @@ class EffllmError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
+        super().__init__(message, hint)
         self.message, self.hint = message, hint
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class UsageError(EffllmError):
@@ -52,6 +55,14 @@ class DownloadFailed(EffllmError):
     """The network or the hub failed, or the machine is offline."""
 
     exit_code = 6
+
+
+def typed(text: object) -> str:
+    """A path or a name as it is typed in a shell, for next steps that are copied."""
+    said = str(text)
+    if said and all(letter.isalnum() or letter in "@%+=:,./-_" for letter in said):
+        return said
+    return "'" + said.replace("'", "'\"'\"'") + "'"
 
 
 def lacks_room(error: OSError) -> bool:

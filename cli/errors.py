@@ -56,8 +56,9 @@ def describe(error: Exception) -> tuple[str, str, int]:
         return "memory ran out", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
-        code = DiskFull.exit_code if lacks_room(error) else 1
-        return f"{where}{error.strerror}", "--debug shows where this happened", code
+        if lacks_room(error):
+            return f"{where}{error.strerror}", "free some space, or send what is written elsewhere", DiskFull.exit_code
+        return f"{where}{error.strerror}", "--debug shows where this happened", 1
     text = str(error)
     return f"internal error: {type(error).__name__}{f': {text}' if text else ''}", "--debug shows the traceback", 1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from .. import ModelNotFound, UsageError
+from .. import ModelNotFound, UsageError, typed
 from .options import WeightFlags, most_tokens
 from .screen import Screen
 
@@ -88,7 +88,7 @@ def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None
 
         demand_format(wanted)
     elif isinstance(weights, WeightFlags) and weights.keep and "keep" not in weights.settled:
-        raise UsageError("--keep keeps what --bits makes", f"effllm run {text} --bits 4 --keep")
+        raise UsageError("--keep keeps what --bits makes", f"effllm run {typed(text)} --bits 4 --keep")
     return wanted
 
 
@@ -140,7 +140,7 @@ def where_typing_shows(screen: Screen, model: str) -> TextIO:
     environment = screen.environment
     visible = next((stream for stream in (environment.stdout, environment.stderr) if environment.is_terminal(stream)), None)
     if visible is None:
-        raise UsageError("a chat needs a terminal to show what you type", f'effllm run {model} "your prompt"')
+        raise UsageError("a chat needs a terminal to show what you type", f'effllm run {typed(model)} "your prompt"')
     return visible
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import DoesNotFit, ModelNotFound, UsageError
+from .. import DoesNotFit, ModelNotFound, UsageError, typed
 from .flags import add_command, flag, is_typed
 from .loading import follow, last
 from .options import MEMORY, OUTPUT, Json, Model, Yes
@@ -84,7 +84,7 @@ def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = F
 def chosen_bits(variant: str | None, bits: int | None, keep: bool, model: str) -> str | None:
     """The format of the name or of --bits, judged."""
     if keep and bits is None and variant is None:
-        raise UsageError("--keep keeps the published weights beside what --bits makes", f"effllm pull {model} --bits 4 --keep")
+        raise UsageError("--keep keeps the published weights beside what --bits makes", f"effllm pull {typed(model)} --bits 4 --keep")
     given = f"{bits}bit" if bits is not None else None
     if variant and given and variant != given:
         raise UsageError(f"{model} and --bits {bits} disagree", "give one of them")

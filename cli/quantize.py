@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .. import EffllmError, UsageError
+from .. import EffllmError, UsageError, typed
 from .eval import WINDOW, read_text
 from .flags import add_command, flag
 from .loading import find, follow, last, open_with_progress
@@ -171,7 +171,7 @@ def profile(folder: Path, text: str | None, threads: int | None, screen: Screen)
     except EffllmError as error:
         screen.note(f"no profile for --kv: {error.message}")
     except KeyboardInterrupt:
-        screen.note(f"the model is whole; effllm eval kv-profile {folder} records the profile for --kv")
+        screen.note(f"the model is whole; effllm eval kv-profile {typed(folder)} records the profile for --kv")
         raise
 
 
@@ -243,4 +243,4 @@ def say_result(made: Converted, quality: KldResult | None, screen: Screen) -> No
         screen.pairs((("perplexity", f"{quality.ppl_ref:.4f} before, {quality.ppl:.4f} after"),
                       ("KL divergence", f"mean {quality.kld_mean:.3g}, median {quality.kld_median:.3g}, 99% below {quality.kld_p99:.3g}"),
                       ("same top token", f"{100 * quality.same_top:.2f}%")))
-    screen.note(f"{made.folder}: made in {about(made.seconds)}; effllm run {made.folder}")
+    screen.note(f"{made.folder}: made in {about(made.seconds)}; effllm run {typed(made.folder)}")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .. import UsageError
+from .. import UsageError, typed
 from .flags import add_command, flag
 from .options import OUTPUT, Json, Model, Yes
 from .screen import Screen
@@ -45,7 +45,7 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
         part = ", partly downloaded," if removal.is_part else ""
         what = f"{removal.folder} ({size}){part} is in the hub cache, which other programs share"
         if not screen.environment.can_ask:
-            raise UsageError(what, f"-y removes it: effllm rm {model} -y")
+            raise UsageError(what, f"-y removes it: effllm rm {typed(model)} -y")
         if not screen.ask(f"{what}. Remove it?", bare=False):
             screen.note("nothing was removed")
             return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import UsageError
+from .. import UsageError, typed
 from .errors import INTERRUPTED
 from .flags import add_command, flag, is_typed
 from .habits import remark_on_number
@@ -56,7 +56,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     remark_on_number(answer, screen)
     text = read_prompt(prompt, file, screen)
     if text is None and (json or raw or ignore_eos):
-        raise UsageError("no prompt", f'effllm run {model} "your prompt"')
+        raise UsageError("no prompt", f'effllm run {typed(model)} "your prompt"')
     if text is not None:
         screen.environment.demand_stdout()
     else:

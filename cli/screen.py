@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
 from typing import TYPE_CHECKING
 
 from ..runtime.stream_filters import TerminalFilter, sanitize
@@ -121,12 +122,12 @@ class Screen:
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         styled = self.environment.is_styled(self.environment.stdout)
-        console = Console(file=self.environment.stdout, width=self.environment.width if self._safe else 10_000, force_terminal=styled,
+        drawn = StringIO()  # the library would write to the stream itself, and not know what to say where that fails
+        console = Console(file=drawn, width=self.environment.width if self._safe else 10_000, force_terminal=styled,
                           no_color=not styled, highlight=False, _environ=self.environment.variables)
-        with console.capture() as capture:
-            console.print(table)
+        console.print(table)
         self.clear()
-        self.environment.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+        self.environment.write("".join(f"{line.rstrip()}\n" for line in drawn.getvalue().splitlines()))
 
     def pairs(self, pairs: Iterable[tuple[str, str]]) -> None:
         """`name  value` lines of a report."""

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from .. import ModelNotFound, UsageError, not_written
+from .. import ModelNotFound, UsageError, not_written, typed
 from . import hub, storage
 from .config_reader import ConfigError, Keys, show
 
@@ -168,4 +168,4 @@ def _write(env: Mapping[str, str], entries: list[CatalogEntry]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         storage.write_aside(path, text)
     except OSError as error:
-        raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {path.parent}") from error
+        raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {typed(path.parent)}") from error

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import EffllmError, ModelNotFound, UsageError
+from .. import EffllmError, ModelNotFound, UsageError, typed
 from ..offload.header import is_gguf
 from ..offload.size import format_size
 from . import hub, storage, unfinished
@@ -99,7 +99,8 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
             return _of_folder(ModelRef(text, path, variant=reference.variant))
         present = path.exists()
     except OSError as error:
-        raise ModelNotFound(f"{show(text)} cannot be read: {error.strerror}", f"check its permissions: ls -ld {path.parent}") from error
+        raise ModelNotFound(f"{show(text)} cannot be read: {error.strerror}",
+                            f"check its permissions: ls -ld {typed(path.parent)}") from error
     if not present:
         others = names.models(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import EffllmError, UsageError, not_written
+from .. import EffllmError, UsageError, not_written, typed
 from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
 from ..quant.kv_basis import KVBasis
@@ -81,7 +81,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     target, arrays = profile_paths(path)
     if not target.exists():
         return None
-    again = REMEDY.format(path)
+    again = REMEDY.format(typed(path))
     try:
         raw = read_json(target)
     except EffllmError as error:  # what helps a config, to fetch the model again, does not help here

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import EffllmError, ModelNotFound, UsageError
+from .. import EffllmError, ModelNotFound, UsageError, typed
 from ..offload.header import is_gguf
 from . import hub, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
@@ -227,7 +227,7 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
                          f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
     model = _local(text, ref.folder, "", ref.licence, ref.revision)
     if model is None:
-        raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {text} says why")
+        raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {typed(text)} says why")
     params = f"{model.params / 1e9:.2f}B" if model.params >= 1e9 else f"{model.params / 1e6:.2f}M"
     # A file of a repository is a path too: its link, because a blob's own name ends in no .gguf.
     cached = ref.repo is not None and reference.file is None and hub.cache_folder(env) in ref.folder.parents

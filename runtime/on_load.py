@@ -1,5 +1,8 @@
 """Low-bit weights made while a model is loaded: into a private temporary folder, or into the person's data folder to be found again.
 
+They are made in a process of their own (`python -m effllm.runtime.on_load`): what that takes is not there when the run is planned, so
+that a plan, which makes nothing, says what the run does.
+
 A temporary folder is locked by the process that made it and removed when that ends; one whose process was killed is removed by the next
 run that makes one.
 """
@@ -8,14 +11,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pickle
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import UsageError, not_written
+from .. import EffllmError, UsageError, not_written
 from ..offload.size import format_size
 from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
@@ -64,11 +71,49 @@ def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice 
                                             ("revision", request.ref.revision),
                                             ("licence", request.ref.licence or licence_of(request.ref.folder))) if value}
     options = ConvertOptions(Recipe(spec), request.bits, threads=request.threads, source=source)
-    for item in convert(request.ref.folder, out, options):
+    for item in _apart(request.ref.folder, out, options):
         if isinstance(item, Converted):
             where = f"kept in {out}" if request.keep else "for this run only; --keep keeps it"
             yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.file_nbytes)}, {where}")
         yield item
+
+
+def _apart(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progress | Notice | Converted]:
+    """`convert` in a child, which stops where this is closed. Raises what that raises."""
+    with subprocess.Popen([sys.executable, "-P", "-m", __spec__.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            pickle.dump((folder, out, options), child.stdin)
+            child.stdin.close()
+            while True:
+                item = pickle.load(child.stdout)
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            if (code := child.wait()) != 0:
+                raise EffllmError(f"quantizing stopped: its process ended with {code}",
+                                  "with less memory in use it may go through; what it made is kept, and goes on from there") from None
+        finally:
+            child.terminate()
+
+
+def main() -> None:
+    """The child: an order on stdin, events and at last what was raised on stdout, pickled."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent knows what to do, and ends this
+    out, sys.stdout = sys.stdout.buffer, sys.stderr
+
+    def tell(item: object) -> None:
+        pickle.dump(item, out)
+        out.flush()
+
+    with suppress(BrokenPipeError):  # nobody listens any more
+        try:
+            for item in convert(*pickle.load(sys.stdin.buffer)):
+                tell(item)
+        except (EffllmError, OSError, MemoryError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            tell(error)
 
 
 @contextmanager
@@ -106,3 +151,7 @@ def _remove_unlocked(folder: Path) -> None:
         return
     finally:
         os.close(lock)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import DoesNotFit, EffllmError, UsageError
+from .. import DoesNotFit, EffllmError, UsageError, typed
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
@@ -262,7 +262,7 @@ def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig
     found = None if folder is None else load_predictors(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
     if found is None:
         raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",
-                         f"effllm calibrate-sparsity {folder} --predictor 64 trains what does")
+                         f"effllm calibrate-sparsity {typed(folder)} --predictor 64 trains what does")
     return found
 
 
@@ -319,7 +319,7 @@ def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotF
     """The error with the reason why weights cannot be left on the disk."""
     hint = error.hint
     if parts.kept_for and folder is not None:
-        hint = f"effllm quantize {folder} -o DIR --bits 4 makes a folder that runs from the disk"
+        hint = f"effllm quantize {typed(folder)} -o DIR --bits 4 makes a folder that runs from the disk"
     return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
 
 

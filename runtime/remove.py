@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import EffllmError, ModelNotFound, UsageError
+from .. import EffllmError, ModelNotFound, UsageError, typed
 from ..offload.header import is_gguf
 from ..offload.writer import is_being_written
 from . import half_made, hub, storage, unfinished
@@ -84,7 +84,7 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     if entry is not None and not entry.own:
         raise UsageError(f"{entry.alias} comes with effllm", "it goes with the program: pip uninstall effllm")
     if folder.is_file():
-        raise UsageError(f"{folder} is a file that effllm does not keep track of", f"rm {folder}")
+        raise UsageError(f"{folder} is a file that effllm does not keep track of", f"rm {typed(folder)}")
     return _made_folder(text, folder)
 
 
@@ -107,7 +107,7 @@ def remove(removal: Removal, env: Mapping[str, str]) -> None:
             storage.forget(env, removal.folder)
     except OSError as error:
         raise EffllmError(f"{error.filename} cannot be removed: {error.strerror}",
-                          f"check its permissions: ls -ld {removal.folder}") from error
+                          f"check its permissions: ls -ld {typed(removal.folder)}") from error
 
 
 def _is_in_ours(reference: Reference, env: Mapping[str, str]) -> bool:
@@ -162,10 +162,20 @@ def _revision(reference: Reference, env: Mapping[str, str]) -> str:
 
 
 def _made_folder(text: str, folder: Path) -> Removal:
+    if folder.is_symlink():  # its files would go, and what they are in would stay
+        target = folder.resolve()
+        raise UsageError(f"{folder} is a link to {target}",
+                         f"the model: effllm rm {typed(target)}; the link alone: rm {typed(folder)}")
+    folder = Path(os.path.abspath(folder))
+    if folder == Path.cwd() or folder in Path.cwd().parents:
+        raise UsageError(f"{folder} is where you are", f"cd somewhere else, then effllm rm {typed(folder)}")
+    if not os.access(folder.parent, os.W_OK | os.X_OK):  # before a file has gone
+        raise EffllmError(f"{folder} cannot be removed from {folder.parent}: Permission denied",
+                          f"check its permissions: ls -ld {typed(folder.parent)}")
     if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
         raise UsageError(f"{folder} is no model", "effllm list shows the models that are here")
     if not (folder / storage.MARKER).is_file():
-        raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {folder}")
+        raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {typed(folder)}")
     if (other := foreign(folder)) is not None:
         raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
     # The marker last: what a kill leaves is still known for what it is.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import not_written
+from .. import not_written, typed
 from . import hub
 
 MARKER = "effllm.json"
@@ -189,7 +189,7 @@ def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]]) -> No
             known = [each for each in how(_read(path)) if (Path(each) / MARKER).is_file()]
             write_aside(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
     except OSError as error:
-        raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {path.parent}") from error
+        raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {typed(path.parent)}") from error
 
 
 def _read(path: Path) -> list[str]:
