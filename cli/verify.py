@@ -39,7 +39,12 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
         screen.json(result.to_json())
     if result.damaged:
         more = f" and {len(result.damaged) - NAMED} more" if len(result.damaged) > NAMED else ""
-        raise Damaged(f"{folder} is damaged: {result.kind.removesuffix('s')} {', '.join(result.damaged[:NAMED])}{more}",
+        verb = "are" if len(result.damaged) > 1 else "is"
+        raise Damaged(f"{folder} is damaged: {', '.join(result.damaged[:NAMED])}{more} {verb} not what was written",
                       "quantize or download it again")
     if not json:
-        screen.line(f"{several(result.count, result.kind.removesuffix('s'))}, {format_size(result.nbytes)}: all as they were written")
+        beside = f" and {several(result.files, 'file')} beside them" if result.files else ""
+        tensors = several(result.count, result.kind.removesuffix("s"))
+        screen.line(f"{tensors}, {format_size(result.nbytes)}{beside}: all as they were written")
+        if result.unknown:
+            screen.note(f"not checked, since nothing was recorded of them: {', '.join(result.unknown)}")

@@ -89,10 +89,9 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
                 done += job.before
                 yield Progress("bundling", done, total, "bytes")
             store.check_unchanged()
-            texts = {FILE: _container(jobs, writer, config, source or {}, gate_sparsity, gate_rule).to_json()}
-            if len(files) > 1:
-                texts[INDEX] = index_json(files)
-            writer.commit(copies, texts, replace)
+            texts = {INDEX: index_json(files)} if len(files) > 1 else {}
+            made = _container(jobs, writer, config, source or {}, gate_sparsity, gate_rule).with_files(copies, texts)
+            writer.commit(copies, {**texts, FILE: made.to_json()}, replace)
     rows = tuple(ClassResult(row, None) for row in _rows(jobs))
     yield Converted(out, sum(prod(tensor.shape) for job in jobs for tensor in job.sources), sum(job.before for job in jobs),
                     sum(job.stored.nbytes for job in jobs), sum(file.size for file in files), rows, time.monotonic() - started)

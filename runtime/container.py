@@ -11,9 +11,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from zlib import crc32
 
 from .. import ModelNotFound, UsageError
 from ..offload.checkpoint import CheckpointError, TensorStore
@@ -47,7 +48,8 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Container:
-    """The content of an `effllm.json`. `spec_text` is what the person asked for; `bits_per_weight` counts every tensor."""
+    """The content of an `effllm.json`. `spec_text` is what the person asked for; `bits_per_weight` counts every tensor. `files`: CRC-32 of
+    the small files that came along, config and tokenizer; none where they were not recorded."""
 
     spec_text: str
     bits_per_weight: float
@@ -56,11 +58,17 @@ class Container:
     tool: Mapping[str, object]
     method: Mapping[str, object]
     calibration: Mapping[str, object]
+    files: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_low_bit(self) -> bool:
         """Does it hold codes?"""
         return any(not stored.spec.is_raw for stored in self.tensors.values())
+
+    def with_files(self, copies: Mapping[str, Path], texts: Mapping[str, str]) -> Container:
+        """The same, of a folder into which files are copied and texts written."""
+        found = {name: crc32(path.read_bytes()) for name, path in copies.items()}
+        return replace(self, files=found | {name: crc32(text.encode()) for name, text in texts.items()})
 
     def to_json(self) -> str:
         """The text of the file, the same for the same values."""
@@ -69,7 +77,8 @@ class Container:
             tensors[stored.name] = {"spec": str(stored.spec), "shape": list(stored.shape), "crc32": stored.crc32,
                                     "error_db": None if stored.error_db is None else round(stored.error_db, 3)}
         head = {"format": FORMAT, "version": VERSION, "spec": self.spec_text, "bits_per_weight": round(self.bits_per_weight, 4),
-                "source": self.source, "tool": self.tool, "method": self.method, "calibration": self.calibration}
+                "source": self.source, "tool": self.tool, "method": self.method, "calibration": self.calibration,
+                **({"files": dict(sorted(self.files.items()))} if self.files else {})}
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in tensors.items())
         return json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "tensors": {{\n{lines}\n }}\n}}\n'
 
@@ -136,13 +145,16 @@ def parse_container(raw: Mapping[str, object], path: Path) -> Container:
         if not isinstance(value, dict):
             damaged(path, f"says {name} {shown(value)}, expected an object")
         sections.append(value)
-    return Container(spec, float(bits), {name: _tensor(name, entry, path) for name, entry in tensors.items()}, *sections)
+    files = raw.get("files", {})
+    if not isinstance(files, dict) or not all(map(_is_checksum, files.values())):
+        damaged(path, f"says files {shown(files)}, expected a checksum for each")
+    return Container(spec, float(bits), {name: _tensor(name, entry, path) for name, entry in tensors.items()}, *sections, files)
 
 
 def _tensor(name: str, entry: object, path: Path) -> StoredTensor:
     if not isinstance(entry, dict):
         damaged(path, f"describes tensor {shown(name)} by {shown(entry)}")
-    spec, shape, crc32, error = entry.get("spec"), entry.get("shape"), entry.get("crc32"), entry.get("error_db")
+    spec, shape, checksum, error = entry.get("spec"), entry.get("shape"), entry.get("crc32"), entry.get("error_db")
     if not isinstance(spec, str):
         damaged(path, f"has tensor {shown(name)} of format {shown(spec)}")
     try:
@@ -153,11 +165,11 @@ def _tensor(name: str, entry: object, path: Path) -> StoredTensor:
         damaged(path, f"has tensor {shown(name)} with an impossible shape {shown(shape)}")
     if not parsed.is_raw and (len(shape) != 2 or 0 in shape):
         damaged(path, f"has tensor {shown(name)} of format {spec} with shape {shown(shape)}, expected rows and columns")
-    if not _is_count(crc32) or crc32 >= 1 << 32:
-        damaged(path, f"has tensor {shown(name)} with an impossible checksum {shown(crc32)}")
+    if not _is_checksum(checksum):
+        damaged(path, f"has tensor {shown(name)} with an impossible checksum {shown(checksum)}")
     if error is not None and (isinstance(error, bool) or not isinstance(error, int | float) or not abs(error) < 1e6):
         damaged(path, f"has tensor {shown(name)} with an impossible error {shown(error)}")
-    return StoredTensor(name, parsed, tuple(shape), crc32, None if error is None else float(error))
+    return StoredTensor(name, parsed, tuple(shape), checksum, None if error is None else float(error))
 
 
 def check_stored(container: Container, store: TensorStore) -> None:
@@ -177,6 +189,10 @@ def _check_stored(container: Container, store: TensorStore, path: Path) -> None:
     for name, info in store.tensors.items():
         if name not in container.tensors and not name.startswith(PAD):
             damaged(info.file, f"holds tensor {shown(name)}, which {FILE} does not list")
+
+
+def _is_checksum(value: object) -> bool:
+    return _is_count(value) and value < 1 << 32
 
 
 def _is_count(value: object) -> bool:

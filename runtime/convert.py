@@ -151,10 +151,9 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 yield from converter.announce(options.spec_text)
                 yield from converter.run()
                 plan.store.check_unchanged()
-                texts = {**folder_files(plan.folder), FILE: container(plan, writer.finished, options, ids).to_json()}
-                if len(plan.files) > 1:
-                    texts[INDEX] = index_json(plan.files)
-                writer.commit(copies, texts, options.replace)
+                texts = folder_files(plan.folder) | ({INDEX: index_json(plan.files)} if len(plan.files) > 1 else {})
+                made = container(plan, writer.finished, options, ids).with_files(copies, texts)
+                writer.commit(copies, {**texts, FILE: made.to_json()}, options.replace)
                 finished = writer.finished
         finally:
             pool.close()

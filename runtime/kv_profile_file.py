@@ -64,7 +64,7 @@ def save_profile(profile: Profile, path: Path) -> Path:
         "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
     }
     try:
-        for where, data in ((arrays, raw), (target, json.dumps(content).encode())):
+        for where, data in ((arrays, raw), (target, json.dumps({**content, "sha256": _own_hash(content)}).encode())):
             part = where.with_name(f".{where.name}.partial")
             part.write_bytes(data)
             os.replace(part, where)
@@ -98,9 +98,12 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     costs, tokens, checks, auto = _costs(raw.get("costs"), shape), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
-    whole = costs is not None and raw.get("bits") == list(SIDES) and isinstance(tokens, int) and _are_rows(checks, 3)
+    whole = costs is not None and raw.get("bits") == list(SIDES) and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
     if not whole or not (auto is None or auto in SIDES):
         raise UsageError(f"{target} is damaged", again)
+    said = {key: value for key, value in raw.items() if key != "sha256"}
+    if "sha256" in raw and raw["sha256"] != _own_hash(said):  # profiles from before have none
+        raise UsageError(f"{target} is damaged: its checksum differs from what it says", again)
     values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shape, again), "<f4")
     if not np.isfinite(values).all():  # bits would be shared by what cannot be compared, without end
         raise UsageError(f"{arrays} holds NaN or infinity", again)
@@ -108,6 +111,11 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     if not all(map(_is_turned_back, bases)):
         raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
     return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto)
+
+
+def _own_hash(content: Mapping[str, object]) -> str:
+    """SHA-256 of what a profile's JSON says, but for this."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _described(shape: Sequence[object]) -> str:

@@ -162,6 +162,12 @@ def _revision(reference: Reference, env: Mapping[str, str]) -> str:
 
 
 def _made_folder(text: str, folder: Path) -> Removal:
+    if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
+        raise UsageError(f"{folder} is no model", "effllm list shows the models that are here")
+    if not (folder / storage.MARKER).is_file():
+        raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {typed(folder)}")
+    if (other := foreign(folder)) is not None:
+        raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
     if folder.is_symlink():  # its files would go, and what they are in would stay
         target = folder.resolve()
         raise UsageError(f"{folder} is a link to {target}",
@@ -172,12 +178,6 @@ def _made_folder(text: str, folder: Path) -> Removal:
     if not os.access(folder.parent, os.W_OK | os.X_OK):  # before a file has gone
         raise EffllmError(f"{folder} cannot be removed from {folder.parent}: Permission denied",
                           f"check its permissions: ls -ld {typed(folder.parent)}")
-    if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
-        raise UsageError(f"{folder} is no model", "effllm list shows the models that are here")
-    if not (folder / storage.MARKER).is_file():
-        raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {typed(folder)}")
-    if (other := foreign(folder)) is not None:
-        raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
     # The marker last: what a kill leaves is still known for what it is.
     entries = sorted(folder.iterdir(), key=lambda path: (path.name == storage.MARKER, path.name))
     return Removal(text, FOLDER, folder, tuple(entries), _nbytes(folder))

@@ -8,16 +8,20 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
 
-from .. import ModelNotFound, UsageError
+from .. import EffllmError, ModelNotFound, UsageError
 from ..offload.part_file import Digest
 from ..offload.running_hash import matches
-from .container import check_stored, read_container
+from .config import read_config
+from .container import Container, check_stored, read_container
 from .events import Progress
 from .gguf.names import all_parts
+from .hub import SETTINGS
+from .kv_profile_file import load_profile, profile_paths
 from .source import open_store
 
 PIECE = 8 << 20
@@ -26,15 +30,19 @@ BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class Verified:
-    """`damaged` names the tensors (or `kind` files) whose bytes are not those that were written."""
+    """`damaged` names the tensors (or `kind` files) whose bytes are not those that were written, and of small files beside tensors those
+    that are not what they were; so many were looked at (`files`), and `unknown` were not recorded."""
 
     count: int
     nbytes: int
     damaged: tuple[str, ...]
     kind: str = "tensors"
+    files: int = 0
+    unknown: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        return {self.kind: self.count, "bytes": self.nbytes, "damaged": list(self.damaged)}
+        beside = {"files": self.files, "not_recorded": list(self.unknown)} if self.kind == "tensors" else {}
+        return {self.kind: self.count, "bytes": self.nbytes, "damaged": list(self.damaged), **beside}
 
 
 def verify(folder: Path) -> Iterator[Progress | Verified]:
@@ -70,7 +78,28 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
             if crc != stored.crc32:
                 damaged.append(stored.name)
         store.check_unchanged()
-    yield Verified(len(container.tensors), total, tuple(damaged))
+    wrong, count, unknown = _small_files(folder, container)
+    yield Verified(len(container.tensors), total, (*damaged, *wrong), files=count, unknown=unknown)
+
+
+def _small_files(folder: Path, container: Container) -> tuple[list[str], int, tuple[str, ...]]:
+    """Files beside the tensors: those that are not what was recorded, how many were looked at, and those of which nothing was."""
+    wrong = []
+    for name, checksum in container.files.items():
+        try:
+            if zlib.crc32((folder / name).read_bytes()) != checksum:
+                wrong.append(name)
+        except OSError:
+            wrong.append(name)
+    count, profile = len(container.files), profile_paths(folder)[0]
+    if profile.exists():
+        count += 1
+        try:
+            load_profile(folder, read_config(folder))
+        except EffllmError:
+            wrong.append(profile.name)
+    present = {each.name for each in folder.iterdir() if any(fnmatch(each.name, pattern) for pattern in SETTINGS)}
+    return wrong, count, tuple(sorted(present - container.files.keys()))
 
 
 def downloaded(model: Path) -> dict[str, Digest]:

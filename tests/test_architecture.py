@@ -50,7 +50,7 @@ CONFINED = {
     "lm_eval": ("runtime/harness.py",),
 }
 # Programs of their own that report to effllm through a pipe.
-CHILD_PROCESSES = {"kernels/warm.py", "kernels/choice.py", "runtime/probe.py"}
+CHILD_PROCESSES = {"kernels/warm.py", "kernels/choice.py", "runtime/on_load.py", "runtime/probe.py"}
 # Test tools that must never become a part of the product.
 NEVER_IMPORTED = {"transformers", "pytest", "hypothesis", "pexpect", "safetensors.torch", "gguf"}
 LONGEST_FILE = 400

@@ -244,6 +244,30 @@ def test_verify_names_the_damaged_tensor(tmp_path: Path, made: Path) -> None:
     assert ran.code == 1 and json.loads(ran.out)["damaged"] == list(places)
 
 
+@pytest.mark.parametrize(("name", "old", "new"), [("tokenizer.json", b"a", b"b"), ("config.json", b"silu", b"gelu"),
+                                                  ("kv_profile.json", b"", b"{}"), ("tokenizer.json", None, None)])
+def test_verify_looks_at_the_small_files_too(tmp_path: Path, made: Path, name: str, old: bytes | None, new: bytes | None) -> None:
+    folder = copy(made, tmp_path / "damaged")
+    if old is None:
+        (folder / name).unlink()
+    else:
+        whole = (folder / name).read_bytes() if old else b""
+        assert old in whole
+        (folder / name).write_bytes(whole.replace(old, new, 1))
+    assert f"is damaged: {name} is not what was written" in Ran("verify", folder).refused(1)
+
+
+def test_verify_says_what_was_not_recorded(tmp_path: Path, made: Path) -> None:
+    folder = copy(made, tmp_path / "before")
+    content = json.loads((folder / "effllm.json").read_text())
+    assert {"config.json", "tokenizer.json"} <= content.pop("files").keys()
+    (folder / "effllm.json").write_text(json.dumps(content))
+    ran = Ran("verify", folder)
+    assert ran.code == 0 and "not checked, since nothing was recorded of them: config.json" in ran.err
+    (folder / "effllm.json").write_text(json.dumps(content | {"files": {"config.json": -1}}))
+    assert "expected a checksum for each" in Ran("verify", folder).refused(1)
+
+
 def test_headers_and_the_record_are_checked_on_load_too(tmp_path: Path, made: Path) -> None:
     cut = copy(made, tmp_path / "cut")
     os.truncate(cut / "model.safetensors", 100_000)
@@ -279,6 +303,24 @@ def test_a_quantized_folder_runs_alone_and_on_load_says_the_same(made: Path, pri
         assert ran.out == stored.out, ran.err
         assert "quantized on load to" in ran.err and "--keep" in ran.err
     assert not list((private / "tmp").iterdir()) and not (private / "data").exists()
+
+
+def test_a_plan_says_what_a_run_that_quantizes_takes(private: Path) -> None:
+    """What quantizing takes is gone when the run is planned."""
+    commands = (("plan", "fable", "--no-probe"), ("run", "fable", "--raw", "hi", "-n", "2"))
+    done = [subprocess.run([sys.executable, "-P", "-m", "effllm", *words, "--bits", "2", "--json"], capture_output=True, text=True)
+            for words in commands]
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    plan, ran = (json.loads(each.stdout) for each in done)
+    assert abs(plan["total_bytes"] - ran["memory"]["planned_bytes"]) < 2 << 20
+
+
+def test_quantizing_on_load_fails_as_it_does_by_itself(tmp_path: Path, private: Path) -> None:
+    folder = copy(FABLE, tmp_path / "cut")
+    os.truncate(folder / "model.safetensors", 100_000)
+    said = [Ran(*words).refused(1) for words in (("quantize", folder, "-o", tmp_path / "out", "--bits", "4"),
+                                                 ("run", folder, "hi", "--bits", "4"))]
+    assert said[0] == said[1] and not list((private / "tmp").iterdir())
 
 
 def test_keep_is_found_again(private: Path) -> None:

@@ -261,6 +261,7 @@ def test_bits_that_break_a_twin_are_refused_with_the_number(tmp_path: Path) -> N
 def spoilt(folder: Path, tmp_path: Path, **changes: object) -> Path:
     copy = shutil.copytree(folder, tmp_path / "copy")
     raw = json.loads((copy / FILE).read_text())
+    del raw["sha256"]  # as in profiles from before
     (copy / FILE).write_text(json.dumps(raw | changes))
     return copy
 
@@ -278,6 +279,15 @@ def test_a_profile_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, ch
     with pytest.raises(UsageError, match=message) as refused:
         load_profile(copy, read_config(copy))
     assert refused.value.hint
+
+
+def test_a_profile_of_which_a_figure_was_altered_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    raw = json.loads((copy / FILE).read_text())
+    (copy / FILE).write_text(json.dumps(raw | {"auto": 2}))
+    with pytest.raises(UsageError, match="is damaged: its checksum differs from what it says") as refused:
+        load_profile(copy, read_config(copy))
+    assert "kv-profile" in refused.value.hint
 
 
 @pytest.mark.parametrize("keep", [0, 700])

@@ -225,10 +225,10 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                         if (part := held[name].part) is not None:
                             part.restart(keep=len(held[name].head))
                         del held[name]
-                texts = {storage.MARKER: container(planned, writer.finished, options, ()).to_json()}
-                if len(planned.files) > 1:
-                    texts[RESULT_INDEX] = index_json(planned.files)
-                writer.commit(copied(source.path), texts)
+                texts = {RESULT_INDEX: index_json(planned.files)} if len(planned.files) > 1 else {}
+                copies = copied(source.path)
+                made = container(planned, writer.finished, options, ()).with_files(copies, texts)
+                writer.commit(copies, {**texts, storage.MARKER: made.to_json()})
         finally:
             pool.close()
 

@@ -1,0 +1,55 @@
+"""`effllm rm` of a model that is reached another way than by its folder's path: nothing goes that was not named."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from pulls import Person
+
+from effllm.quant.recipe import Recipe
+from effllm.quant.spec import QuantSpec
+from effllm.runtime.convert import ConvertOptions, convert
+
+FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "model"
+    for _ in convert(FABLE, out, ConvertOptions(Recipe(QuantSpec.parse("8bit")), "8bit")):
+        continue
+    return out
+
+
+def held(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("flags", [(), ("-y",), ("--dry-run",)])
+def test_a_link_to_a_model_is_refused_with_both_commands(made: Path, tmp_path: Path, person: Person, flags: tuple[str, ...]) -> None:
+    link, before = tmp_path / "a link", held(made)
+    link.symlink_to(made)
+    ran = person.types("rm", link, *flags)
+    assert f"is a link to {made}" in ran.refused(2) and held(made) == before
+    assert f"effllm rm {made}; the link alone: rm '{link}'" in ran.err
+
+
+def test_the_folder_that_one_is_in_stays(made: Path, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = held(made)
+    for here, name in ((made, "."), (made.parent, "model/../model/.")):
+        monkeypatch.chdir(here)
+        if here == made:
+            assert "is where you are" in person.types("rm", name).refused(2)
+    assert held(made) == before
+    copy = shutil.copytree(made, made.parent / "copy")
+    monkeypatch.chdir(made.parent)
+    assert person.types("rm", "copy/../copy/.").code == 0 and not copy.exists()
+
+
+def test_a_parent_that_may_not_be_written_is_found_before_a_file_goes(made: Path, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = held(made)
+    monkeypatch.setattr("effllm.runtime.remove.os.access", lambda path, mode: Path(path) != made.parent)
+    assert "cannot be removed from" in person.types("rm", made).refused(1) and held(made) == before
