@@ -109,6 +109,13 @@ class Environment:
         colour, not for codes that only a screen understands."""
         return self.is_terminal(stream) and self.variables.get("TERM") != "dumb"
 
+    @cached_property
+    def streams_are_one(self) -> bool:
+        """Whether stdout and stderr go to the same file or pipe, as with `2>&1`."""
+        with contextlib.suppress(OSError, ValueError):  # such as streams of a test, which have no descriptors
+            return os.path.sameopenfile(self.stdout.fileno(), self.stderr.fileno())
+        return False
+
     @property
     def can_ask(self) -> bool:
         """A question needs someone to read it and someone to answer."""

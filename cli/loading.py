@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from .. import ModelNotFound, UsageError, typed
+from .. import EffllmError, ModelNotFound, UsageError, typed
 from .options import WeightFlags, most_tokens
+from .prompt import typed_text
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving
 
     SamplerSettings.from_generation_config({}, **sampling.said())
     StopStrings(answer.stop or ())
+    for text, what in ((answer.system or "", "--system"), *((each, "--stop") for each in answer.stop or ())):
+        typed_text(text, what)
     most_tokens(answer.predict)
     options = engine.options(overflow=answer.overflow)
     for size in (options.ram, options.vram, options.kv_ram, options.disk, saving.session_disk or DISK):
@@ -235,7 +238,16 @@ def last(items: Iterable[Result]) -> Result:
 
 def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
     """The flags with the folder of the draft model in place of its name."""
-    return engine if engine.draft is None else replace(engine, draft=str(find(engine.draft, screen).folder))
+    if engine.draft is None:
+        return engine
+    try:
+        return replace(engine, draft=str(find(engine.draft, screen).folder))
+    except EffllmError as error:
+        if "draft" in engine.settled:
+            from .settings import place
+
+            raise type(error)(f"{place(screen.environment, 'draft')}: {error.message}", error.hint) from error
+        raise
 
 
 @contextmanager

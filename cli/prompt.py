@@ -33,7 +33,7 @@ def read_prompt(argument: str | None, file: str | None, screen: Screen) -> str |
     elif is_fed(environment.stdin):
         parts.append(read_patiently(environment, screen))
     if argument is not None:
-        parts.append(argument)
+        parts.append(typed_text(argument, "the prompt"))
     text = PARTS.join(part for part in (without_last_newline(part) for part in parts) if part)
     if not text.strip():
         raise UsageError("the prompt is empty", 'effllm run MODEL "your prompt"')
@@ -75,6 +75,13 @@ def decoded(data: bytes, source: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{source} is not UTF-8 text (byte {error.start})", "convert it, as with `iconv -t utf-8`") from error
+
+
+def typed_text(text: str, what: str) -> str:
+    """What was typed on the command line. Raises UsageError for bytes that are no UTF-8, which Python hands on as lone surrogates."""
+    if any("\udc80" <= letter <= "\udcff" for letter in text):
+        raise UsageError(f"{what} is not UTF-8 text", "check the terminal's encoding (`locale`), or give it in a file with -f")
+    return text
 
 
 def without_last_newline(text: str) -> str:

@@ -139,7 +139,7 @@ class Screen:
         """One line: a decision, a fallback, a figure. In a narrower terminal it is broken between words and goes on `hang` columns in."""
         self.clear()
         self.end_thinking()
-        if self._answer_open and self._safe:
+        if self._answer_open and (self._safe or self.environment.streams_are_one):
             self.environment.write("\n")
             self._answer_open = False
         text = sanitize(text).replace("\n", " ")

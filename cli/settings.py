@@ -68,7 +68,8 @@ def demand_usable(key: str, value: object, where: str) -> None:
     group, field, _ = known()[key]
     own: dict[str, Callable[[Any], object]] = {
         "bits": lambda bits: demand_format(f"{bits}bit"), "predict": most_tokens, "stop": StopStrings, "session": check_name,
-        **dict.fromkeys(("ram", "vram", "kv_ram", "disk", "session_disk"), parse_size),
+        **dict.fromkeys(("vram", "kv_ram", "disk", "session_disk"), parse_size),
+        "ram": lambda ram: (parse_size(ram), EngineOptions(ram=ram)),
         # one alone may not go with 16 bits
         **dict.fromkeys(("cache_k", "cache_v"), lambda kind: EngineOptions(cache_k=kind, cache_v=kind))}
     try:

@@ -191,8 +191,9 @@ class Engine:
                              "the tokenizer is of another model")
         if len(ids) >= self.n_ctx:
             if self.options.overflow != "shift" or self.n_ctx < 4:
+                more = "" if self.n_ctx >= self.config.context_length else " raise -c,"
                 raise ContextOverflow(f"the prompt has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {self.n_ctx}",
-                                      "shorten it, raise -c, or --overflow shift to drop the middle")
+                                      f"shorten it,{more} or --overflow shift to drop the middle")
             ids = self._shortened(ids)
         held = common_prefix(self.tokens, ids)
         held, said = self.recall(ids, self.cache.truncate(min(held, len(ids) - 1)))

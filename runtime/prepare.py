@@ -21,7 +21,7 @@ from ..offload.plan import Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from . import devices, kv_disk
-from .bundles import is_bundled, is_lossy
+from .bundles import SPARSE, is_bundled, is_lossy
 from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .container import Container, read_container
@@ -195,6 +195,10 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     notices += streams.notices if isinstance(streams, PagedExperts) else ()
     if predictors is not None and not placement.slots:
         notices.append(Fallback("--predict-neurons changes nothing: no neurons come from the disk"))
+    if container is None or not container.is_low_bit:
+        asked_for = {"exact": options.exact and "--exact", "kernel": options.kernel == "lut" and "--kernel lut"}
+        notices += [Fallback(f"{flag} changes nothing: this model has no low-bit weights") for name, flag in asked_for.items()
+                    if flag and name not in options.preset]
     notices += [Fallback(f"--kv {options.kv}: {said}")] if (said := cache.unpacked(shape, placement.ctx)) else []
     notices += _not_free(placement, options)
     speculating, remarks = decide(options, config, placement, draft)
@@ -260,6 +264,8 @@ def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig
     if not options.predict_neurons:
         return None
     found = None if folder is None else load_predictors(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
+    if found is None and config.hidden_act not in SPARSE:
+        raise UsageError(f"--predict-neurons: {config.hidden_act} is zero for no neuron, there is nothing to predict", "leave it out")
     if found is None:
         raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",
                          f"effllm calibrate-sparsity {typed(folder)} --predictor 64 trains what does")

@@ -330,8 +330,8 @@ class Session:
                                 (first_at or time.monotonic()) - origin, *took, drafted and engine.speculation.counts.since(drafted),
                                 engine.disk_traffic.since(read_before))
         if finish == "context":
-            yield Notice(f"the context of {engine.n_ctx} tokens is full: "
-                         "the answer ends here (-c for a larger one, --overflow shift to go on)")
+            larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
+            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
         yield Done(self.stats)
         return "".join(shown), not stops.hit, stood
 

@@ -1,0 +1,92 @@
+"""What commands say where something is wrong: the place that it comes from, and a next step that can be taken as it stands."""
+
+import io
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm import typed
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+
+FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
+STORY = "Once upon a time there was a fox who wanted to be king. " * 200
+
+
+def said(*argv: str | Path) -> tuple[int, str]:
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+    return main([str(word) for word in argv], environment), environment.stderr.getvalue()
+
+
+@pytest.mark.parametrize("text", ("plain/path-1.0_x", "org/repo@v1:4bit", "a b", "it's", "ä ö/ü", "", "$HOME", "a\nb", "~"))
+def test_what_is_typed_comes_back_through_a_shell(text: str) -> None:
+    assert shlex.split(typed(text)) == [text]
+    assert subprocess.run(["sh", "-c", f"printf %s {typed(text)}"], capture_output=True, text=True).stdout == text
+
+
+def test_paths_in_next_steps_are_quoted(tmp_path: Path) -> None:
+    folder = shutil.copytree(FABLE, tmp_path / "a model")
+    (folder / "kv_profile.json").write_text("{}")
+    assert f"effllm eval kv-profile '{folder}'" in said("run", folder, "hi", "--kv", "4bit")[1]
+    code, text = said("quantize", FABLE, "-o", tmp_path / "made here", "--bits", "8", "--no-kv-profile")
+    assert code == 0 and f"effllm run '{tmp_path / 'made here'}'" in text
+
+
+@pytest.mark.parametrize(("line", "message"), [('draft = "nope"', "there is no model 'nope'"), ('ram = "0"', "--ram 0 is 0 bytes")])
+def test_a_wrong_setting_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
+    (tmp_path / "effllm.toml").write_text(f"# mine\n{line}\n")
+    monkeypatch.chdir(tmp_path)
+    code, text = said("run", "fable", "hi")
+    assert code in (2, 3) and text.startswith(f"effllm: effllm.toml:2: {message}"), text
+
+
+@pytest.mark.parametrize("words", [("caf\udce9",), ("hi", "-s", "caf\udce9"), ("hi", "--stop", "caf\udce9")])
+def test_bytes_that_are_no_text_are_refused_wherever_they_are_typed(words: tuple[str, ...]) -> None:
+    code, text = said("run", "fable", *words)
+    assert code == 2 and "is not UTF-8 text" in text
+
+
+@pytest.mark.parametrize("flags", [("--exact",), ("--kernel", "lut")])
+def test_what_changes_nothing_is_said_and_refused_by_strict(flags: tuple[str, ...]) -> None:
+    message = f"{' '.join(flags)} changes nothing: this model has no low-bit weights"
+    code, text = said("run", "fable", "--raw", "hi", "-n", "1", *flags)
+    assert code == 0 and message in text
+    code, text = said("run", "fable", "--raw", "hi", "-n", "1", "--strict", *flags)
+    assert code == 2 and message in text
+
+
+def test_a_larger_context_is_advised_where_there_is_one() -> None:
+    for ctx, is_advised in (("512", True), ("2048", False)):
+        code, text = said("run", "fable", "--raw", STORY, "-c", ctx)
+        assert code == 5 and ("raise -c" in text) == is_advised, text
+
+
+def test_neurons_that_are_never_zero_are_not_to_be_predicted() -> None:
+    code, text = said("run", "fable", "hi", "--predict-neurons")
+    assert code == 2 and "silu is zero for no neuron" in text and "calibrate-sparsity" not in text
+
+
+def test_a_tokenizer_in_another_encoding_is_one_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = shutil.copytree(FABLE, tmp_path / "model")
+    (folder / "tokenizer.json").write_bytes(b"{\xff}")
+    code, text = said("run", folder, "hi")
+    assert code == 1 and "is not a tokenizer that can be read: byte 1 is no UTF-8" in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+@pytest.mark.parametrize("words", [("plan", "fable", "--no-probe"), ("list",), ("--help",), ("plan", "--help")])
+def test_output_that_finds_no_room_is_said(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-P", "-m", "effllm", *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 4 and "No space left on device\nhint: free some space" in done.stderr, done.stderr
+
+
+def test_a_remark_behind_an_answer_on_the_same_pipe_begins_a_line() -> None:
+    command = [sys.executable, "-P", "-m", "effllm", "run", "fable", "--raw", "Once upon a time", "-c", "20", "--temp", "0"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert "\nthe context of 20 tokens is full" in done.stdout, done.stdout
