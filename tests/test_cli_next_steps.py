@@ -29,7 +29,8 @@ def test_what_is_typed_comes_back_through_a_shell(text: str) -> None:
     assert subprocess.run(["sh", "-c", f"printf %s {typed(text)}"], capture_output=True, text=True).stdout == text
 
 
-def test_paths_in_next_steps_are_quoted(tmp_path: Path) -> None:
+def test_paths_in_next_steps_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))  # where folders that were made are noted
     folder = shutil.copytree(FABLE, tmp_path / "a model")
     (folder / "kv_profile.json").write_text("{}")
     assert f"effllm eval kv-profile '{folder}'" in said("run", folder, "hi", "--kv", "4bit")[1]
