@@ -133,7 +133,10 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
     """Flags -> options, every value judged before the model is touched."""
     from ..runtime.convert import ConvertOptions, recipe_of, target_of
 
-    if (bits, spec, target).count(None) != 2:
+    sizes = [flag for flag, value in (("--bits", bits), ("--spec", spec), ("--target", target)) if value is not None]
+    if len(sizes) > 1:
+        raise UsageError(f"{' and '.join(sizes)} are given, and each says how small", "give one of them")
+    if not sizes:
         raise UsageError("give --bits N, --spec SPEC or --target BPW", "effllm quantize MODEL -o DIR --bits 4")
     recipe = recipe_of(spec if spec is not None else f"{bits or 4}bit", rules or (), str(given["method"]))
     goal = None if target is None else target_of(target)

@@ -106,6 +106,8 @@ class EngineOptions:
             raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
         if self.exact:
             object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
+        if self.kv.isdecimal():  # as --bits takes it
+            object.__setattr__(self, "kv", f"{int(self.kv)}bit")
         if self.cache_k or self.cache_v:
             if self.kv != "16bit":
                 raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from effllm import typed
+from effllm import UsageError, typed
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.runtime.prepare import EngineOptions
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 STORY = "Once upon a time there was a fox who wanted to be king. " * 200
@@ -66,6 +67,18 @@ def test_a_larger_context_is_advised_where_there_is_one() -> None:
     for ctx, is_advised in (("512", True), ("2048", False)):
         code, text = said("run", "fable", "--raw", STORY, "-c", ctx)
         assert code == 5 and ("raise -c" in text) == is_advised, text
+
+
+def test_bits_of_a_cache_are_given_as_those_of_weights_are() -> None:
+    assert EngineOptions(kv="8").kv == "8bit"
+    for wrong in ("9", "²", ""):
+        with pytest.raises(UsageError, match="is not known"):
+            EngineOptions(kv=wrong)
+
+
+def test_two_sizes_are_named(tmp_path: Path) -> None:
+    code, text = said("quantize", "fable", "-o", tmp_path / "out", "--bits", "4", "--target", "3.4")
+    assert code == 2 and text.startswith("effllm: --bits and --target are given")
 
 
 def test_neurons_that_are_never_zero_are_not_to_be_predicted() -> None:
