@@ -23,7 +23,7 @@ from .config import ModelConfig, read_config
 from .container import DTYPES, FORMAT, VERSION, read_container
 from .families import expert_of, kind_of
 from .model import ModelTensor, check_tensors
-from .source import open_store
+from .source import is_low_bit, open_store
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")  # roles, in the order in which they are written
 OTHER = "other"  # the class of norms and biases
@@ -129,6 +129,8 @@ class ConversionPlan:
         if kept := [job for job in self.jobs if job.kept]:
             yield (f"{len(kept)} tensors stay in {kept[0].spec}, as they were published: rounding them anew would lose and save nothing "
                    "(--tensor-type for another format)")
+        if any(job.quantized and not job.kept for job in self.jobs) and is_low_bit(self.folder):
+            yield "these weights were quantized before: what that lost stays lost, this comes on top; from the published ones it is less"
         for job in self.jobs:
             if not job.quantized or (job.shape, job.spec.group) in said:
                 continue

@@ -81,6 +81,16 @@ def test_two_sizes_are_named(tmp_path: Path) -> None:
     assert code == 2 and text.startswith("effllm: --bits and --target are given")
 
 
+def test_weights_that_are_rounded_twice_are_remarked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    again = "these weights were quantized before"
+    code, text = said("export", "fable", "-o", tmp_path / "fable.gguf", "--type", "Q4_0")
+    assert code == 0
+    for source, is_again in ((tmp_path / "fable.gguf", True), ("fable", False)):
+        code, text = said("quantize", source, "-o", tmp_path / f"out-{is_again}", "--bits", "3", "--no-kv-profile")
+        assert code == 0 and (again in text) == is_again, text
+
+
 def test_neurons_that_are_never_zero_are_not_to_be_predicted() -> None:
     code, text = said("run", "fable", "hi", "--predict-neurons")
     assert code == 2 and "silu is zero for no neuron" in text and "calibrate-sparsity" not in text
