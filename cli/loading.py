@@ -246,7 +246,7 @@ def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
         if "draft" in engine.settled:
             from .settings import place
 
-            raise type(error)(f"{place(screen.environment, 'draft')}: {error.message}", error.hint) from error
+            error.message = f"{place(screen.environment, 'draft')}: {error.message}"
         raise
 
 

@@ -148,6 +148,8 @@ def parse_container(raw: Mapping[str, object], path: Path) -> Container:
     files = raw.get("files", {})
     if not isinstance(files, dict) or not all(map(_is_checksum, files.values())):
         damaged(path, f"says files {shown(files)}, expected a checksum for each")
+    if strange := [name for name in files if "/" in name or name in ("", ".", "..")]:
+        damaged(path, f"says files {shown(strange[0])}, expected the name of one beside it")
     return Container(spec, float(bits), {name: _tensor(name, entry, path) for name, entry in tensors.items()}, *sections, files)
 
 

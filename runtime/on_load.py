@@ -92,7 +92,7 @@ def _apart(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progres
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             if (code := child.wait()) != 0:
                 raise EffllmError(f"quantizing stopped: its process ended with {code}",
-                                  "with less memory in use it may go through; what it made is kept, and goes on from there") from None
+                                  "memory may have run out; effllm quantize goes on where it was stopped") from None
         finally:
             child.terminate()
 
@@ -110,9 +110,9 @@ def main() -> None:
         try:
             for item in convert(*pickle.load(sys.stdin.buffer)):
                 tell(item)
-        except (EffllmError, OSError, MemoryError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise
+        except BrokenPipeError:
+            raise
+        except Exception as error:  # whatever it is, the parent knows how that is said
             tell(error)
 
 

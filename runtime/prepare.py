@@ -107,7 +107,7 @@ class EngineOptions:
         if self.exact:
             object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
         if self.kv.isdecimal():  # as --bits takes it
-            object.__setattr__(self, "kv", f"{int(self.kv)}bit")
+            object.__setattr__(self, "kv", f"{self.kv}bit")
         if self.cache_k or self.cache_v:
             if self.kv != "16bit":
                 raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
@@ -266,7 +266,7 @@ def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig
     if not options.predict_neurons:
         return None
     found = None if folder is None else load_predictors(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
-    if found is None and config.hidden_act not in SPARSE:
+    if found is None and config.hidden_act not in SPARSE and not (folder is not None and is_lossy(read_container(folder))):
         raise UsageError(f"--predict-neurons: {config.hidden_act} is zero for no neuron, there is nothing to predict", "leave it out")
     if found is None:
         raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",

@@ -87,10 +87,10 @@ def _small_files(folder: Path, container: Container) -> tuple[list[str], int, tu
     wrong = []
     for name, checksum in container.files.items():
         try:
-            if zlib.crc32((folder / name).read_bytes()) != checksum:
-                wrong.append(name)
+            is_right = (folder / name).is_file() and zlib.crc32((folder / name).read_bytes()) == checksum
         except OSError:
-            wrong.append(name)
+            is_right = False
+        wrong += [] if is_right else [name]
     count, profile = len(container.files), profile_paths(folder)[0]
     if profile.exists():
         count += 1

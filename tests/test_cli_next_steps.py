@@ -71,7 +71,7 @@ def test_a_larger_context_is_advised_where_there_is_one() -> None:
 
 def test_bits_of_a_cache_are_given_as_those_of_weights_are() -> None:
     assert EngineOptions(kv="8").kv == "8bit"
-    for wrong in ("9", "²", ""):
+    for wrong in ("9", "²", "", "08", "9" * 5000):
         with pytest.raises(UsageError, match="is not known"):
             EngineOptions(kv=wrong)
 
@@ -94,6 +94,14 @@ def test_weights_that_are_rounded_twice_are_remarked(tmp_path: Path, monkeypatch
 def test_neurons_that_are_never_zero_are_not_to_be_predicted() -> None:
     code, text = said("run", "fable", "hi", "--predict-neurons")
     assert code == 2 and "silu is zero for no neuron" in text and "calibrate-sparsity" not in text
+
+
+def test_neurons_whose_gates_are_left_out_are_to_be_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    code, text = said("quantize", "fable", "-o", tmp_path / "out", "--bundle-ffn", "--gate-sparsity", "0.5")
+    assert code == 0, text
+    code, text = said("run", tmp_path / "out", "hi", "--predict-neurons")
+    assert code == 2 and f"effllm calibrate-sparsity {tmp_path / 'out'} --predictor 64 trains what does" in text
 
 
 def test_a_tokenizer_in_another_encoding_is_one_that_cannot_be_read(tmp_path: Path) -> None:

@@ -12,13 +12,17 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from effllm import EffllmError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.writer import partial_folder
 from effllm.quant.spec import QuantSpec
+from effllm.runtime import on_load
+from effllm.runtime.catalog import ModelRef
 from effllm.runtime.config import read_config
 from effllm.runtime.kv_profile_file import load_profile
 from effllm.runtime.on_load import LOCK, PREFIX
@@ -266,6 +270,9 @@ def test_verify_says_what_was_not_recorded(tmp_path: Path, made: Path) -> None:
     assert ran.code == 0 and "not checked, since nothing was recorded of them: config.json" in ran.err
     (folder / "effllm.json").write_text(json.dumps(content | {"files": {"config.json": -1}}))
     assert "expected a checksum for each" in Ran("verify", folder).refused(1)
+    for name in ("../config.json", "/dev/zero", "..", ""):
+        (folder / "effllm.json").write_text(json.dumps(content | {"files": {name: 1}}))
+        assert "expected the name of one beside it" in Ran("verify", folder).refused(1), name
 
 
 def test_headers_and_the_record_are_checked_on_load_too(tmp_path: Path, made: Path) -> None:
@@ -321,6 +328,25 @@ def test_quantizing_on_load_fails_as_it_does_by_itself(tmp_path: Path, private: 
     said = [Ran(*words).refused(1) for words in (("quantize", folder, "-o", tmp_path / "out", "--bits", "4"),
                                                  ("run", folder, "hi", "--bits", "4"))]
     assert said[0] == said[1] and not list((private / "tmp").iterdir())
+
+
+def test_a_child_that_is_killed_is_said(tmp_path: Path) -> None:
+    request = on_load.Request(ModelRef("fable", FABLE), "2bit", tmp_path)
+    making = on_load.quantize_on_load(request, tmp_path / "out")
+    next(making)
+    (child,) = [each for each in psutil.Process().children() if "effllm.runtime.on_load" in each.cmdline()]
+    child.kill()
+    with pytest.raises(EffllmError, match=r"quantizing stopped: its process ended with -9") as caught:
+        list(making)
+    assert "effllm quantize" in caught.value.hint and not child.is_running()
+
+
+def test_a_child_that_nobody_waits_for_any_more_ends(tmp_path: Path) -> None:
+    making = on_load.quantize_on_load(on_load.Request(ModelRef("fable", FABLE), "2bit", tmp_path), tmp_path / "out")
+    next(making)
+    (child,) = [each for each in psutil.Process().children() if "effllm.runtime.on_load" in each.cmdline()]
+    making.close()
+    assert not child.is_running()
 
 
 def test_keep_is_found_again(private: Path) -> None:
