@@ -82,10 +82,10 @@ def child(code: str, folder: Path | None = None, forced: str | None = None, emul
 @cache
 def compiled_loops() -> dict[str, object]:
     """The decode loop of a few formats, each alone in a function."""
-    from effllm.kernels.cpu import packed_loops
+    from effllm.kernels.cpu import packed_formats
 
     def build(bits: int, way: str):
-        loop = packed_loops.single(bits, way)
+        loop = packed_formats.single_for(bits, way)
 
         @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
         def run(table, tables, x, tiles, shift, zero_shift, out):
@@ -98,7 +98,7 @@ def compiled_loops() -> dict[str, object]:
 
 def check_loops() -> None:
     """Run them, and the rounding of activations before them, and hold both against the definition."""
-    from effllm.kernels.cpu import packed, packed_loops
+    from effllm.kernels.cpu import packed, packed_loops, packed_one, packed_turns
 
     depth, rows = 256, 16 * packed_loops.STREAMS
     rng = np.random.default_rng(1)
@@ -106,6 +106,11 @@ def check_loops() -> None:
     column, scales = np.zeros(depth, np.int8), np.zeros(depth // 32, np.float32)
     totals, seeds = (np.zeros(depth // 16, np.int32) for _ in range(2))
     packed.quantize_column(x.ctypes.data, depth, column.ctypes.data, scales.ctypes.data, totals.ctypes.data)
+    room = np.zeros(64 + depth // 32 * (packed_turns.RECORD + packed_one.SPREAD), np.uint8)
+    records = -(-room.ctypes.data // 64) * 64
+    spread = records + depth // 32 * packed_turns.RECORD
+    packed_turns.make_column(column.ctypes.data, scales.ctypes.data, depth // 32, packed_turns.RECORD, records)
+    packed_one.spread_records(records, depth // 32, spread)
     codes, want_scales = definition.quantize_columns(x)
     assert np.array_equal(column, codes[0]) and np.array_equal(scales, want_scales[0])
     assert np.array_equal(totals, codes.reshape(-1, 16).sum(1))
@@ -119,7 +124,7 @@ def check_loops() -> None:
         table = np.concatenate([weight.address + at.codes + streams * depth * 2 * spec.bits,
                                 weight.address + at.scales + streams * scales_nbytes(spec.scheme, spec.group, depth),
                                 np.full(len(streams), zeros.ctypes.data)])
-        of_x = np.array([column.ctypes.data, scales.ctypes.data, seeds.ctypes.data])
+        of_x = np.array([column.ctypes.data, scales.ctypes.data, seeds.ctypes.data, spread])
         out = np.zeros((1, rows), np.float32)
         loop(table.ctypes.data, weight.address + max(0, at.tables), of_x.ctypes.data, depth // 32, 0, 62, out.ctypes.data)
         assert np.array_equal(out, few(x, made, spec)), text

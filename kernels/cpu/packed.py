@@ -44,6 +44,7 @@ from .packed_matrix import (
     way_of,
     zeros_of,
 )
+from .packed_one import SPREAD, spread_records
 from .packed_pairs import FEW, IN_PAIRS, PAIR, SCALE_AT, SEEDS_AT
 from .packed_pairs import RECORD as RECORD_IN_PAIRS
 from .packed_turns import IN_TURN, make_column
@@ -82,9 +83,9 @@ def seeds_way(scheme: str, group: int) -> int:
 
 
 def scratch_nbytes(depth: int, tokens: int) -> int:
-    """Scratch of one worker: columns, and their records in whole ABREASTs."""
-    records = -(-tokens // ABREAST) * ABREAST * (-(-depth // PAD) * PAD // TILE) * RECORD
-    return 64 + COLUMNS_AT + tokens * column_nbytes(depth) + SETS_NBYTES + records
+    """Scratch of one worker: columns, and their records in whole ABREASTs; those of a single column spread out, where they are."""
+    records = max(-(-tokens // ABREAST) * ABREAST * RECORD, RECORD + SPREAD if IN_TURN else 0)
+    return 64 + COLUMNS_AT + tokens * column_nbytes(depth) + SETS_NBYTES + records * (-(-depth // PAD) * PAD // TILE)
 
 
 @inlined()
@@ -325,8 +326,8 @@ def packed_columns(args, worker, counter):
     x_nbytes = padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
     columns = scratch + COLUMNS_AT
     totals, normed = columns + padded + padded // 32 * 4 + padded // 16 * 4, columns + padded + padded // 32 * 4 + padded // 16 * 8
-    x[0], x[1], x[2] = columns, columns + padded, columns + padded + padded // 32 * 4
     records = records_at(scratch, columns + tokens * x_nbytes)
+    x[0], x[1], x[2], x[3] = columns, columns + padded, columns + padded + padded // 32 * 4, records + padded // TILE * RECORD
     works = int64(0)
     for i in range(1 if mode == GATED else a[MATRICES]):
         works += _works(a, FIRST + i * FIELDS)
@@ -354,8 +355,11 @@ def packed_columns(args, worker, counter):
             if not (several and IN_TURN):
                 for t in range(tokens):
                     make_seeds(way, totals + t * x_nbytes, x[2] + t * x_nbytes, padded // TILE)
-            if several:
+            spread = IN_TURN and not several and way == BOOK
+            if several or spread:
                 make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
+            if spread:
+                spread_records(records, padded // TILE, x[3])
         last = min(begin + STREAMS * run, blocks)
         run = (last - begin + STREAMS - 1) // STREAMS
         if mode == GATED and not several:  # all gates first, STREAMS at a time as everywhere

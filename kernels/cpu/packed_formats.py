@@ -9,6 +9,7 @@ from ..tiles import BLOCK, CODEBOOK, MXFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SI
 from . import packed_factors as ways
 from .packed_loops import columns as columns_abreast
 from .packed_loops import expand, single
+from .packed_one import single as single_book
 from .packed_pairs import IN_PAIRS, pairs
 from .packed_pairs import columns as columns_of_pairs
 from .packed_turns import IN_TURN
@@ -68,7 +69,12 @@ def _of_a_format(loop: Callable) -> Callable:
     return run
 
 
-single_of, pairs_of = _of_a_format(single), _of_a_format(pairs)
+def single_for(bits: int, way: str) -> Callable:
+    """The loop of one column of a format."""
+    return single_book(bits) if IN_TURN and way == ways.CODEBOOK else single(bits, way)
+
+
+single_of, pairs_of = _of_a_format(single_for), _of_a_format(pairs)
 _expand_exponent4 = expand(4, ways.EXPONENTS)
 _expand_book4, _expand_book3, _expand_book2 = (expand(bits, ways.CODEBOOK) for bits in (4, 3, 2))
 _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))

@@ -6,7 +6,7 @@ neither on its neighbours nor on the other columns, the threads or the instructi
 
 `single` unpacks in registers and multiplies at once with one column. For more columns `expand` unpacks a stretch into a buffer in the
 first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once. `packed_turns.py` has the
-`columns` of AVX2 without a four-way dot product, `packed_pairs.py` what AVX-512 does.
+`columns` of AVX2 without a four-way dot product, `packed_one.py` the `single` of its codebooks, `packed_pairs.py` what AVX-512 does.
 
 What `single` became, read from the assembly, in instructions per 64 weights:
 
@@ -113,6 +113,15 @@ def weights_of(builder: ir.IRBuilder, way: str, levels: list[ir.Value], address:
     return unpack_tile(builder, address, bits, piece)
 
 
+def tile_at(builder: ir.IRBuilder, codes: ir.Value, following: ir.Value, tile: ir.Value, tiles: ir.Value, nbytes: int) -> ir.Value:
+    """Where a tile of a row block lies. The one AHEAD of it is asked for: behind the last, of what is read next."""
+    passed = builder.mul(tile, I64(nbytes))
+    at, behind = builder.add(codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), builder.mul(tiles, I64(nbytes)))
+    here = builder.icmp_signed("<", behind, I64(0))
+    ask(builder, builder.select(here, offset(builder, at, AHEAD), builder.add(following, behind)), nbytes)
+    return at
+
+
 def single(bits: int, way: str, streams: int = STREAMS):
     """The decode loop of one format."""
 
@@ -132,7 +141,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
             codes, scales, zeros, nexts = ([slot(table, part * streams + s) for s in range(streams)] for part in range(4))
             x_codes, x_scales, x_seeds = (slot(x, i) for i in range(3))
             levels, steps = tables_of(builder, way, tables, bits)
-            zero, end = constant(FLOATS, 0.0), builder.mul(tiles, I64(tile_nbytes(bits)))
+            zero = constant(FLOATS, 0.0)
             blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, zero)] * (streams * PIECES))
             seeds = seeds_of(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
             x_scale = splat(builder, load(builder, builder.add(x_scales, builder.mul(tile, I64(4))), F32, 4), FLOATS)
@@ -140,10 +149,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
             most, updated = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1, []
             for s in range(streams):
                 places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
-                at = builder.add(codes[s], builder.mul(tile, I64(tile_nbytes(bits))))
-                behind = builder.sub(builder.add(builder.mul(tile, I64(tile_nbytes(bits))), I64(AHEAD)), end)
-                here = builder.icmp_signed("<", behind, I64(0))
-                ask(builder, builder.select(here, offset(builder, at, AHEAD), builder.add(nexts[s], behind)), tile_nbytes(bits))
+                at = tile_at(builder, codes[s], nexts[s], tile, tiles, tile_nbytes(bits))
                 for piece in range(PIECES):
                     quads = weights_of(builder, way, levels, at, bits, piece)
                     part = tile_of(builder, way, steps, *places, piece, most)

@@ -109,11 +109,11 @@ class _Record:
         return self.builder.bitcast(self._word(place), FLOATS)
 
 
-def _pair_up(builder: ir.IRBuilder, quad: ir.Value, x: ir.Value) -> ir.Value:
+def pair_up(builder: ir.IRBuilder, quad: ir.Value, x: ir.Value) -> ir.Value:
     return builder.call(function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw"), [quad, x])
 
 
-def _scale_up(builder: ir.IRBuilder, pairs: ir.Value, steps: ir.Value) -> ir.Value:
+def scale_up(builder: ir.IRBuilder, pairs: ir.Value, steps: ir.Value) -> ir.Value:
     return builder.call(function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd"), [pairs, steps])
 
 
@@ -143,10 +143,10 @@ def _dots(builder: ir.IRBuilder, way: str, tile: object, group: int, weights: li
             x = builder.call(function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.psign.b"), [x, load(builder, signs[j], BYTES, WIDTH)])
         if j % per == 0:
             pairs = record.seed(seeds[j // per]) if seeds else None
-        products = _pair_up(builder, weight, x)
+        products = pair_up(builder, weight, x)
         pairs = products if pairs is None else builder.add(pairs, products)
         if j % per == per - 1:
-            part = _scale_up(builder, pairs, steps)
+            part = scale_up(builder, pairs, steps)
             total = part if total is None else builder.add(total, part)
     return total
 
@@ -177,7 +177,7 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
     if way == ways.SUPER:
         return fma(builder, fma(builder, tile.minimum, record.real(TOTAL_AT), builder.fmul(dots, tile.factor)), scale, total)
     if way == ways.HALVES:  # the seed is -32 times the sum of the codes, in two parts
-        seed = to_floats(builder, _scale_up(builder, record.seed(SIXTEENTHS_AT + 4 * group), constant(HALVES, -1)))
+        seed = to_floats(builder, scale_up(builder, record.seed(SIXTEENTHS_AT + 4 * group), constant(HALVES, -1)))
         seed = builder.fmul(seed, constant(FLOATS, 1 / SIGNED_SHIFT))
     else:
         seed = record.real(TOTAL_AT)
