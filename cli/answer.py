@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .interrupt import interruptible
+from .interrupt import asked_to_end, interruptible
 from .loading import follow, last
 from .screen import Screen, margin, rounded
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ENDINGS = {
     "length": "stopped after {tokens} (-n)",
-    "cancelled": "stopped by Ctrl-C after {tokens}",
+    "cancelled": "stopped by {what} after {tokens}",
 }
 
 
@@ -48,7 +48,7 @@ def say_ending(stats: Stats, session: Session, screen: Screen) -> None:
     """Why an answer ended, where neither the model nor a notice of the session said it."""
     count = len(stats.token_ids)
     if stats.finish_reason in ENDINGS and (stats.finish_reason != "length" or count == session.max_tokens):
-        screen.note(ENDINGS[stats.finish_reason].format(tokens=counted(count)))
+        screen.note(ENDINGS[stats.finish_reason].format(tokens=counted(count), what=asked_to_end() or "Ctrl-C"))
 
 
 def say_cost(stats: Stats, session: Session, screen: Screen) -> None:

@@ -16,8 +16,9 @@ from . import slash
 from .answer import say_cost, say_ending, show_answer
 from .attachment import Attachment, with_attachments
 from .editor import Editor
+from .environment import OutputFailed
 from .errors import INTERRUPTED, write_error
-from .interrupt import Ended, unechoed
+from .interrupt import Ended, asked_to_end, end_if_asked, unechoed
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Conversation:
         self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")
         pressed = False
         while True:
+            end_if_asked()
             try:
                 line = self._editor.read()
             except KeyboardInterrupt:
@@ -102,10 +104,14 @@ class Conversation:
         return self._last is not None and self._last.finish_reason == "stop"
 
     def _take(self, line: str) -> None:
-        if line.startswith("/"):
-            slash.run(self, line.strip())
-        elif line.strip():
-            self.send(line)
+        try:
+            if line.startswith("/"):
+                slash.run(self, line.strip())
+            elif line.strip():
+                self.send(line)
+        except OutputFailed:
+            if not asked_to_end():  # a closed terminal takes nothing more, what was said is kept
+                raise
         self.keeper.keep(self.session)
 
     def send(self, message: str) -> None:

@@ -1,17 +1,23 @@
-"""The keyboard while a model answers: the first Ctrl-C asks the answer to end, a second one ends the program.
+"""The keyboard while a model answers, and who ends the program from outside: the first Ctrl-C asks the answer to end, a second one ends
+the program. SIGTERM (`kill`, `timeout`, a system that shuts down) and SIGHUP (a terminal that was closed) ask the answer to end too; then
+what is kept of the conversation is saved, and the program dies of the signal as it would have.
 
-The handler only sets a flag, because it runs in the middle of whatever the main thread does; the session looks at the flag between
+The handlers only set a flag, because they run in the middle of whatever the main thread does; the session looks at the flag between
 tokens and between chunks of a prompt, and ends the answer in order, with what was written kept.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO
+
+FROM_OUTSIDE = (signal.SIGTERM, signal.SIGHUP)
+_asked: list[signal.Signals] = []  # those that came while an answer was written
 
 
 class Ended(KeyboardInterrupt):
@@ -20,8 +26,10 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
-    """Call `cancel` at the first Ctrl-C. Raises Ended at the second."""
+    """Call `cancel` at the first Ctrl-C, or at a signal that ends the program, of which `end_if_asked` makes an end. Raises Ended at the
+    second Ctrl-C; a second signal from outside ends the program at once. A signal that is ignored (`nohup`) stays so."""
     pressed = False
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal pressed
@@ -30,11 +38,42 @@ def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
         pressed = True
         cancel()
 
+    def on_end(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        _asked.append(signal.Signals(signum))
+        if signum == signal.SIGHUP:  # the terminal is gone: what would be written there may not fail
+            _silence(terminals)
+        cancel()
+
+    heard = [each for each in FROM_OUTSIDE if signal.getsignal(each) == signal.SIG_DFL]
     before = signal.signal(signal.SIGINT, on_interrupt)
+    for each in heard:
+        signal.signal(each, on_end)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        for each in heard:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _silence(descriptors: list[int]) -> None:
+    with suppress(OSError):
+        void = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in descriptors:
+            os.dup2(void, descriptor)
+        os.close(void)
+
+
+def asked_to_end() -> str:
+    """The name of the signal that ended an answer; empty if none did."""
+    return _asked[0].name if _asked else ""
+
+
+def end_if_asked() -> None:
+    """Die of the signal that ended an answer, if one did: all that was to be kept is."""
+    if _asked:
+        signal.raise_signal(_asked[0])
 
 
 @contextmanager
@@ -53,7 +92,8 @@ def unechoed(stream: TextIO) -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        with suppress(termios.error):  # a terminal that is gone
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def falling_apart_quietly() -> None:

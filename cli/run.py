@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import UsageError, typed
+from .environment import OutputFailed
 from .errors import INTERRUPTED
 from .flags import add_command, flag, is_typed
 from .habits import remark_on_number
+from .interrupt import asked_to_end, end_if_asked
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
 from .options import ANSWER, AnswerFlags, AnyModel, Json, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
 from .prompt import read_prompt
@@ -120,7 +122,12 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
         session.from_process_start = True
         if keeper:
             keeper.begin(session)
-        cost = show_answer(session.complete(text) if raw else session.ask(text), session, screen, silent=json)
+        try:
+            cost = show_answer(session.complete(text) if raw else session.ask(text), session, screen, silent=json)
+        except OutputFailed:
+            if keeper and asked_to_end():  # a closed terminal takes nothing more, what was said is kept
+                keeper.keep(session)
+            raise
         if json:
             screen.json(cost.to_json())
         say_ending(cost, session, screen)
@@ -128,6 +135,7 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
             say_cost(cost, session, screen)
         if keeper:
             keeper.keep(session)
+    end_if_asked()
     return INTERRUPTED if cost.finish_reason == "cancelled" else 0
 
 
