@@ -10,6 +10,7 @@ over rounds. Token embedding and head have one type on both sides: Q6_K and 6 bi
     python benchmarks/compare_llamacpp.py --bits 4 --quantize            # the time and memory of quantizing as well
     python benchmarks/compare_llamacpp.py --ours 4=DIR 2=DIR             # folders made otherwise (those of the quality figures, say)
     python benchmarks/compare_llamacpp.py --bits 4 --alone llama3-8b     # a larger shape against the read roof alone
+    python benchmarks/compare_llamacpp.py --bits 4 --shape olmoe-1b-7b --layers 8 --results compare-llamacpp-olmoe  # a mixture
 
 Needs gguf and llama-cpp-python, and torch for an int8 product; wants the machine to itself for some ten minutes.
 """
@@ -108,7 +109,7 @@ def speed(bits: str, ours: Path | str, folder: Path, schedule: Schedule, roof: R
                                    ("prefill", prefill_round, schedule.prefill)):
         measured[what] = [one_round(sides, roof, turn) for turn in range(count + 1)][1:]  # the first round warms up
     facts, name = own.ask("facts"), f"{bits} bits"
-    shares = list(product_shares(bits, own, facts, yardsticks, schedule))
+    shares = list(product_shares(bits, own, facts, yardsticks, schedule)) if "operations" in facts else []
     peaks = {side.name: side.ask("peak") for side in sides}
     for side in sides:
         side.close()
@@ -208,6 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="*", default=list(PEERS), choices=list(PEERS), help="widths to compare (default: all)")
     parser.add_argument("--shape", default="tinyllama-1.1b", choices=list(SHAPES))
+    parser.add_argument("--layers", type=int, help="of the shape (default: all)")
     parser.add_argument("--ours", nargs="+", default=[], metavar="BITS=DIR", help="effllm's folders, instead of random weights quantized")
     parser.add_argument("--quantize", action="store_true", help="measure quantizing as well")
     parser.add_argument("--quantize-args", type=str.split, default=[], metavar="'ARG ...'", help="further arguments of `effllm quantize`")
@@ -220,7 +222,7 @@ def main() -> int:
     arguments = parser.parse_args()
     given = dict(item.split("=", 1) for item in arguments.ours)
     schedule, threads = QUICK if arguments.quick else Schedule(), arguments.threads
-    folder = random_folder(arguments.shape, arguments.work)
+    folder = random_folder(arguments.shape, arguments.work, arguments.layers)
     roof = Roof(threads)
     yardsticks = Yardsticks(roof_compute.GEMM, threads)
     figures: list[Figure] = []

@@ -23,7 +23,10 @@ import numpy as np
 
 from effllm.offload import hardware
 from effllm.quant.weight import from_f32
-from effllm.runtime.synthetic import SHAPES, SyntheticStore, synthetic_config
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.gguf.architectures import BY_FAMILY
+from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.synthetic import SHAPES, SyntheticStore
 
 CTX = 1024
 SPREAD = 0.02
@@ -37,13 +40,15 @@ FFN_TOKENS = 512
 # -- files -------------------------------------------------------------------------------------------------------------------------------
 
 
-def random_folder(shape: str, work: Path) -> Path:
-    """A Hugging Face folder of seeded random bf16 weights, made once: matrices normal × SPREAD, vectors one. No tokenizer."""
-    folder = work / f"random-{shape}"
+def random_folder(shape: str, work: Path, layers: int | None = None) -> Path:
+    """A Hugging Face folder of seeded random bf16 weights, made once: matrices normal × SPREAD, vectors one. No tokenizer. `layers`: of so
+    many, all if None."""
+    raw = SHAPES[shape] if layers is None else {**SHAPES[shape], "num_hidden_layers": layers}
+    folder = work / (f"random-{shape}" if layers is None else f"random-{shape}-{layers}-layers")
     if (folder / "config.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = SyntheticStore(synthetic_config(shape)).tensors
+    tensors = SyntheticStore(parse_config(raw)).tensors
     header = {name: {"dtype": "BF16", "shape": list(info.shape), "data_offsets": [info.offset, info.offset + info.nbytes]}
               for name, info in tensors.items()}
     text = json.dumps(header).encode()
@@ -57,18 +62,25 @@ def random_folder(shape: str, work: Path) -> Path:
                 count = (min(CHUNK_ROWS, rows - start), width)
                 values = rng.standard_normal(count, np.float32) * SPREAD if len(info.shape) > 1 else np.ones(count, np.float32)
                 out.write(from_f32(values, "bf16").tobytes())
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))  # last: with it the folder is whole
+    (folder / "config.json").write_text(json.dumps(raw, indent=2))  # last: with it the folder is whole
     return folder
 
 
 def peer_source(folder: Path) -> Path:
-    """The folder's weights as bf16 GGUF, made once."""
-    from llamacpp_files import write_gguf
+    """The folder's weights as GGUF, made once: in bf16, of a mixture in F16 as `effllm export` writes it, without a vocabulary."""
+    config = read_config(folder)
+    path = folder / ("source-bf16.gguf" if config.mixture is None else "source-f16.gguf")
+    if path.exists():
+        return path
+    if config.mixture is None:
+        from llamacpp_files import write_gguf
 
-    path = folder / "source-bf16.gguf"
-    if not path.exists():
         write_gguf(folder, path.with_suffix(".unfinished"), "bf16")
         path.with_suffix(".unfinished").rename(path)
+        return path
+    keys = {"tokenizer.ggml.model": "no_vocab", f"{BY_FAMILY[config.family]}.vocab_size": config.vocab_size}
+    for _ in export_gguf(folder, path, "F16", folder.name, tokenizer=keys):
+        continue
     return path
 
 
@@ -204,13 +216,15 @@ class OwnSide:
             return time.perf_counter() - started
 
     def facts(self) -> dict[str, float]:
-        """Bytes: what a pass reads, the plan's total and its parts; operations of a token's matrix products."""
+        """Bytes: what a pass reads, the plan's total and its parts; operations of a token's matrix products, of a dense model."""
         model, placement, config = self.engine.model, self.engine.placement, self.engine.config
+        held = {"bytes_per_pass": model.bytes_per_pass, "nbytes": model.nbytes, "planned": placement.total_bytes,
+                "baseline": placement.baseline_bytes}
+        if config.mixture is not None:
+            return held
         heads = config.num_attention_heads + config.num_key_value_heads
         attention, ffn = 2 * config.hidden_size * heads * config.head_dim, 3 * config.hidden_size * config.intermediate_size
-        return {"bytes_per_pass": model.bytes_per_pass, "nbytes": model.nbytes, "planned": placement.total_bytes,
-                "baseline": placement.baseline_bytes, "operations": 2 * config.num_hidden_layers * (attention + ffn),
-                "ffn_operations": 2 * FFN_TOKENS * ffn}
+        return {**held, "operations": 2 * config.num_hidden_layers * (attention + ffn), "ffn_operations": 2 * FFN_TOKENS * ffn}
 
     def close(self) -> None:
         self.engine.close()

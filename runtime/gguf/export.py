@@ -67,8 +67,10 @@ class _Job:
     offset: float = 0.0
 
 
-def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False) -> Iterator[Progress | Notice | Exported]:
-    """Write the model in `source` to the file `out`, matrices as `kind`; `name` becomes its title. The result comes last.
+def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False,
+                tokenizer: Mapping[str, Value] | None = None) -> Iterator[Progress | Notice | Exported]:
+    """Write the model in `source` to the file `out`, matrices as `kind`; `name` becomes its title. The result comes last. `tokenizer`: its
+    keys in the file, those of `source`'s own if None.
 
     Raises UsageError where `out` exists or `kind` is unknown, EffllmError for what GGUF cannot express.
     """
@@ -84,7 +86,8 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         jobs = list(_jobs(tensors, config, found, kind))
         settings, remarks = read_generation_config(source)
         yield from map(Notice, remarks)
-        metadata = config_metadata(config, name, kind) | sampling_metadata(settings) | _tokenizer(source, config)
+        keys = _tokenizer(source, config) if tokenizer is None else tokenizer
+        metadata = config_metadata(config, name, kind) | sampling_metadata(settings) | keys
         factors = rotary_tensors(config)
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, container is not None)
