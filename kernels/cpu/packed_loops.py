@@ -15,7 +15,8 @@ What `single` became, read from the assembly, in instructions per 64 weights:
     avx512, vbmi       6.4   8.3   6.2   6.7    one `vpdpbusd`, for a codebook one `vpermb`, which takes codes with what lies above them
     the same, znver5   7.5   9.4   7.3   8.1    of one row block: each activation is read for that alone
     avx2vnni          16.5  22.9  16.2   9.1    two of each, for half as many bytes
-    avx2              19.3  26.1  19.1  18.6    two `vpmaddubsw` and two `vpmaddwd`; with 8 bits two `vpsignb` and two `vpabsb` more
+    avx2              15.3  19.4  15.0  18.6    two `vpmaddubsw`, and for codebooks (`packed_one.py`) one `vpmaddwd`; with 8 bits two of
+                                                that, two `vpsignb` and two `vpabsb`
 
 At 4 bits with AVX-512 the rest is half a load, half a `vpsrlw`, half a load of activations and, per 512 weights, 16 for scales and sums.
 Sixteen registers do not hold a tile's activations beside two row blocks: with 32-byte vectors one instruction in six goes to the stack.
