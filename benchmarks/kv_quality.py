@@ -179,6 +179,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "kv-quality")
+    parser.add_argument("--results", default="kv-quality", metavar="NAME", help="keep them under this name")
     parser.add_argument("--no-keep", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -199,7 +200,7 @@ def main() -> int:
         figures.append(Figure(key, what, f"median of {len(each)} models; each: {', '.join(f'{v:.2f}' for v in each)}", median(each), "×"))
     intro = f"{__doc__.split(chr(10) * 2)[1]}\n\nWindows of {arguments.ctx} tokens.\n\n" + "\n\n".join(tables)
     figures += twin_figures(kept, sections, arguments)
-    publish("kv-quality", "Quality of packed keys and values", intro, figures, keep=not arguments.no_keep)
+    publish(arguments.results, "Quality of packed keys and values", intro, figures, keep=not arguments.no_keep)
     return 0
 
 
