@@ -51,11 +51,11 @@ def random_codes(rng: np.random.Generator, spec: QuantSpec, shape: tuple[int, in
                  supers=supers, minima=minima)
 
 
-def low_bit(codes: Codes, spec: QuantSpec) -> Weight:
-    """A weight whose blob begins on a cache line, as loaders place it."""
+def low_bit(codes: Codes, spec: QuantSpec, behind: int = 0) -> Weight:
+    """A weight whose blob begins on a cache line, as loaders place it, or so many bytes behind one."""
     packed = pack(codes, spec)
-    room = np.zeros(packed.size + 64, np.uint8)
-    start = -room.ctypes.data % 64
+    room = np.zeros(packed.size + 64 + behind, np.uint8)
+    start = -room.ctypes.data % 64 + behind
     blob = room[start : start + packed.size]
     blob[:] = packed
     return Weight.low_bit(spec, codes.codes.shape, blob)

@@ -79,6 +79,17 @@ def test_every_format_is_its_definition_for_any_shape_and_number_of_columns(pool
 
 
 @pytest.mark.parametrize("text", SOME)
+def test_a_weight_may_lie_anywhere(pools, text):
+    """Files that other programs wrote are mapped as they are: a tensor begins where the one before it ended."""
+    spec, rng = QuantSpec.parse(text), np.random.default_rng(seed_of(text))
+    codes, cpu = random_codes(rng, spec, (50, 257)), CpuOps(pools[1], dims_for(257, 50))
+    each, x = Linear(low_bit(codes, spec, behind=2), None), rng.standard_normal((17, 257), np.float32)
+    for count in (1, 5):
+        assert same(product(cpu, x[:count], each), few(x[:count], codes, spec))
+    assert same(product(cpu, x, each), many(x, codes, spec))
+
+
+@pytest.mark.parametrize("text", SOME)
 def test_long_rows_on_any_number_of_threads(pools, text):
     """Enough work for several blocks per thread, and more inputs than any stretch that is expanded at once."""
     spec, rng = QuantSpec.parse(text), np.random.default_rng(seed_of(text))

@@ -19,7 +19,8 @@ What `single` became, read from the assembly, in instructions per 64 weights:
                                                 that, two `vpsignb` and two `vpabsb`
 
 At 4 bits with AVX-512 the rest is half a load, half a `vpsrlw`, half a load of activations and, per 512 weights, 16 for scales and sums.
-Sixteen registers do not hold a tile's activations beside two row blocks: with 32-byte vectors one instruction in six goes to the stack.
+Sixteen registers do not hold a tile's activations beside two row blocks: here with 32-byte vectors up to one instruction in six goes to
+the stack.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from another plane may be the third of an index or the fourth, in a table for ei
 
 What it became, read from the assembly, in instructions per 64 weights (before: `packed_loops.single`):
 
-    codebook   4 bits 15.3 (20.2)   3 bits 19.4 (26.5)   2 bits 15.0 (19.8)    a tile and row block: 16 `vpmaddubsw`, 8 `vpmaddwd`
+    codebook   4 bits 15.3 (19.9)   3 bits 19.4 (26.3)   2 bits 15.0 (19.6)    a tile and row block: 16 `vpmaddubsw`, 8 `vpmaddwd`
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _indices(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, gr
     """What looks up the four quads of a group, of one piece of a tile's rows."""
 
     def vector(at: int) -> ir.Value:
-        return load(builder, offset(builder, address, at + WIDTH * piece), BYTES, WIDTH)
+        return load(builder, offset(builder, address, at + WIDTH * piece), BYTES)  # a mapped file's tensors lie anywhere
 
     if bits == 4:
         return [_bits(builder, raw, 4 * odd, NIBBLES) for raw in (vector(128 * group), vector(128 * group + 64)) for odd in (0, 1)]
