@@ -16,7 +16,7 @@ from . import slash
 from .answer import say_cost, say_ending, show_answer
 from .attachment import Attachment, with_attachments
 from .editor import Editor
-from .environment import OutputFailed
+from .environment import OutputClosed
 from .errors import INTERRUPTED, write_error
 from .interrupt import Ended, asked_to_end, end_if_asked, unechoed
 from .screen import Screen
@@ -60,7 +60,9 @@ class Conversation:
         self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")
         pressed = False
         while True:
-            end_if_asked()
+            if asked_to_end():
+                self.keeper.keep(self.session)
+                end_if_asked()
             try:
                 line = self._editor.read()
             except KeyboardInterrupt:
@@ -80,6 +82,9 @@ class Conversation:
                 return INTERRUPTED
             except KeyboardInterrupt:  # while a session is saved or taken up; an answer has its own way of being stopped
                 self.screen.note("stopped by Ctrl-C")
+            except OutputClosed:
+                if not asked_to_end():
+                    raise
             except EffllmError as error:
                 write_error(self.screen.environment, error.message, next_step(error))
             except OSError as error:
@@ -104,14 +109,10 @@ class Conversation:
         return self._last is not None and self._last.finish_reason == "stop"
 
     def _take(self, line: str) -> None:
-        try:
-            if line.startswith("/"):
-                slash.run(self, line.strip())
-            elif line.strip():
-                self.send(line)
-        except OutputFailed:
-            if not asked_to_end():  # a closed terminal takes nothing more, what was said is kept
-                raise
+        if line.startswith("/"):
+            slash.run(self, line.strip())
+        elif line.strip():
+            self.send(line)
         self.keeper.keep(self.session)
 
     def send(self, message: str) -> None:

@@ -15,6 +15,7 @@ import typer
 from .. import DiskFull, DoesNotFit, EffllmError, lacks_room
 from .environment import Environment, OutputClosed, OutputFailed
 from .habits import flag_hint
+from .interrupt import EndedFromOutside
 
 INTERRUPTED = 130
 
@@ -28,6 +29,8 @@ def guarded(program: Callable[[], int], environment: Environment) -> int:
     except SystemExit as stop:  # a pipe closed during --help, or shell completion, which prints and leaves
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         return quiet(environment) if isinstance(stop.__context__, BrokenPipeError) else code
+    except EndedFromOutside as ended:
+        return ended.die()
     except (OutputClosed, BrokenPipeError):
         return quiet(environment)
     except KeyboardInterrupt:

@@ -11,23 +11,39 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO
 
 FROM_OUTSIDE = (signal.SIGTERM, signal.SIGHUP)
-_asked: list[signal.Signals] = []  # those that came while an answer was written
+# A shell and the kernel both tell of a closed terminal, `timeout` tells the program and its group: seconds in which that is one signal.
+ONE_SIGNAL_S = 1.0
+_asked: list[tuple[signal.Signals, float]] = []  # what ended an answer, and when
 
 
 class Ended(KeyboardInterrupt):
     """Ctrl-C was pressed a second time: the program ends."""
 
 
+class EndedFromOutside(BaseException):
+    """A signal ended an answer, all that was to be kept is, and the program ends."""
+
+    def die(self) -> int:
+        """Die of the signal; returns the exit code that a shell would show where that is impossible."""
+        (number, _), *_ = _asked
+        _asked.clear()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        return 128 + number
+
+
 @contextmanager
 def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
     """Call `cancel` at the first Ctrl-C, or at a signal that ends the program, of which `end_if_asked` makes an end. Raises Ended at the
-    second Ctrl-C; a second signal from outside ends the program at once. A signal that is ignored (`nohup`) stays so."""
+    second Ctrl-C; a signal from outside that comes later than ONE_SIGNAL_S after the first ends the program at once, also while a session
+    is saved. A signal that is ignored (`nohup`) stays so."""
     pressed = False
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
@@ -39,25 +55,28 @@ def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
         cancel()
 
     def on_end(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signum, signal.SIG_DFL)
-        _asked.append(signal.Signals(signum))
-        if signum == signal.SIGHUP:  # the terminal is gone: what would be written there may not fail
-            _silence(terminals)
+        if _asked and time.monotonic() - _asked[0][1] > ONE_SIGNAL_S:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        _asked.append((signal.Signals(signum), time.monotonic()))
+        _silence([each for each in terminals if not os.isatty(each)])
         cancel()
 
+    before = signal.getsignal(signal.SIGINT)
     heard = [each for each in FROM_OUTSIDE if signal.getsignal(each) == signal.SIG_DFL]
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    for each in heard:
-        signal.signal(each, on_end)
     try:
+        signal.signal(signal.SIGINT, on_interrupt)
+        for each in heard:
+            signal.signal(each, on_end)
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        for each in heard:
+        for each in heard if not _asked else ():
             signal.signal(each, signal.SIG_DFL)
 
 
 def _silence(descriptors: list[int]) -> None:
+    """What is written to terminals that are gone may not fail: there is something to be kept first."""
     with suppress(OSError):
         void = os.open(os.devnull, os.O_WRONLY)
         for descriptor in descriptors:
@@ -67,13 +86,13 @@ def _silence(descriptors: list[int]) -> None:
 
 def asked_to_end() -> str:
     """The name of the signal that ended an answer; empty if none did."""
-    return _asked[0].name if _asked else ""
+    return _asked[0][0].name if _asked else ""
 
 
 def end_if_asked() -> None:
-    """Die of the signal that ended an answer, if one did: all that was to be kept is."""
+    """Raises EndedFromOutside where a signal ended an answer: all that was to be kept is."""
     if _asked:
-        signal.raise_signal(_asked[0])
+        raise EndedFromOutside
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import UsageError, typed
-from .environment import OutputFailed
+from .environment import OutputClosed, OutputFailed
 from .errors import INTERRUPTED
 from .flags import add_command, flag, is_typed
 from .habits import remark_on_number
@@ -124,18 +124,17 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
             keeper.begin(session)
         try:
             cost = show_answer(session.complete(text) if raw else session.ask(text), session, screen, silent=json)
-        except OutputFailed:
-            if keeper and asked_to_end():  # a closed terminal takes nothing more, what was said is kept
-                keeper.keep(session)
-            raise
-        if json:
-            screen.json(cost.to_json())
-        say_ending(cost, session, screen)
-        if show.stats:
-            say_cost(cost, session, screen)
+            if json:
+                screen.json(cost.to_json())
+            say_ending(cost, session, screen)
+            if show.stats:
+                say_cost(cost, session, screen)
+        except (OutputClosed, OutputFailed):
+            if not asked_to_end():  # else nobody reads any more, and what was said is kept
+                raise
         if keeper:
             keeper.keep(session)
-    end_if_asked()
+        end_if_asked()
     return INTERRUPTED if cost.finish_reason == "cancelled" else 0
 
 
