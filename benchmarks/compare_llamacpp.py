@@ -10,7 +10,7 @@ over rounds. Token embedding and head have one type on both sides: Q6_K and 6 bi
     python benchmarks/compare_llamacpp.py --bits 4 --quantize            # the time and memory of quantizing as well
     python benchmarks/compare_llamacpp.py --ours 4=DIR 2=DIR             # folders made otherwise (those of the quality figures, say)
     python benchmarks/compare_llamacpp.py --bits 4 --alone llama3-8b     # a larger shape against the read roof alone
-    python benchmarks/compare_llamacpp.py --bits 4 --shape olmoe-1b-7b --layers 8 --results compare-llamacpp-olmoe  # a mixture
+    python benchmarks/compare_llamacpp.py --bits 4 --shape olmoe-1b-7b --layers 8    # a mixture of experts
 
 Needs gguf and llama-cpp-python, and torch for an int8 product; wants the machine to itself for some ten minutes.
 """
@@ -28,6 +28,7 @@ from platformdirs import user_cache_path
 
 import roof_compute
 from effllm.offload.hardware import cpu_threads
+from effllm.runtime.config import read_config
 from effllm.runtime.synthetic import SHAPES
 from llamacpp_sides import Child, Cost, file_nbytes, peer_file, quantize_own, quantize_peer, random_folder
 from report import Figure, publish
@@ -39,8 +40,10 @@ TOKENS, TURN, PROMPT, COLUMNS, PASSES = 64, 16, 512, 8, 4
 OWN = "effllm"
 PRODUCTS = {"fp32": "NumPy's fp32 product", "int_mm": "torch._int_mm"}
 INTRO = ("Random weights, the same on both sides; 16-bit KV cache; batch 1; medians over rounds in which the sides alternate. "
-         "Roof: a load-only kernel over 1 GiB with the same threads, in the same round. Products of other libraries: 512×2048×5632, "
-         "by turns with ours.")
+         "Roof: a load-only kernel over 1 GiB with the same threads, in the same round. ")
+OF_PRODUCTS = "Products of other libraries: 512×2048×5632, by turns with ours."
+OF_MIXTURES = "Bytes of a token: of the experts that it visits, and of all else. llama.cpp's files are made of F16."
+DEFAULT = "tinyllama-1.1b"
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,9 @@ def roof_shares(bits: str, facts: dict[str, float], measured: dict[str, list[Rou
     at_roof = f"{bits} bits, {nbytes / 1e9:.3f} GB a token, roof {median(r['roof'] for r in rounds) / 1e9:.1f} GB/s, {counted(threads)}"
     yield Figure(f"decode_{bits}_roof", "decode, share of the read roof", at_roof,
                  median(nbytes * TOKENS / r[OWN] / r["roof"] for r in rounds), "")
-    yield Figure(f"columns_{bits}_roof", f"{COLUMNS} columns in a pass, times bytes / roof", at_roof,
-                 median(r[OWN] * r["roof"] / nbytes for r in columns), "×")
+    if "operations" in facts:  # several tokens of a mixture visit more experts than one
+        yield Figure(f"columns_{bits}_roof", f"{COLUMNS} columns in a pass, times bytes / roof", at_roof,
+                     median(r[OWN] * r["roof"] / nbytes for r in columns), "×")
     peers = [name for name in columns[0] if name not in (OWN, "roof")]
     if peers:
         best = best_peer(columns, peers)
@@ -208,7 +212,7 @@ def own_folder(folder: Path, bits: str, threads: int, extra: Sequence[str]) -> P
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="*", default=list(PEERS), choices=list(PEERS), help="widths to compare (default: all)")
-    parser.add_argument("--shape", default="tinyllama-1.1b", choices=list(SHAPES))
+    parser.add_argument("--shape", default=DEFAULT, choices=list(SHAPES))
     parser.add_argument("--layers", type=int, help="of the shape (default: all)")
     parser.add_argument("--ours", nargs="+", default=[], metavar="BITS=DIR", help="effllm's folders, instead of random weights quantized")
     parser.add_argument("--quantize", action="store_true", help="measure quantizing as well")
@@ -217,7 +221,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
-    parser.add_argument("--results", default="compare-llamacpp", metavar="NAME", help="keep them under this name")
+    parser.add_argument("--results", metavar="NAME", help="keep them under this name (compare-llamacpp, with a shape that was given)")
     parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
     given = dict(item.split("=", 1) for item in arguments.ours)
@@ -239,7 +243,10 @@ def main() -> int:
     yardsticks.close()
     figures += [Figure("roof_gbps", "memory read", f"{counted(threads)}, 1 GiB, at the end", roof() / 1e9, "GB/s")]
     roof.close()
-    publish(arguments.results, "Low-bit weights against llama.cpp", INTRO, figures, keep=not arguments.no_results)
+    what = folder.name.removeprefix("random-")
+    own = "compare-llamacpp" if what == DEFAULT else f"compare-llamacpp-{what}"
+    intro = f"Shape: {what}. {INTRO}{OF_PRODUCTS if read_config(folder).mixture is None else OF_MIXTURES}"
+    publish(arguments.results or own, "Low-bit weights against llama.cpp", intro, figures, keep=not arguments.no_results)
     return 0
 
 

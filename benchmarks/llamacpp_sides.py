@@ -24,7 +24,6 @@ import numpy as np
 from effllm.offload import hardware
 from effllm.quant.weight import from_f32
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.gguf.architectures import BY_FAMILY
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.synthetic import SHAPES, SyntheticStore
 
@@ -78,8 +77,7 @@ def peer_source(folder: Path) -> Path:
         write_gguf(folder, path.with_suffix(".unfinished"), "bf16")
         path.with_suffix(".unfinished").rename(path)
         return path
-    keys = {"tokenizer.ggml.model": "no_vocab", f"{BY_FAMILY[config.family]}.vocab_size": config.vocab_size}
-    for _ in export_gguf(folder, path, "F16", folder.name, tokenizer=keys):
+    for _ in export_gguf(folder, path, "F16", folder.name, tokenizer={"tokenizer.ggml.model": "no_vocab"}):
         continue
     return path
 

@@ -130,6 +130,16 @@ def test_what_llamacpp_would_run_as_another_model_is_refused(tmp_path: Path, nam
     assert said in caught.value.message and caught.value.hint and not (tmp_path / "m.gguf").exists()
 
 
+def test_a_file_may_be_made_with_another_tokenizer_or_none(tmp_path: Path) -> None:
+    """Random weights have none of their own; llama.cpp runs such a file on token ids."""
+    source = model("olmoe", tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    *_, made = export_gguf(source, tmp_path / "m.gguf", "F16", "a name", tokenizer={"tokenizer.ggml.model": "no_vocab"})
+    fields = gguf.GGUFReader(made.path).fields
+    assert fields["tokenizer.ggml.model"].contents() == "no_vocab" and fields["olmoe.vocab_size"].contents() == 4096
+    assert not any(key.startswith("tokenizer.") and key != "tokenizer.ggml.model" for key in fields)
+
+
 def test_opt_is_refused_for_its_reason(tmp_path: Path) -> None:
     written(Case("opt", {"ffn_dim": 88}), tmp_path)
     with pytest.raises(EffllmError, match="opt models are not exported as GGUF: llama.cpp does not run them"):

@@ -87,7 +87,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         settings, remarks = read_generation_config(source)
         yield from map(Notice, remarks)
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
-        metadata = config_metadata(config, name, kind) | sampling_metadata(settings) | keys
+        metadata = config_metadata(config, name, kind) | sampling_metadata(settings) | dict(keys)
         factors = rotary_tensors(config)
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, container is not None)
