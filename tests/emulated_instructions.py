@@ -12,7 +12,8 @@ from llvmlite import ir
 from numba.core import cgutils
 
 I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
-FEATURES = {"avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}, "avx2vnni": {"avxvnni"}}
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
+FEATURES = {"avx512": AVX512, "avx512vbmi": AVX512 | {"avx512vbmi"}, "avx2vnni": {"avxvnni"}}
 
 
 def pretend(name: str) -> None:
@@ -32,7 +33,7 @@ def pretend(name: str) -> None:
         return _defined(builder.module, f"emulated.{short}", result, arguments, EMULATED[short])
 
     int8_ir.function = function
-    assert name == int8_ir.INSTRUCTION_SET
+    assert name == int8_ir.INSTRUCTION_SET + "vbmi" * int8_ir.SIX_BITS
 
 
 def _defined(module: ir.Module, name: str, result: ir.Type, arguments: list[ir.Type], body: Callable) -> ir.Function:
@@ -104,7 +105,22 @@ def _permuted_floats(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -
     return builder.bitcast(_permuted(builder, builder.bitcast(table, words), places), table.type)
 
 
-EMULATED = {"vpdpbusd.512": _dot_product, "vpdpbusd.256": _dot_product, "vpdpwssd.512": _pairs, "vpdpwssd.256": _pairs,
+def _permuted_bytes(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+    """vpermb over 64 bytes: of a place the low six bits count."""
+    found = ir.Constant(table.type, ir.Undefined)
+    for i in range(64):
+        place = builder.and_(builder.zext(builder.extract_element(places, I32(i)), I32), I32(63))
+        found = builder.insert_element(found, builder.extract_element(table, place), I32(i))
+    return found
+
+
+def _chosen(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Value, truth: ir.Value) -> ir.Value:
+    """vpternlogd with the truth table 0xE4, which is all that kernels ask of it: bits of `one` where the mask has them, else of `other`."""
+    return builder.or_(builder.and_(one, mask), builder.and_(other, builder.not_(mask)))
+
+
+EMULATED = {"permvar.qi.512": _permuted_bytes, "pternlog.d.512": _chosen,
+            "vpdpbusd.512": _dot_product, "vpdpbusd.256": _dot_product, "vpdpwssd.512": _pairs, "vpdpwssd.256": _pairs,
             "permvar.si.512": _permuted, "permvar.sf.512": _permuted_floats, "pshuf.b.512": _halved("pshuf.b", I8, 32),
             "pmul.hr.sw.512": _halved("pmul.hr.sw", I16, 16),
             "pmulhu.w.512": _halved("pmulhu.w", I16, 16), "packuswb.512": _halved("packuswb", I8, 32),
