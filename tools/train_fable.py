@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from fable_data import Corpus, Mix, build_tokenizer, read_books
 from fable_export import export, load, write_card, write_sparse_card
 from fable_model import Model, Shape, crowding
+from fable_muon import Muon
 
 MUON_RATE = 0.02
 ADAM_RATE = 3e-3
@@ -105,7 +106,8 @@ class Trainer:
             self.others = [p for block in model.blocks for part in (block.gate, block.up, block.down, block.post_norm)
                            for p in part.requires_grad_(True).parameters()]
         else:
-            self.optimizers.append((torch.optim.Muon(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=0.05), MUON_RATE))
+            kind = torch.optim.Muon if device.startswith("cuda") else Muon
+            self.optimizers.append((kind(matrices, lr=MUON_RATE, momentum=0.95, weight_decay=0.05), MUON_RATE))
         self.optimizers.append((torch.optim.AdamW(self.others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0), ADAM_RATE))
         self.autocast = torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda"))
 
