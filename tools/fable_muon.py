@@ -16,7 +16,7 @@ TURNS, QUINTIC = 5, (3.4445, -4.7750, 2.0315)  # of the iteration, and the polyn
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """[N, K] with the same singular vectors and singular values near 1, between 0.5 and 1.5."""
+    """[N, K] with the same singular vectors and singular values near 1 (between some 0.3 and 1.3)."""
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     a, b, c = QUINTIC
     x = wide / wide.norm().clamp(min=1e-7)

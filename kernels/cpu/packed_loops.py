@@ -101,6 +101,13 @@ def end_loop(builder: ir.IRBuilder, blocks: tuple, counter: ir.Value, end: ir.Va
     builder.position_at_end(done)
 
 
+def end_tiles(builder: ir.IRBuilder, blocks: tuple, tile: ir.Value, tiles: ir.Value, totals: list, updated: list, out: ir.Value) -> None:
+    """`end_loop` over tiles; then the sums of all pieces to `out`, one after the other."""
+    end_loop(builder, blocks, tile, tiles, totals, updated)
+    for index, value in enumerate(updated):
+        store(builder, value, offset(builder, out, 4 * LANES * index), 4)
+
+
 def tables_of(builder: ir.IRBuilder, way: str, address: ir.Value, bits: int = 4) -> tuple[list[ir.Value], list[ir.Value]]:
     """Levels of `bits`, for `weights_of`, and steps, of ways that have them."""
     if way not in WITH_LEVELS:
@@ -156,9 +163,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
                     quads = weights_of(builder, way, levels, at, bits, piece)
                     part = tile_of(builder, way, steps, *places, piece, most)
                     updated += side_by_side([part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece])])
-            end_loop(builder, blocks, tile, tiles, totals, updated)
-            for index, value in enumerate(updated):
-                store(builder, value, offset(builder, out, 4 * LANES * index), 4)
+            end_tiles(builder, blocks, tile, tiles, totals, updated, out)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen

@@ -18,7 +18,7 @@ from ..deferred import intrinsic, types
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import BYTES, FLOATS, HALVES, LANES, PIECES, WIDTH, WORDS, constant, fma, function, load, offset, splat, store, to_floats
 from .intrinsics import F32, I32, I64
-from .packed_loops import STREAMS, begin_loop, end_loop, tile_at
+from .packed_loops import STREAMS, begin_loop, end_loop, end_tiles, tile_at
 from .packed_turns import EIGHTS_AT, RECORD, SCALE_AT, pair_up, scale_up
 
 SPREAD_WORDS = 12  # of a record: codes, and seeds of each 8 inputs
@@ -137,9 +137,7 @@ def single(bits: int):
                     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
             x_scale = splat(builder, load(builder, offset(builder, column, WIDTH * SPREAD_WORDS), F32, 4), FLOATS)
             updated = [fma(builder, to_floats(builder, each), x_scale, total) for each, total in zip(sums, totals, strict=True)]
-            end_loop(builder, blocks, tile, tiles, totals, updated)
-            for index, value in enumerate(updated):
-                store(builder, value, offset(builder, out, 4 * LANES * index), 4)
+            end_tiles(builder, blocks, tile, tiles, totals, updated, out)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
