@@ -95,8 +95,8 @@ class EngineFlags(Group):
                                    "4bit+zipcache, auto (16bit)")] = None
     cache_k: Annotated[str | None, flag(CACHE, "-ctk --cache-type-k", "TYPE", "type of the keys, as llama.cpp names it (as --kv)")] = None
     cache_v: Annotated[str | None, flag(CACHE, "-ctv --cache-type-v", "TYPE", "type of the values (as --kv)")] = None
-    kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens kept exact (64)")] = None
-    kv_window: Annotated[int | None, flag(CACHE, "--kv-window", "N", "newest tokens kept exact (128)")] = None
+    kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens that stay exact (64, or by the profile)")] = None
+    kv_window: Annotated[int | None, flag(CACHE, "--kv-window", "N", "newest tokens that stay exact (128, or by the profile)")] = None
     kv_ram: Annotated[str | None, flag(CACHE, "--kv-ram", "SIZE", "memory for the cache, the rest goes to the disk (what is left)")] = None
     kv_read: Annotated[Literal["exact", "sparse"] | None, flag(CACHE, "--kv-read", "exact|sparse",
                                                                "pages on the disk: all, or those that seem to matter (exact)")] = None

@@ -56,10 +56,10 @@ class Moments:
         pages = k[:, : k.shape[1] // PAGE * PAGE].reshape(len(k), -1, PAGE, k.shape[-1])
         self.k_page += pages.var(2).mean(1)
         self.v += _moment(v)
-        seen, packed = _visible(rows, k.shape[1], reading)
+        seen, packed = visible(rows, k.shape[1], reading)
         for head in range(len(q)):
             at = head // group
-            price_k, price_v = _prices(q[head], k[at], v[at], gram[head].astype(np.float32), seen, packed, reading, _of(sinks, head))
+            price_k, price_v = _prices(q[head], k[at], v[at], gram[head].astype(np.float32), seen, packed, reading, sink_of(sinks, head))
             self.price_k[at] += price_k
             self.price_v[at] += price_v * gram[head]
         self.windows += 1
@@ -73,8 +73,8 @@ class Moments:
 def _prices(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, seen: np.ndarray, packed: np.ndarray,
             reading: Reading, sink: float) -> tuple[np.ndarray, float]:
     """A query head's price of noise in K [D, D], and its Σ p² of packed keys, both the mean over its queries."""
-    scores, slope = _scores(q, k, seen, reading)
-    p = _softmax(scores, sink)
+    scores, slope = scores_of(q, k, seen, reading)
+    p = softmax(scores, sink)
     o, turned = p @ v, v @ gram
     away = (turned * v).sum(1) - 2 * (o @ turned.T) + ((o @ gram) * o).sum(1)[:, None]
     p *= packed
@@ -84,7 +84,7 @@ def _prices(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, seen:
     return weighted.T @ weighted / len(q), float(p.sum(dtype=np.float64)) / len(q)
 
 
-def _scores(q: np.ndarray, k: np.ndarray, seen: np.ndarray, reading: Reading) -> tuple[np.ndarray, np.ndarray | np.float32]:
+def scores_of(q: np.ndarray, k: np.ndarray, seen: np.ndarray, reading: Reading) -> tuple[np.ndarray, np.ndarray | np.float32]:
     """Scores [rows, T], and by how much they follow q · k (a soft cap bends them)."""
     scores, slope = (q @ k.T) * np.float32(reading.scale), np.float32(1)
     if reading.softcap:
@@ -94,18 +94,18 @@ def _scores(q: np.ndarray, k: np.ndarray, seen: np.ndarray, reading: Reading) ->
     return scores, slope
 
 
-def _softmax(scores: np.ndarray, sink: float) -> np.ndarray:
+def softmax(scores: np.ndarray, sink: float) -> np.ndarray:
     top = np.maximum(scores.max(1, keepdims=True), np.float32(sink))
     p = np.exp(scores - top)
     p /= p.sum(1, keepdims=True) + np.exp(np.float32(sink) - top)
     return p
 
 
-def _of(sinks: np.ndarray | None, head: int) -> float:
+def sink_of(sinks: np.ndarray | None, head: int) -> float:
     return -np.inf if sinks is None else float(sinks[head])
 
 
-def _visible(rows: np.ndarray, tokens: int, reading: Reading) -> tuple[np.ndarray, np.ndarray]:
+def visible(rows: np.ndarray, tokens: int, reading: Reading) -> tuple[np.ndarray, np.ndarray]:
     """bool [rows, tokens]: keys that queries at `rows` see, and those of them that would be packed."""
     at, keys = rows[:, None], np.arange(tokens)[None]
     seen = keys <= at
@@ -126,35 +126,35 @@ def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: 
     prices, measured with rounded packed keys and values where it is not small, else by the rule that noise falls by. Arguments as of
     `Moments.add`, and the basis that the layer will have."""
     group, measured = len(q) // len(k), [bits for bits in SIDES if bits <= MOST_TRIED]
-    seen, packed = _visible(rows, k.shape[1], reading)
+    seen, packed = visible(rows, k.shape[1], reading)
     whole = slice(reading.sinks, reading.sinks + (k.shape[1] - reading.sinks) // PAGE * PAGE)
     cost_k, cost_v = np.zeros((2, len(k), len(SIDES)))
     for at in range(len(k)):
         one = basis.head(at)
         heads = range(at * group, (at + 1) * group)
-        exact = [_scores(q[head], k[at], seen, reading)[0] for head in heads]
-        probabilities = [_softmax(scores, _of(sinks, head)) for head, scores in zip(heads, exact, strict=True)]
+        exact = [scores_of(q[head], k[at], seen, reading)[0] for head in heads]
+        probabilities = [softmax(scores, sink_of(sinks, head)) for head, scores in zip(heads, exact, strict=True)]
         o = [p @ v[at] for p in probabilities]
         for place, bits in enumerate(measured):
             widths_k, widths_v = one.widths(bits, bits)
             k_there, v_there = k[at].copy(), np.zeros_like(v[at])
-            k_there[whole] = _rounded(k[at][whole] @ one.k_matrix[0].T, widths_k[0], GROUP_K) @ one.k_inverse[0].T
-            v_there[whole] = _rounded(v[at][whole] @ one.v_matrix[0].T, widths_v[0], 1) @ one.v_inverse[0].T - v[at][whole]
+            k_there[whole] = rounded(k[at][whole] @ one.k_matrix[0].T, widths_k[0], GROUP_K) @ one.k_inverse[0].T
+            v_there[whole] = rounded(v[at][whole] @ one.v_matrix[0].T, widths_v[0], 1) @ one.v_inverse[0].T - v[at][whole]
             for head, scores, p, there in zip(heads, exact, probabilities, o, strict=True):
-                moved = np.where(packed, _scores(q[head], k_there, seen, reading)[0], scores)
-                cost_k[at, place] += _power(_softmax(moved, _of(sinks, head)) @ v[at] - there, gram[head])
-                cost_v[at, place] += _power((p * packed) @ v_there, gram[head])
+                moved = np.where(packed, scores_of(q[head], k_there, seen, reading)[0], scores)
+                cost_k[at, place] += power_of(softmax(moved, sink_of(sinks, head)) @ v[at] - there, gram[head])
+                cost_v[at, place] += power_of((p * packed) @ v_there, gram[head])
         for cost, strength in ((cost_k[at], basis.strength_k[at]), (cost_v[at], basis.strength_v[at])):
             last = cost[len(measured) - 1] / side_cost(strength, measured[-1])
             cost[len(measured) :] = [last * side_cost(strength, bits) for bits in SIDES[len(measured) :]]
     return cost_k, cost_v
 
 
-def _power(error: np.ndarray, gram: np.ndarray) -> float:
+def power_of(error: np.ndarray, gram: np.ndarray) -> float:
     return float(((error @ gram.astype(np.float32)) * error).sum(dtype=np.float64)) / len(error)
 
 
-def _rounded(x: np.ndarray, widths: np.ndarray, tokens: int) -> np.ndarray:
+def rounded(x: np.ndarray, widths: np.ndarray, tokens: int) -> np.ndarray:
     """x [T, D] as a record would hold it, nearly: ends of a group of `tokens` × 1 channel (one token: of 16 channels) a little narrowed,
     scale and zero not rounded, none tried."""
     out = np.empty_like(x)

@@ -20,6 +20,7 @@ from ..offload.placement import Units
 from ..offload.plan import Budget, Demand, Placement
 from ..offload.plan_gpu import plan_split
 from ..quant.kv import PackedCodec, RawCodec, codec
+from ..quant.kv_ends import ENDS
 from . import devices, kv_disk
 from .bundles import Windows, places
 from .cache import CacheShape, layer_codecs
@@ -35,6 +36,7 @@ from .streamed import Streams
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
+    from .kv_profile import Profile
     from .prepare import EngineOptions
 
 LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
@@ -66,10 +68,9 @@ class CacheForm:
 
 def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,
                say: Callable[[str], None]) -> tuple[EngineOptions, CacheForm]:
-    """The options with the precision that `auto` comes to, and the cache of that precision. Raises UsageError for one that breaks the
-    model."""
-    sinks = CacheShape(1, options.kv_sink).sinks
-    if options.kv_sink > PAGE:
+    """The options with the precision that `auto` comes to and the tokens that stay exact, and the cache of those. Raises UsageError for one
+    that breaks the model."""
+    if (options.kv_sink or 0) > PAGE:
         say(Fallback(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}"))
     if options.kv != AUTO and (policy := codec(options.kv).policy):
         open_policy(policy, 0.0)
@@ -80,8 +81,20 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     kv = codec(options.kv)
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
+    options = with_ends(options, profile if kv.is_packed else None, say)
     codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
-    return options, CacheForm(kv, tuple(codecs), kv.layout(config.num_key_value_heads, config.head_dim), sinks, options.kv_window)
+    return options, CacheForm(kv, tuple(codecs), kv.layout(config.num_key_value_heads, config.head_dim),
+                              CacheShape(1, options.kv_sink).sinks, options.kv_window)
+
+
+def with_ends(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> EngineOptions:
+    """The options with numbers for the first and newest tokens that stay exact: where neither was asked for, a packed cache's profile has
+    its say."""
+    if options.kv_sink is None and options.kv_window is None and profile is not None and profile.ends != ENDS[0]:
+        say("--kv-sink {} --kv-window {} by this model's profile".format(*profile.ends))
+        return replace(options, kv_sink=profile.ends[0], kv_window=profile.ends[1])
+    sinks, window = options.kv_sink, options.kv_window
+    return replace(options, kv_sink=ENDS[0][0] if sinks is None else sinks, kv_window=ENDS[0][1] if window is None else window)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..quant.kv_basis import KVBasis
 from ..quant.kv_bits import SIDES, share
+from ..quant.kv_ends import ENDS
 
 FLIPS_A_ROOT = 0.6  # changed top tokens over the root of the KL divergence, as measured on several models and formats
 
@@ -23,7 +24,8 @@ Bits = list[list[tuple[int, int]]]  # per layer, per KV head: of K, of V
 class Profile:
     """One basis a layer, and what the sides of its heads cost at each of `quant.kv_bits.SIDES`, float32 [H, sides] (K, V); none for a
     layer that the recording did not reach. `weights` names the weights that it was recorded with. `checks`: (cost, KL divergence, share of
-    changed top tokens) of settings that were tried; `auto`: the fewest bits that changed few enough."""
+    changed top tokens) of settings that were tried; `auto`: the fewest bits that changed few enough. `ends`: first and newest tokens that
+    stay exact, where nothing else is asked for."""
 
     layers: tuple[KVBasis, ...]
     costs: tuple[tuple[np.ndarray, np.ndarray] | None, ...]
@@ -31,6 +33,7 @@ class Profile:
     tokens: int
     checks: tuple[tuple[float, float, float], ...] = ()
     auto: int | None = None
+    ends: tuple[int, int] = ENDS[0]
 
     @property
     def hash(self) -> int:

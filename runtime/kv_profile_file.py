@@ -19,6 +19,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
 from ..quant.kv_basis import KVBasis
 from ..quant.kv_bits import SIDES
+from ..quant.kv_ends import ENDS
 from .config import ModelConfig
 from .config_reader import read_json
 from .kv_profile import Profile
@@ -59,7 +60,7 @@ def save_profile(profile: Profile, path: Path) -> Path:
     content = {
         "format": FORMAT, "version": VERSION, "layers": len(profile.layers), "kv_heads": len(first.k_scale),
         "head_dim": first.k_scale.shape[1], "weights": profile.weights, "tokens": profile.tokens,
-        "checks": [list(check) for check in profile.checks], "auto": profile.auto,
+        "checks": [list(check) for check in profile.checks], "auto": profile.auto, "ends": list(profile.ends),
         "arrays": {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}, "bits": list(SIDES),
         "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
     }
@@ -98,8 +99,9 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     costs, tokens, checks, auto = _costs(raw.get("costs"), shape), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
+    ends = raw.get("ends", list(ENDS[0]))  # profiles from before have none
     whole = costs is not None and raw.get("bits") == list(SIDES) and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
-    if not whole or not (auto is None or auto in SIDES):
+    if not whole or not (auto is None or auto in SIDES) or ends not in map(list, ENDS):
         raise UsageError(f"{target} is damaged", again)
     said = {key: value for key, value in raw.items() if key != "sha256"}
     if "sha256" in raw and raw["sha256"] != _own_hash(said):  # profiles from before have none
@@ -110,7 +112,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     bases = _bases(values, shape, [cost is None for cost in costs])
     if not all(map(_is_turned_back, bases)):
         raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
-    return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto)
+    return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto, tuple(ends))
 
 
 def _own_hash(content: Mapping[str, object]) -> str:

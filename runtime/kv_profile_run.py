@@ -70,4 +70,5 @@ def report(profile: Profile, path: Path) -> dict[str, object]:
         k, v = zip(*(pair for layer in bits for pair in layer), strict=True)
         presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / profile.cost(even))
     return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets,
-            "auto": profile.auto, "checks": [{"cost": cost, "kld": kld, "flips": flips} for cost, kld, flips in profile.checks]}
+            "ends": list(profile.ends), "auto": profile.auto,
+            "checks": [{"cost": cost, "kld": kld, "flips": flips} for cost, kld, flips in profile.checks]}

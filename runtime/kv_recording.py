@@ -1,18 +1,20 @@
 """Recording a profile (`kv_profile.py`): windows of a text run through the model, and taps that look at q, k and v of every layer.
 
-Two questions are asked of them: in which directions noise costs most (`quant/kv_price.Moments`), and what the sides of each head cost at
-few bits (`trials`).
+Three questions are asked of them: in which directions noise costs most (`quant/kv_price.Moments`), what the sides of each head cost at
+few bits (`trials`), and which tokens had better stay exact (`quant/kv_ends.py`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from .. import UsageError
 from ..quant.kv_basis import KVBasis
+from ..quant.kv_ends import ENDS, choose_ends, ends_cost
 from ..quant.kv_price import Moments, Reading, trials
 from .engine import Engine
 from .evaluate import windows
@@ -25,7 +27,8 @@ from .text import Tokenizer
 WINDOW = 1024  # tokens of a window, where the context allows
 ROWS = 128  # queries of a window that are looked at
 SECONDS = 60.0
-FOR_MOMENTS = 0.7  # of the seconds; the rest is for trials
+FOR_MOMENTS, FOR_TRIALS = 0.7, 0.2  # of the seconds; the rest is for ends
+ENDS_BITS, ENDS_STEP = 4, 4  # mean bits at which ends are compared; every so many queries of those that are looked at
 KEPT_NBYTES = 512 << 20  # of recorded q, k and v, for trials
 MOST_WINDOWS = 16
 
@@ -103,19 +106,36 @@ class _Recording:
         bases = [KVBasis.from_moments(*moments.means) if moments.windows else plain for moments in self.moments]
         costs: list[tuple[np.ndarray, np.ndarray] | None] = [None] * layers
         yield from self._try(bases, costs, reached)
-        yield Profile(tuple(bases), tuple(costs), weights, max(done, len(self.cut[0])))
+        profile = Profile(tuple(bases), tuple(costs), weights, max(done, len(self.cut[0])))
+        compared: list[np.ndarray] = []
+        yield from self._compare_ends(profile, compared)
+        yield replace(profile, ends=ENDS[choose_ends(np.array(compared))])
 
     def _try(self, bases: Sequence[KVBasis], costs: list, reached: int) -> Iterator[Progress]:
         """Costs of the layers reached, the mean over as many windows as there is time for, at least one."""
-        total = len(self.kept) * reached
+        total, until = len(self.kept) * reached, self.until - (1 - FOR_MOMENTS - FOR_TRIALS) * self.seconds
         for number, window in enumerate(self.kept):
-            if len(window) < reached or (number and self.clock() > self.until):
+            if len(window) < reached or (number and self.clock() > until):
                 break
             for layer, recorded in enumerate(window[:reached]):
                 found = trials(*recorded, self.readings[layer], bases[layer], self.sinks[layer])
                 old = costs[layer] or (0.0, 0.0)
                 costs[layer] = tuple((was * number + now) / (number + 1) for was, now in zip(old, found, strict=True))
                 yield Progress("trying bits", number * reached + layer + 1, total, "layers")
+
+    def _compare_ends(self, profile: Profile, compared: list[np.ndarray]) -> Iterator[Progress]:
+        """Add to `compared` what each of ENDS costs, of every window that was kept whole and that there is time for."""
+        whole, bits = [window for window in self.kept if len(window) == len(self.moments)], profile.bits(ENDS_BITS)
+        for number, window in enumerate(whole, 1):
+            if self.clock() > self.until:
+                break
+            cost = np.zeros(len(ENDS))
+            for layer, (q, k, v, gram, rows) in enumerate(window):
+                few = slice(number % ENDS_STEP, None, ENDS_STEP)
+                cost += ends_cost(q[:, few], k, v, gram, rows[few], self.readings[layer], profile.layers[layer], bits[layer],
+                                  self.sinks[layer])
+            compared.append(cost)
+            yield Progress("comparing sinks and windows", number, len(whole), "windows")
 
     def _tap(self, name: str, layer: int, value: object) -> None:
         if name in ("block_in", "q", "k", "v", "attn_out"):

@@ -54,7 +54,8 @@ RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
 class EngineOptions:
     """How to run. `ctx` None: the smaller of the model's and what fits. Sizes like "6G". `overflow`: error or shift (forget the middle).
     `kernel`: of low-bit weights and one token, dot products or lookup. `exact`: low-bit weights times float32 activations. `spec`: whether
-    tokens are drafted and verified several at a time (`speculate.py`); `draft`: the folder of a model that drafts. `kv_ram`: memory for
+    tokens are drafted and verified several at a time (`speculate.py`); `draft`: the folder of a model that drafts. `kv_sink`,
+    `kv_window`: first and newest tokens that a packed cache keeps exact, None: as the profile says, or 64 and 128. `kv_ram`: memory for
     the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
     (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
     that they are used. `preset`: options that were not asked of this model but stand in a person's settings; where it cannot have them they
@@ -66,8 +67,8 @@ class EngineOptions:
     kv: str = "16bit"
     cache_k: str | None = None  # with cache_v another way to say kv
     cache_v: str | None = None
-    kv_sink: int = 64
-    kv_window: int = 128
+    kv_sink: int | None = None
+    kv_window: int | None = None
     ram: str | None = None
     vram: str | None = None
     gpu_layers: int | None = None

@@ -271,7 +271,7 @@ def spoilt(folder: Path, tmp_path: Path, **changes: object) -> Path:
     ({"head_dim": 128}, "another model: 6 layers of 2 KV heads of 128"),
     ({"layers": 22}, "another model: 22 layers"), ({"weights": "0" * 64}, "other weights"), ({"costs": [None] * 5}, "damaged"),
     ({"costs": [[[["x"] * 7] * 2] * 2] * 6}, "damaged"), ({"bits": [4]}, "damaged"), ({"tokens": "many"}, "damaged"),
-    ({"checks": [[1, 2]]}, "damaged"), ({"auto": 7}, "damaged"),
+    ({"checks": [[1, 2]]}, "damaged"), ({"auto": 7}, "damaged"), ({"ends": [64, 64]}, "damaged"), ({"ends": None}, "damaged"),
     ({"arrays": {"nbytes": 5, "sha256": ""}}, "should have"), ({"arrays": None}, "should have"),
 ])
 def test_a_profile_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, changes: dict, message: str) -> None:
