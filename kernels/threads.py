@@ -20,6 +20,7 @@ import numpy as np
 from .compile import Kernel, jit
 from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, relax, store
 from .cpu.sharing import COUNTERS_NBYTES, clear_regions
+from .deferred import inlined
 
 JOB, KERNEL, ARGS, ACTIVE, COUNTER = 0, 64, 72, 128, 192  # byte offsets
 STATES = COUNTER + COUNTERS_NBYTES
@@ -55,14 +56,26 @@ def _work(control, worker, seen, spins):
         seen = job
 
 
+@inlined()
+def _settle(control, workers):
+    """Close a job that an exception left open: a signal's handler may raise as soon as Python has control again, before it knows whom to
+    wake. Waits until nobody works on it. Returns a bit for every worker then, since some may sleep that are taken for awake, else 0."""
+    if load(control + JOB) & 1 == 0:
+        return 0
+    store(control + JOB, load(control + JOB) + 1)
+    while load(control + ACTIVE) != 0:
+        relax()
+    return (1 << workers) - 2
+
+
 @jit("int64(int64, int64, int64, int64)")
 def _start(control, function, args, workers):
     """Open a job. Returns a bit per worker that must be woken; when none, does worker 0's share and closes the job."""
+    sleeping = _settle(control, workers)
     i64_at(control + KERNEL)[0] = function
     i64_at(control + ARGS)[0] = args
     clear_regions(control + COUNTER)
     store(control + JOB, load(control + JOB) + 1)
-    sleeping = 0
     for worker in range(1, workers):
         if compare_swap(control + STATES + 64 * worker, PARKED, RUNNING) == 1:
             sleeping |= 1 << worker
@@ -81,6 +94,7 @@ def _start_list(control, jobs, first, count, workers, pause):
     Where workers must be woken, and at the first shared job if `pause` is 1, it returns the job (16 bits) and a bit per worker to wake
     above it, with that job open and worker 0's share of it still to do (`_finish`).
     """
+    lost = _settle(control, workers)
     for index in range(first, count):
         job = i64_at(jobs + 24 * index)
         clear_regions(control + COUNTER)
@@ -90,7 +104,7 @@ def _start_list(control, jobs, first, count, workers, pause):
         i64_at(control + KERNEL)[0] = job[0]
         i64_at(control + ARGS)[0] = job[1]
         store(control + JOB, load(control + JOB) + 1)
-        sleeping = 0
+        sleeping = lost
         for worker in range(1, workers):
             if compare_swap(control + STATES + 64 * worker, PARKED, RUNNING) == 1:
                 sleeping |= 1 << worker
@@ -112,11 +126,13 @@ def _finish(control, function, args):
         relax()
 
 
-@jit("void(int64, int64, int64)")
-def _alone(control, function, args):
-    """Run a small job on the calling thread only."""
+@jit("int64(int64, int64, int64, int64)")
+def _alone(control, function, args, workers):
+    """Run a small job on the calling thread only. Returns what `_settle` does."""
+    sleeping = _settle(control, workers)
     clear_regions(control + COUNTER)
     call_kernel(function, args, 0, control + COUNTER)
+    return sleeping
 
 
 class ThreadPool:
@@ -147,7 +163,7 @@ class ThreadPool:
         """`address` is that of the kernel's argument block; `parallel=False` keeps a job too small to share on this thread."""
         function = kernel.address
         if not parallel or self.workers == 1:
-            self._alone(self._control, function, address)
+            self._wake(self._alone(self._control, function, address, self.workers))
             return
         if sleeping := self._start(self._control, function, address, self.workers):
             self._wake(sleeping)
@@ -174,8 +190,10 @@ class ThreadPool:
             meanwhile()
 
     def _wake(self, sleeping: int) -> None:
+        if sleeping == 0:
+            return
         for worker in range(1, self.workers):
-            if sleeping >> worker & 1:
+            if sleeping >> worker & 1 and self._locks[worker].locked():  # one that is awake finds its lock open once, and looks again
                 self._locks[worker].release()
 
     def close(self) -> None:

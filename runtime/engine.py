@@ -166,10 +166,10 @@ class Engine:
     def close(self) -> None:
         if self.speculation is not None:
             self.speculation.close()
+        for backend in self.backends.values():
+            backend.close()  # before what it may still be reading: a job that Ctrl-C left open ends here
         self.model.close()
         self.cache.close()
-        for backend in self.backends.values():
-            backend.close()
 
     # -- prompt ----------------------------------------------------------------------------------------------------------------
 

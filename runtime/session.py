@@ -274,11 +274,15 @@ class Session:
         tokens: list[int] = []
         shown: list[str] = [said]
         thought: list[str] = []
-        stops = StopStrings(self.stops)
+        stops = StopStrings(self.stops, said)
         stream = self.tokenizer.stream(ids if self.raw or said or inside else ())
         finish = "length"
 
         def split(text: str) -> list[tuple[str, str]]:
+            """Parts of a piece, noted. What was said before loses half a character that is whole now, and how a stop string began."""
+            shown[0] = shown[0].removesuffix(stream.taken_back)
+            shown[0] = shown[0][: len(shown[0]) - stops.overlap]
+            stream.taken_back, stops.overlap = "", 0
             parts = think.push(text) if think else [("answer", text)] if text else []
             for kind, part in parts:
                 (shown if kind == "answer" else thought).append(part)

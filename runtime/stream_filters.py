@@ -24,13 +24,16 @@ def held_suffix(text: str, marks: Sequence[str]) -> int:
 
 
 class StopStrings:
-    """Ends the text where the first stop string is complete; nothing of that stop string leaks."""
+    """Ends the text where the first stop string is complete; nothing of that stop string leaks. `said`: text before, which was shown
+    whole; a stop string may begin in it, and `overlap` then is how much of it that one takes back."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], said: str = "") -> None:
         if any(not stop for stop in stops):
             raise UsageError("a stop string is empty", "give --stop at least one character")
         self.stops = tuple(dict.fromkeys(stops))
         self.matched: str | None = None
+        self.overlap = 0
+        self._said = said[len(said) - held_suffix(said, self.stops) :]
         self._held = ""
 
     @property
@@ -41,15 +44,15 @@ class StopStrings:
         """The text that is safe to show now; after a hit always empty."""
         if self.hit:
             return ""
-        text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        known, text = len(self._said), self._said + self._held + text
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0]
         if found:
             _, begin, self.matched = min(found)
-            self._held = ""
-            return text[:begin]
+            self._held, self.overlap = "", max(0, known - begin)
+            return text[known:begin]
         cut = len(text) - held_suffix(text, self.stops)
-        self._held = text[cut:]
-        return text[:cut]
+        self._said, self._held = text[cut:known], text[max(cut, known) :]
+        return text[known : max(cut, known)]
 
     def flush(self) -> str:
         """The text ended without completing a stop string: what was held back belongs to the answer."""

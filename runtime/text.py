@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
 from .small_file import JSON_NBYTES, read_whole
 from .stream_filters import ChannelFilter, ThinkFilter
 from .template import ChatTemplate, TemplateError, load_template
+from .text_stream import Decoder, TextStream
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -52,34 +52,6 @@ class TokenizerError(EffllmError):
     """The tokenizer files are malformed or do not belong to the model."""
 
 
-class TextStream:
-    """Token ids in, text out, as soon as whole characters are known. The pieces add up to `Tokenizer.decode` of all ids."""
-
-    def __init__(self, backend: tokenizers.Tokenizer, context: Sequence[int], visible: Mapping[int, str]) -> None:
-        self._backend, self._visible = backend, visible
-        self._stream = DecodeStream(ids=list(context), skip_special_tokens=True)
-        self._pending: list[int] = []
-
-    def push(self, token: int) -> str:
-        """The text that this token completes; empty inside a character and for special tokens."""
-        if token in self._visible:
-            return self.flush() + self._visible[token]
-        self._pending.append(token)
-        text = self._stream.step(self._backend, token)
-        if text is None:
-            return ""
-        self._pending.clear()
-        return text
-
-    def flush(self) -> str:
-        """What is left at the end: the bytes of an unfinished character become U+FFFD."""
-        rest = self._backend.decode(self._pending, skip_special_tokens=True) if self._pending else ""
-        if self._pending:
-            self._pending = []
-            self._stream = DecodeStream(skip_special_tokens=True)
-        return rest
-
-
 class Tokenizer:
     """The text side of a model folder. Open one with `Tokenizer.load`."""
 
@@ -94,6 +66,7 @@ class Tokenizer:
         template: ChatTemplate | None,
         source: Path,
     ) -> None:
+        self._decoder = Decoder(backend)
         self._backend, self._add_bos, self._model_rows, self._eos_ids = backend, add_bos, model_rows, tuple(eos_ids)
         self.special_tokens = dict(special_tokens)  # role ("bos_token") -> text
         self.bos_id = bos_id
@@ -190,11 +163,11 @@ class Tokenizer:
         if skip_special_tokens and self._visible and not self._visible.keys().isdisjoint(ids):
             stream = self.stream()
             return "".join(map(stream.push, ids)) + stream.flush()
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._decoder(ids, skip_special_tokens)
 
     def stream(self, context: Sequence[int] = ()) -> TextStream:
         """A decoder for one answer. `context`: the tokens before it, for a raw completion, where the first piece may begin with a space."""
-        return TextStream(self._backend, context[-16:], self._visible)
+        return TextStream(self._decoder, context[-16:], self._visible)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of a chat. Raises TemplateError, also where the model has no template."""

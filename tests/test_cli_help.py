@@ -116,7 +116,8 @@ def assert_default(flags: type, name: str, feeds: object) -> None:
     """The flag's own value is "not given"; the default that its help names is the dataclass's."""
     value = getattr(feeds, name)
     assert getattr(flags(), name) in (None, False)
-    assert said_default(flags, name).removesuffix(", or by the profile") == (SAID_OTHERWISE.get(name) or ("" if value is False else str(value)))
+    said = said_default(flags, name).removesuffix(", or by the profile")
+    assert said == (SAID_OTHERWISE.get(name) or ("" if value is False else str(value)))
 
 
 def said_default(flags: type, name: str) -> str:

@@ -165,3 +165,41 @@ def test_a_file_is_written_whole_or_not_at_all(session, tmp_path):
             session.save(bad)
         assert caught.value.hint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "file", "taken"] and (tmp_path / "file").read_text() == "old"
+
+
+class Sampled:
+    """A sampler that says what it is given."""
+
+    seed = 1
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = iter(ids)
+
+    def sample(self, *_: object) -> int:
+        return next(self.ids)
+
+
+def test_an_answer_that_was_cut_in_a_character_goes_on_with_the_whole(session, tokenizer):
+    """What was shown of it, U+FFFD, gives way; nothing of the question is said again."""
+    text = "The fox said 日本 🦊 to him."
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for cut in range(1, len(ids)):
+        session.clear()
+        session._sampler = Sampled([*ids, *tokenizer.stop_ids])
+        session.max_tokens = cut
+        begun = said(session.ask(QUESTION))
+        assert begun == tokenizer.decode(ids[:cut]) == session.messages[-1]["content"]
+        session.max_tokens = 100
+        rest = said(session.continue_())
+        assert session.messages[-1]["content"] == text and begun.rstrip("\ufffd") + rest == text
+
+
+def test_a_stop_string_that_a_cut_went_through_ends_the_answer(session, tokenizer):
+    ids = tokenizer.encode("A fox said to the king that he was hungry.", add_special_tokens=False)
+    session.stops = ("to the king",)
+    cut = next(n for n in range(len(ids)) if tokenizer.decode(ids[:n]).endswith(" to the"))
+    session._sampler, session.max_tokens = Sampled(ids), cut
+    assert said(session.ask(QUESTION)) == "A fox said to the"
+    session.max_tokens = 100
+    assert said(session.continue_()) == "" and session.stats.finish_reason == "stop"
+    assert session.messages[-1]["content"] == "A fox said "

@@ -61,6 +61,19 @@ def test_what_is_shown_never_needs_to_be_taken_back(text_and_pieces, stops):
         assert stop.hit or len(given_text) - len(shown) < max(map(len, stops)), "holds back more than a stop string could need"
 
 
+@quick
+@given(cut(st.text("abc", max_size=40)), st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3), st.integers(0, 40))
+def test_a_stop_string_may_begin_in_what_was_said(text_and_pieces, stops, at):
+    text, pieces = text_and_pieces
+    expected, matched = first_stop(text, stops)
+    if matched is not None and len(expected) + len(matched) <= at:
+        return  # the answer ended before
+    before, after = text[:at], text[at:]
+    stop = StopStrings(stops, before)
+    shown = "".join([*map(stop.push, after), stop.flush()])
+    assert before[: len(before) - stop.overlap] + shown == expected
+
+
 def test_a_stop_string_over_three_tokens():
     stop = StopStrings(["\nUser:"])
     assert [stop.push(p) for p in ("Yes.", "\nUs", "e", "r: no")] == ["Yes.", "", "", ""]

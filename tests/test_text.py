@@ -194,6 +194,65 @@ def test_streaming_any_tokens_is_decoding_them(ids):
     assert "".join(pieces) + rest == fable.decode(ids)
 
 
+@pytest.fixture(scope="module")
+def pieces_and_bytes(tmp_path_factory):
+    return Tokenizer.load(save(tmp_path_factory.mktemp("spm"), sentencepiece_like(), bos_token="<s>", eos_token="</s>"), CONFIG)
+
+
+TOKENS = st.one_of(st.integers(0, 270), st.sampled_from([3 + byte for byte in "\né🦊".encode()]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TOKENS, max_size=12))
+def test_bytes_that_make_no_character_spoil_nothing(pieces_and_bytes, ids):
+    """The library reads a run of bytes as a whole and raises where one spoils what it has shown."""
+    pieces, rest = stream(pieces_and_bytes, ids)
+    assert "".join(pieces) + rest == pieces_and_bytes.decode(ids)
+
+
+def test_a_byte_that_makes_no_character_is_one_sign(pieces_and_bytes):
+    token = pieces_and_bytes.vocabulary().__getitem__
+    ids = [token("▁a"), token("<0x0A>"), token("<0xE2>"), token("▁a"), *(token(f"<0x{byte:02X}>") for byte in "🦊".encode()), token("▁bc")]
+    assert stream(pieces_and_bytes, ids) == (["a", "\n", "", "\ufffd a", "", "", "", "🦊", " bc"], "")
+
+
+def resumed(tokenizer, ids, at):
+    """What a reader has who saw `ids` up to `at` end, and then go on: text, and the pieces of the second part."""
+    before = tokenizer.decode(ids[:at])
+    stream, pieces = tokenizer.stream(ids[:at]), []
+    for token in ids[at:]:
+        pieces.append(stream.push(token))
+        before, stream.taken_back = before.removesuffix(stream.taken_back), ""
+    pieces.append(stream.flush())
+    return before.removesuffix(stream.taken_back) + "".join(pieces), pieces
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("a 🦊é日\ufffd\n", max_size=8), st.data())
+def test_an_answer_that_was_cut_in_a_character_goes_on(text, data):
+    fable = Tokenizer.load(FABLE, CONFIG)
+    ids = fable.encode(text, add_special_tokens=False)
+    at = data.draw(st.integers(0, len(ids)))
+    assert resumed(fable, ids, at)[0] == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TOKENS, max_size=8), st.data())
+def test_bytes_that_were_cut_go_on(pieces_and_bytes, ids, data):
+    at = data.draw(st.integers(0, len(ids)))
+    whole, (first, *_) = pieces_and_bytes.decode(ids), resumed(pieces_and_bytes, ids, at)
+    if pieces_and_bytes.decode(ids[:at]):  # behind nothing the first space is not there, as at any beginning
+        assert first == whole
+
+
+def test_a_context_that_ends_in_no_character_is_not_said_again(fable):
+    for text in ("caf\ufffd and", "caf\ufffd🦊"):
+        ids = fable.encode(text, add_special_tokens=False)
+        at = len(fable.encode("caf\ufffd", add_special_tokens=False))
+        assert fable.decode(ids[:at]) == "caf\ufffd"
+        assert "".join(resumed(fable, ids, at)[1]) == text[4:]
+
+
 def test_byte_fallback_and_leading_space(tmp_path):
     tokenizer = Tokenizer.load(save(tmp_path, sentencepiece_like(), bos_token="<s>", eos_token="</s>"), CONFIG)
     ids = tokenizer.encode("ab 🦊 bc", add_special_tokens=False)

@@ -63,6 +63,45 @@ def test_a_list_of_jobs_wakes_every_worker_there_can_be():
     pool.close()
 
 
+@pytest.mark.parametrize("spins", (0, 20_000))
+def test_a_job_that_an_exception_left_open_is_closed_by_the_next(spins: int) -> None:
+    """A handler of a signal that raises between two calls of compiled code: nobody is woken, and worker 0's share is not done."""
+    pool = ThreadPool(4, spins)
+    left, lost = np.zeros(3, np.int64), np.zeros(5, np.int64)
+    args, others = np.array([3, left.ctypes.data], np.int64), np.array([5, lost.ctypes.data], np.int64)
+    jobs = np.array([(count_blocks.address, others.ctypes.data, share) for share in (1, 0, 1)], np.int64)
+    for turn in range(1, 60):
+        time.sleep(0.005 if turn % 10 == 0 else 0)  # some parked
+        if turn % 2:
+            pool._start(pool._control, wait_a_little.address, args.ctypes.data, pool.workers)  # with sleepers, returns with the job open
+            if pool._memory[(pool._control - pool._memory.ctypes.data) // 8] & 1 == 0:
+                pool._memory[(pool._control - pool._memory.ctypes.data) // 8] += 1  # there were none: open it again
+        else:
+            pool._start_list(pool._control, jobs.ctypes.data, 0, 1, pool.workers, 1)
+        lost[:] = 0
+        if turn % 3 == 0:
+            pool.run(count_blocks, others.ctypes.data)
+            assert (lost == 1).all()
+        elif turn % 3 == 1:
+            pool.run(count_blocks, others.ctypes.data, parallel=False)
+            assert (lost == 1).all()
+        else:
+            pool.run_list(jobs)
+            assert (lost == 3).all()
+    pool._start_list(pool._control, jobs.ctypes.data, 0, 1, pool.workers, 1)
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 4 and not any(thread.is_alive() for thread in pool._threads), "waited for workers that slept"
+
+
+@kernel()
+def wait_a_little(args, worker, counter):
+    """Every block of args[0] takes some microseconds."""
+    while fetch_add(counter, 1) < i64_at(args)[0]:
+        for _ in range(50):
+            relax()
+
+
 @kernel()
 def wait_for_flag(args, worker, counter):
     """Whoever comes first writes its number plus 1 to address args[0], and waits until the word at args[1] is set."""

@@ -1,0 +1,87 @@
+"""Tokens as text, piece by piece: a character may be spread over several tokens, and is shown when it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from os.path import commonprefix
+
+import tokenizers
+
+UNFINISHED = "\ufffd"  # what decoding makes of the bytes of half a character, and of bytes that are none
+LETTER = "A"
+
+
+class Decoder:
+    """Token ids -> text. Tokens that are single bytes ("<0x0A>", as SentencePiece vocabularies have them) are decoded here: the library
+    reads a run of them as a whole, in which one that belongs to no character spoils those that do, also what was shown before."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    @cached_property
+    def _bytes(self) -> dict[int, int]:
+        """Token -> its byte, where the vocabulary has such tokens and its decoder knows them."""
+        numbers = {self._backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        return numbers if None not in numbers and self._backend.decode([self._letter]) == LETTER else {}
+
+    @cached_property
+    def _letter(self) -> int:
+        return self._backend.token_to_id(f"<0x{ord(LETTER):02X}>")
+
+    def __call__(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if not self._bytes or self._bytes.keys().isdisjoint(ids):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        made: list[str] = []
+        for are_bytes, run in groupby(ids, self._bytes.__contains__):
+            if are_bytes:
+                made.append(bytes(self._bytes[token] for token in run).decode("utf-8", "replace"))
+            elif not made:
+                made.append(self._backend.decode(list(run), skip_special_tokens=skip_special_tokens))
+            else:  # behind a letter, so that a leading space is not taken for that of a text's first word
+                made.append(self._backend.decode([self._letter, *run], skip_special_tokens=skip_special_tokens)[1:])
+        return "".join(made)
+
+
+class TextStream:
+    """Token ids in, text out, as soon as whole characters are known. The pieces add up to `Tokenizer.decode` of all ids.
+
+    `context`: tokens before, whose text is known. Where it ends in half a character, which was shown as U+FFFD, `taken_back` says so as
+    soon as the rest has come: the character then is a part of the next piece.
+    """
+
+    def __init__(self, decoder: Decoder, context: Sequence[int], visible: Mapping[int, str]) -> None:
+        self._decode, self._visible = decoder, visible
+        self.taken_back, text = "", decoder(context)
+        self._ids, self._begin = list(context), 0
+        # Of a text that ends in half a character nothing counts as shown, until it is known what that is.
+        self._shown, self._before, self._unsure = (0, "", text) if text.endswith(UNFINISHED) else (len(context), text, "")
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty inside a character and for special tokens."""
+        if token in self._visible:
+            return self.flush() + self._visible[token]
+        self._ids.append(token)
+        text = self._decode(self._ids[self._begin :])
+        return "" if len(text) <= len(self._before) or text.endswith(UNFINISHED) else self._show(text)
+
+    def flush(self) -> str:
+        """What is left at the end: the bytes of an unfinished character become U+FFFD."""
+        text = self._decode(self._ids[self._begin :])
+        if len(text) <= len(self._before):
+            return ""
+        rest = self._show(text)
+        self._ids, self._begin, self._shown, self._before = [], 0, 0, ""  # bytes that come now complete nothing of before
+        return rest
+
+    def _show(self, text: str) -> str:
+        """What of `text`, which all tokens from `begin` on make, was not shown."""
+        known = self._before
+        if self._unsure:  # what ended it is a character now, or was none
+            known = commonprefix([self._unsure, text])
+            self.taken_back, self._unsure = self._unsure[len(known) :], ""
+        del self._ids[: self._begin]
+        self._begin, self._shown = self._shown - self._begin, len(self._ids)
+        self._before = self._decode(self._ids[self._begin :])
+        return text[len(known) :]
