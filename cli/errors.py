@@ -7,6 +7,7 @@ not found or gated, 4 does not fit, 5 context overflow, 6 download failed or off
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 
@@ -55,7 +56,7 @@ def describe(error: Exception) -> tuple[str, str, int]:
         return usage_message(error), usage_hint(error), error.exit_code
     if isinstance(error, typer.Abort):
         return "stopped", "", 1
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return "memory ran out", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""

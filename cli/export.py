@@ -26,7 +26,7 @@ Format = Annotated[Literal["gguf", "compressed-tensors"] | None,
                    flag(FORMAT, "--format", "gguf|compressed-tensors", "for llama.cpp and its kin, or for transformers and vLLM (gguf)")]
 Type = Annotated[str | None, flag(FORMAT, "--type", "F16|Q8_0|Q4_0|INT8|INT4",
                                   "precision of the matrices (F16); the integers are those of compressed-tensors (INT4)")]
-Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file")]
+Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file", "export")]
 
 
 def register(app: typer.Typer) -> None:

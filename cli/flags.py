@@ -25,10 +25,12 @@ Command = Callable[..., int | None]
 TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
-def flag(panel: str, names: str, value: str, help: str, **more: Any) -> Any:
-    """`flag("memory", "-c --ctx-size", "N", "context in tokens")`; a flag without a value has an empty one."""
+def flag(panel: str, names: str, value: str, help: str, command: str = "", **more: Any) -> Any:
+    """`flag("memory", "-c --ctx-size", "N", "context in tokens")`; a flag without a value has an empty one. `command`: the one that means
+    something else by this name than others do, and has a variable of its own."""
     long = next(name for name in names.split() if name.startswith("--"))
-    return typer.Option(*names.split(), help=help, rich_help_panel=panel, metavar=value or None, envvar=variable(long), show_envvar=False,
+    return typer.Option(*names.split(), help=help, rich_help_panel=panel, metavar=value or None,
+                        envvar=variable(f"{command}-{long.removeprefix('--')}" if command else long), show_envvar=False,
                         show_default=False, **more)
 
 

@@ -61,6 +61,9 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, no_p
     except Absent as absent:
         coming = before_pull(absent, weights, flags, screen)
         prepared = coming.run.prepared
+    if prompt is not None and prepared is not None and prompt >= prepared.placement.ctx:
+        raise UsageError(f"-p {prompt} leaves no room for an answer in the context of {prepared.placement.ctx} tokens",
+                         "a shorter prompt, or -c for a larger context")
     known = machine_roofs(prepared, screen, no_probe, coming and coming.folder)
     found, better = forecast.forecast(prepared, known, prompt or forecast.PROMPT), forecast.suggest(prepared, known)
     for notice in prepared.notices:

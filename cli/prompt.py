@@ -1,7 +1,7 @@
 """Where the prompt of a one-shot answer comes from: the argument, `-f`, and standard input.
 
-Piped text comes before the argument, so that `cat letter.txt | effllm run fable "Answer this letter."` reads as it is meant. With an
-argument at hand, input that nobody writes to must not look like a hang: it is waited for, and said.
+Piped text comes before the file and the argument, so that `cat letter.txt | effllm run fable "Answer this letter."` reads as it is
+meant. With an argument or a file at hand, input that nobody writes to must not look like a hang: it is waited for, and said.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .environment import Environment
 from .screen import Screen
 
 WAIT_S = 1.0
+LARGEST = 256 << 20  # bytes of a text; what has no end ends here
 PARTS = "\n\n"
 
 
@@ -24,14 +25,14 @@ def read_prompt(argument: str | None, file: str | None, screen: Screen) -> str |
     """The whole prompt; None where none was given and a person sits at the terminal."""
     environment = screen.environment
     parts = []
-    if file is not None and file != "-":
-        parts.append(read_file(Path(file)))
-    elif file == "-" or argument is None:
+    if file == "-" or (file is None and argument is None):
         if environment.is_terminal(environment.stdin) and file is None:
             return None
         parts.append(read_stream(environment.stdin))
     elif is_fed(environment.stdin):
         parts.append(read_patiently(environment, screen))
+    if file is not None and file != "-":
+        parts.append(read_file(Path(file)))
     if argument is not None:
         parts.append(typed_text(argument, "the prompt"))
     text = PARTS.join(part for part in (without_last_newline(part) for part in parts) if part)
@@ -58,19 +59,22 @@ def read_patiently(environment: Environment, screen: Screen) -> str:
 def read_stream(stream: TextIO) -> str:
     try:
         binary = getattr(stream, "buffer", None)  # a stream of a test may hold text alone
-        return decoded(binary.read(), "standard input") if binary is not None else stream.read()
+        return decoded(binary.read(LARGEST + 1), "standard input") if binary is not None else stream.read()
     except OSError as error:
         raise UsageError(f"standard input cannot be read: {error.strerror}") from error
 
 
 def read_file(path: Path, flag: str = "-f") -> str:
     try:
-        return decoded(path.read_bytes(), str(path))
+        with path.open("rb") as file:  # a pipe too
+            return decoded(file.read(LARGEST + 1), str(path))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", f"{flag} takes the path of a text file, or - for standard input") from error
 
 
 def decoded(data: bytes, source: str) -> str:
+    if len(data) > LARGEST:
+        raise UsageError(f"{source} is larger than {LARGEST >> 20} MiB", "give a part of it")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

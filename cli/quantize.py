@@ -34,7 +34,8 @@ EXAMPLES = """examples
 
 Out = Annotated[str, flag(OUTPUT, "-o --out", "DIR", "the folder to make")]
 Bits = Annotated[int | None, flag(FORMAT, "--bits", "8|6|5|4|3|2", "bits per weight, in the format that serves them best")]
-Spec = Annotated[str | None, flag(FORMAT, "--spec", "SPEC", "a format by name: 4bit, ternary, codebook4:16, affine4:64, symmetric8:32")]
+Spec = Annotated[str | None, flag(FORMAT, "--spec", "SPEC", "a format by name: 4bit, ternary, codebook4:16, affine4:64, symmetric8:32",
+                                         "quantize")]
 TensorType = Annotated[list[str] | None, flag(FORMAT, "--tensor-type", "REGEX=SPEC",
                                               "another format for tensors of that name; may be repeated, the last that matches wins")]
 Target = Annotated[str | None, flag(FORMAT, "--target", "4.25bpw", "choose each tensor's format by the damage measured")]
@@ -49,7 +50,7 @@ CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "to
 Eval = Annotated[str | None, flag(MEASURE, "--eval", "FILE", "score this text before and after, - is standard input")]
 NoKvProfile = Annotated[bool, flag(CALIBRATION, "--no-kv-profile", "", "do not record where a packed KV cache needs its bits (a minute)")]
 DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "print the sizes and write nothing")]
-Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a folder that effllm quantize made")]
+Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a folder that effllm quantize made", "quantize")]
 Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 
 
@@ -68,6 +69,8 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
 
     screen = Screen(context.obj)
     ref = find(model, screen)
+    if dry_run and eval is not None:
+        raise UsageError("--dry-run makes nothing that --eval could score", "leave one of them away")
     if calib == eval == "-":
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
     text = None if eval is None else read_text(eval, screen, "--eval")

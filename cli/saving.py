@@ -71,9 +71,10 @@ class Keeper:
         if self.name is None or state(session) == self._saved:
             return
         if session.messages or (session.system and not self.store.has(self.name)):
-            if self._is_anothers(self.name):
-                self._make_way()
-            self.save(session, self.name)
+            with self.sessions.one_at_a_time():
+                if self._is_anothers(self.name):
+                    self._make_way()
+                self.save(session, self.name)
 
     def _is_anothers(self, name: str) -> bool:
         """Has another process saved another conversation there since? Its cache may be gone from a session that is the same."""

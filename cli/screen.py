@@ -91,7 +91,7 @@ class Screen:
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> None:
         """Columns on stdout; numbers (`right`) are set flush right. Wrapped on a terminal, never in a pipe."""
         clean = sanitize if self._safe else str
-        cells = [[clean(cell) for cell in row] for row in rows]
+        cells = [[clean(cell).replace("\n", " ") for cell in row] for row in rows]
         lines = columns([headings, *cells] if any(headings) else cells, right)
         if all(line.isascii() and line.isprintable() and (not self._safe or len(line) <= self.environment.width) for line in lines):
             if any(headings) and self.environment.is_styled(self.environment.stdout):

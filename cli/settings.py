@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .. import UsageError
+from ..runtime.small_file import read_whole
 from .flags import names_and_types, token_count, variable
 from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
 
@@ -101,8 +102,7 @@ def read_settings(user_folder: Path) -> dict[str, Setting]:
 def read_file(path: Path) -> dict[str, Setting]:
     """The settings of one file; none where it is absent."""
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
+        data = read_whole(path, LARGEST)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
@@ -110,8 +110,6 @@ def read_file(path: Path) -> dict[str, Setting]:
     import tomllib
 
     try:
-        if len(data) > LARGEST:
-            raise ValueError("it is larger than 1 MiB")
         text = data.decode("utf-8-sig")
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:

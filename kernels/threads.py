@@ -126,6 +126,12 @@ def _finish(control, function, args):
         relax()
 
 
+@jit("int64(int64, int64)")
+def _quiet(control, workers):
+    """`_settle`, for Python."""
+    return _settle(control, workers)
+
+
 @jit("int64(int64, int64, int64, int64)")
 def _alone(control, function, args, workers):
     """Run a small job on the calling thread only. Returns what `_settle` does."""
@@ -147,7 +153,7 @@ class ThreadPool:
         self._closed = False
         # compiled here, not inside the first worker
         self._work, self._start, self._finish, self._alone = (function.compiled for function in (_work, _start, _finish, _alone))
-        self._start_list = _start_list.compiled
+        self._start_list, self._quiet = _start_list.compiled, _quiet.compiled
         self._threads = [threading.Thread(target=self._serve, args=(worker,), name=f"effllm-{worker}", daemon=True)
                          for worker in range(1, self.workers)]
         for worker, thread in enumerate(self._threads, 1):
@@ -188,6 +194,10 @@ class ThreadPool:
             done = index + 1
         if meanwhile is not None:
             meanwhile()
+
+    def settle(self) -> None:
+        """End a job that an exception left open: afterwards nobody reads or writes what it was given."""
+        self._wake(self._quiet(self._control, self.workers))
 
     def _wake(self, sleeping: int) -> None:
         if sleeping == 0:

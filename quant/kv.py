@@ -182,5 +182,7 @@ def of_types(keys: str, values: str) -> str:
     if bits[0] == bits[1]:
         return f"{bits[0]}bit"
     if max(bits) > 8:
-        raise UsageError(f"keys as {keys} with values as {values}: exact and packed ones do not mix", "pack both, or neither")
+        packed = min(keys, values, key=lambda each: named[each.lower()])
+        raise UsageError(f"keys as {keys} with values as {values}: exact and packed ones do not mix",
+                         f"-ctk {packed} -ctv {packed} packs both")
     return f"k{bits[0]}v{bits[1]}"

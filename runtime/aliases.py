@@ -7,7 +7,7 @@ library costs a tenth of a second, which is a tenth of the time to the first wor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -16,6 +16,7 @@ from pathlib import Path
 from .. import ModelNotFound, UsageError, not_written, typed
 from . import hub, storage
 from .config_reader import ConfigError, Keys, show
+from .small_file import JSON_NBYTES, read_whole
 
 KEYS = frozenset({"repo", "path", "revision", "licence", "gated", "params", "size_gb", "default_bits", "exclude", "note", "alternative"})
 ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
@@ -61,7 +62,7 @@ def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[Catal
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C parser where PyYAML was built with it
     try:
         raw = yaml.load(text, loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"{file} is not valid YAML: {show(str(error))}") from error
     if own and raw is None:
         return ()
@@ -80,7 +81,7 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
     repo, path = keys.text("repo", None), keys.text("path", None)
     if (repo is None) == (path is None) or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
         raise ConfigError(f"{where}: exactly one of repo (org/name) and path must be given")
-    if own and path is not None and not Path(path).is_absolute():
+    if own and path is not None and ("\0" in path or not Path(path).is_absolute()):
         raise keys.fail("path", "an absolute path")
     revision, params, bits = keys.text("revision", "main"), keys.text("params"), keys.integer("default_bits")
     if not hub.is_revision(revision):
@@ -107,7 +108,7 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
     """The person's; none where there is no file. Raises ConfigError naming the file."""
     path = own_file(env)
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_whole(path, JSON_NBYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except OSError as error:
@@ -143,29 +144,29 @@ def check_alias(name: str) -> None:
 def write_alias(env: Mapping[str, str], entry: CatalogEntry) -> None:
     """Add an alias of the person's, or change it."""
     check_alias(entry.alias)
-    _write(env, [*(each for each in own_aliases(env) if each.alias != entry.alias), entry])
+    _change(env, lambda known: [*(each for each in known if each.alias != entry.alias), entry])
 
 
 def remove_alias(env: Mapping[str, str], name: str) -> None:
     """Raises ModelNotFound where the person has no such alias."""
-    known = own_aliases(env)
-    if all(entry.alias != name for entry in known):
+    if all(entry.alias != name for entry in own_aliases(env)):
         comes = any(entry.alias == name for entry in packaged())
         raise ModelNotFound(f"{show(name)} is {'an alias that comes with effllm' if comes else 'no alias of yours'}",
                             "effllm alias lists yours")
-    _write(env, [entry for entry in known if entry.alias != name])
+    _change(env, lambda known: [entry for entry in known if entry.alias != name])
 
 
-def _write(env: Mapping[str, str], entries: list[CatalogEntry]) -> None:
+def _change(env: Mapping[str, str], how: Callable[[Sequence[CatalogEntry]], list[CatalogEntry]]) -> None:
+    """Write the person's aliases as `how` makes them of those that are there, which other processes change as well."""
     import yaml
 
     path = own_file(env)
     head = "# Aliases made by `effllm alias`; the keys are those of effllm's own models.yaml.\n"
-    values = {entry.alias: entry.to_yaml() for entry in entries}
-    text = head + (yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else "")
-    parse_catalog(text, str(path), own=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        storage.write_aside(path, text)
+        with storage.changing(path):
+            values = {entry.alias: entry.to_yaml() for entry in how(own_aliases(env))}
+            text = head + (yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else "")
+            parse_catalog(text, str(path), own=True)
+            storage.write_aside(path, text)
     except OSError as error:
         raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {typed(path.parent)}") from error

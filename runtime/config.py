@@ -20,6 +20,7 @@ from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_ke
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
         "relu2": "relu2"}
 MAX_LAYERS = 2048
+MAX_EXPERTS = 2**16  # of all layers: each takes memory before a tensor is looked for
 MOST = {"hidden_size": 2**20, "intermediate_size": 2**22, "ffn_dim": 2**22, "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096,
         "vocab_size": 2**24}
 LAYER_NORM_EPS = 1e-5  # torch's, which no config states
@@ -242,6 +243,9 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, *
     else:
         turned = (rope_config(keys, head_dim, positions, defaults.theta) if defaults.rotary else None,) * layers
     fields = {"windows": (None,) * layers, "ropes": turned, **features}
+    mixture = features.get("mixture")
+    if mixture is not None and layers * mixture.experts > MAX_EXPERTS:
+        raise ConfigError(f"config.json: {layers} layers of {mixture.experts} experts are more than any model has")
     return ModelConfig(
         family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden, intermediate_size=defaults.size(keys, defaults.ffn_key),
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,

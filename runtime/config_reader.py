@@ -90,7 +90,8 @@ class Keys:
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not max(above, LEAST) < value < MOST:
-            raise self.fail(name, f"a number above {above:g}")
+            extreme = isinstance(value, int | float) and not isinstance(value, bool) and value > above
+            raise self.fail(name, f"a number from {LEAST:g} to {MOST:g}" if extreme else f"a number above {above:g}")
         return float(value)
 
     def flag(self, name: str, default: object = REQUIRED) -> bool:

@@ -41,6 +41,7 @@ from .convert_tensors import EQUALISING, Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .hub import COMPANIONS
+from .small_file import TOKENIZER_NBYTES
 from .source import folder_files
 from .written import demand_folder, foreign
 
@@ -260,11 +261,15 @@ def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
 
 
 def copied(folder: Path) -> dict[str, Path]:
-    """Name -> file of what goes along unchanged."""
+    """Name -> file of what goes along unchanged. Raises UsageError for one that is larger than any such file."""
     if not folder.is_dir():
         return {}
-    return {entry.name: entry for entry in sorted(folder.iterdir())
-            if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COMPANIONS)}
+    found = {entry.name: entry for entry in sorted(folder.iterdir())
+             if entry.is_file() and any(fnmatch(entry.name, pattern) for pattern in COMPANIONS)}
+    for entry in found.values():
+        if (nbytes := entry.stat().st_size) > TOKENIZER_NBYTES:
+            raise UsageError(f"{entry} is {nbytes:,} bytes, too long for what goes along with a model", "move it elsewhere")
+    return found
 
 
 def check_space(out: Path, nbytes: int) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 KIND = "model"
 SAMPLES = 9
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_last_n")
 
 
 def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
@@ -65,7 +66,8 @@ def refuse_other_vocabulary(folder: Path, draft: Path) -> None:
 
 
 class DraftModel:
-    """Greedy guesses of a whole model. Its engine holds the sequence and the guess; what was refused is forgotten with the next.
+    """Greedy guesses of a whole model, under the penalties of the run. Its engine holds the sequence and the guess; what was refused is
+    forgotten with the next.
 
     `vocabulary`: rows of the large model's table; a guess ends before a token that it lacks.
     """
@@ -87,6 +89,12 @@ class DraftModel:
     def seconds(self) -> float:
         """What a guessed token took of late; 0 where none was guessed."""
         return median(self._seconds) if self._seconds else 0.0
+
+    def choose_as(self, settings: SamplerSettings) -> None:
+        """Guess what a run with these settings finds likeliest: penalties move the likeliest token, the temperature does not."""
+        greedy = replace(SamplerSettings(temperature=0), **{name: getattr(settings, name) for name in PENALTIES})
+        if greedy != self._greedy.settings:
+            self._greedy = Sampler(greedy, self._greedy.vocab_size)
 
     def follow(self, history: Sequence[int]) -> None:
         """The sequence is `history` now. Nothing is run."""

@@ -156,6 +156,8 @@ class Engine:
 
     def reset(self) -> None:
         """Forget the sequence."""
+        if (cpu := self.backends.get("cpu")) is not None:
+            cpu.pool.settle()  # a pass that Ctrl-C ended may have left threads at work
         self.cache.clear()
         self.hold([])
 
@@ -250,6 +252,8 @@ class Engine:
         """Sample until a stop token, `max_tokens` or the end of the context. The token of a step is run only when the next is asked for."""
         if self._logits is None:
             raise RuntimeError("generate before prefill")
+        if self.speculation is not None:
+            self.speculation.choose_as(sampler.settings)
         made = 0
         while max_tokens is None or made < max_tokens:
             started = time.perf_counter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from .config import ModelConfig
 from .config_reader import read_json
 from .kv_profile import Profile
 from .source import open_weights
+from .whole_file import whole
 from .written import KV_ARRAYS, KV_PROFILE
 
 FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
@@ -66,9 +66,8 @@ def save_profile(profile: Profile, path: Path) -> Path:
     }
     try:
         for where, data in ((arrays, raw), (target, json.dumps({**content, "sha256": _own_hash(content)}).encode())):
-            part = where.with_name(f".{where.name}.partial")
-            part.write_bytes(data)
-            os.replace(part, where)
+            with whole(where) as file:
+                file.write(data)
     except OSError as error:
         raise not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own") from error
     return target
@@ -100,8 +99,8 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     costs, tokens, checks, auto = _costs(raw.get("costs"), shape), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
     ends = raw.get("ends", list(ENDS[0]))  # profiles from before have none
-    whole = costs is not None and raw.get("bits") == list(SIDES) and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
-    if not whole or not (auto is None or auto in SIDES) or ends not in map(list, ENDS):
+    sound = costs is not None and raw.get("bits") == list(SIDES) and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
+    if not sound or not (auto is None or auto in SIDES) or ends not in map(list, ENDS):
         raise UsageError(f"{target} is damaged", again)
     said = {key: value for key, value in raw.items() if key != "sha256"}
     if "sha256" in raw and raw["sha256"] != _own_hash(said):  # profiles from before have none

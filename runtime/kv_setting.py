@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .. import UsageError
 from ..offload.checkpoint import TensorStore
+from ..offload.notes import Fallback
 from ..quant.kv import codec
 from .config import ModelConfig
 from .kv_profile import Profile
@@ -23,7 +24,8 @@ def profile_for(name: str, folder: Path | None, config: ModelConfig, store: Tens
     profile = load_profile(folder, config, store)
     if profile is None:
         then = f"keys and values stay at {UNPACKED}" if name == AUTO else "every head gets the same bits"
-        remark(f"--kv {name}: no profile of this model, {then}; effllm eval kv-profile records one")
+        said = f"--kv {name}: no profile of this model, {then}; effllm eval kv-profile records one"
+        remark(Fallback(said) if name == AUTO else said)
     return profile
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import EffllmError, UsageError, not_written
+from .. import DiskFull, DoesNotFit, EffllmError, UsageError, not_written
 from ..offload.size import format_size
 from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
@@ -71,11 +71,16 @@ def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice 
                                             ("revision", request.ref.revision),
                                             ("licence", request.ref.licence or licence_of(request.ref.folder))) if value}
     options = ConvertOptions(Recipe(spec), request.bits, threads=request.threads, source=source)
-    for item in _apart(request.ref.folder, out, options):
-        if isinstance(item, Converted):
-            where = f"kept in {out}" if request.keep else "for this run only; --keep keeps it"
-            yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.file_nbytes)}, {where}")
-        yield item
+    try:
+        for item in _apart(request.ref.folder, out, options):
+            if isinstance(item, Converted):
+                where = f"kept in {out}" if request.keep else "for this run only; --keep keeps it"
+                yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.file_nbytes)}, {where}")
+            yield item
+    except (DiskFull, DoesNotFit) as error:
+        if request.keep:
+            raise
+        raise type(error)(error.message, "make room there, or set TMPDIR to a folder with room") from error
 
 
 def _apart(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progress | Notice | Converted]:
@@ -119,7 +124,10 @@ def main() -> None:
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A private folder that is gone afterwards. Those of processes that were killed go first. Raises EffllmError where none can be made."""
-    root = Path(tempfile.gettempdir())
+    try:
+        root = Path(tempfile.gettempdir())
+    except OSError as error:
+        raise EffllmError(f"no temporary folder can be made: {error.strerror}", "set TMPDIR to a folder with room") from error
     for stale in root.glob(PREFIX + "*"):
         _remove_unlocked(stale)
     try:

@@ -11,7 +11,6 @@ asked for; what it lets through of a part of the text that was kept back is meas
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 from .. import not_written
 from .events import Progress
 from .sparsity_file import PredictorRates
+from .whole_file import whole
 from .written import PREDICTORS
 
 if TYPE_CHECKING:
@@ -64,11 +64,9 @@ class Predictors:
     def save(self, folder: Path) -> Path:
         """Write them beside a model's weights. Raises EffllmError where that is not possible."""
         target = folder / FILE
-        aside = target.with_name(f".{FILE}.partial")
         try:
-            with aside.open("wb") as out:
+            with whole(target) as out:
                 np.savez(out, **{name: np.stack([getattr(each, name) for each in self.layers]) for name in ("into", "out", "thresholds")})
-            os.replace(aside, target)
         except OSError as error:
             raise not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own") from error
         return target

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError, typed
@@ -23,6 +24,7 @@ from .catalog import Absent, find_entry, resolve
 from .gguf import names
 from .pull.disk import allocated
 from .reference import Reference, parse_reference
+from .whole_file import UNFINISHED
 from .written import MEASURED, foreign
 
 OWN, FOLDER, SHARED = "effllm", "folder", "hub cache"
@@ -203,7 +205,8 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
     locks, snapshots = hub.cache_folder(env) / ".locks" / root.name, root / "snapshots"
     commit, *inner = path.relative_to(snapshots).parts
     parts = [path.with_name(name) for name in names.all_parts(path.name)]
-    beside = [part.with_name(name) for part in parts for own in MEASURED for name in (f"{part.name}.{own}", f".{part.name}.{own}.partial")]
+    beside = [each for part in parts for own in MEASURED for name in [escape(f"{part.name}.{own}")]
+              for pattern in (name, UNFINISHED.format(name)) for each in part.parent.glob(pattern)]
     gone = {each for each in (*parts, *beside) if os.path.lexists(each)}
     shown = set(_blobs(snapshots, gone))
     blobs = {blob for link in gone for blob in _shown_by(link) if blob not in shown and blob.parent == root / "blobs"}

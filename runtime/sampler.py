@@ -20,6 +20,7 @@ from ..kernels.cpu import sampling
 from ..kernels.workspace import address
 
 SMALLEST_TEMPERATURE = 1e-6
+MOST_PENALTY = 1e6  # further out a logit may be more than float32 holds
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 HINT = "effllm run --help says what each setting takes and which value is off"
 
@@ -58,7 +59,10 @@ class SamplerSettings:
         self._demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
         self._demand(0 <= self.min_p <= 1, "min_p", "between 0 (off) and 1")
         self._demand(0 < self.typical_p <= 1, "typical_p", "above 0 and at most 1 (off)")
-        self._demand(self.repetition_penalty > 0, "repetition_penalty", "above 0; 1 is off")
+        self._demand(1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY, "repetition_penalty",
+                     f"above 0 and at most {MOST_PENALTY:g}; 1 is off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._demand(abs(getattr(self, name)) <= MOST_PENALTY, name, f"between -{MOST_PENALTY:g} and {MOST_PENALTY:g}; 0 is off")
         self._demand(self.penalty_last_n >= -1, "penalty_last_n", "-1 (the whole history) or more")
         self._demand(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2**64 - 1")
 

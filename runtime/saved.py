@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from .saved_format import SavedCache, SavedSession, Spoken
 from .saved_prefix import lend
 from .session import Session
 from .session_store import SessionStore, lost_note, stuck_note
+
+LOCK = ".saving.lock"  # no session's name
 
 
 class SavedSessions:
@@ -48,6 +53,21 @@ class SavedSessions:
             session.settings = history.settings
         held = f"{len(engine.tokens)} tokens restored" if saved.cache else "its text is read again"
         yield Notice(f"session {name}: {len(session.messages)} messages, {held}")
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Around looking at what is kept under a name and saving by that: no other process does so meanwhile. Where nothing can be locked
+        nobody waits, and saving says what is wrong with the folder."""
+        descriptor = -1
+        with suppress(OSError):
+            self.store.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self.store.folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:
         """Save under a name; yields the saved session last. Where pages of the cache are lost, what lies before them is saved, or the cache

@@ -67,7 +67,7 @@ class Session:
         self.stats: Stats | None = None
         self._cancelled = False
         self.from_process_start = from_process_start
-        self._said_raw = raw
+        self._said_raw, self._said_think = raw, False
         engine.cancelled = lambda: self._cancelled
         self._folds = self._said_folds = False  # whether the system prompt goes in front of the first message
         self._held: tuple[str, list[int]] = ("", [])
@@ -209,6 +209,9 @@ class Session:
         if self.raw and not self._said_raw:
             self._said_raw = True
             yield self._fallback(NO_TEMPLATE)
+        if self.think not in ("auto", "off") and not self.tokenizer.thinks and not self._said_think:
+            self._said_think = True
+            yield self._fallback(f"--think {self.think} changes nothing: this model does not reason")
         if self._folds and not self._said_folds:
             self._said_folds = True
             yield self._fallback(NO_SYSTEM_ROLE)

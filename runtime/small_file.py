@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 JSON_NBYTES = 32 << 20  # of what describes a tokenizer; the largest published ones have 3 MB
+TOKENIZER_NBYTES = 256 << 20  # of a tokenizer; the largest published ones have 35 MB
 
 
 class OddFile(OSError):

@@ -22,6 +22,7 @@ from .engine import Engine
 from .events import Progress
 from .predictors import scaled
 from .sparsity_file import Sparsity, demand_writable
+from .whole_file import whole
 
 TOKENS, LEAST = 2048, 256
 SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
@@ -50,7 +51,7 @@ class Trace:
     def save(self, path: Path) -> None:
         """As an .npz file. Raises EffllmError where it cannot be written."""
         try:
-            with path.open("wb") as out:
+            with path.open("wb") if path.exists() and not path.is_file() else whole(path) as out:  # nobody's /dev/null is replaced
                 np.savez_compressed(out, neurons=np.int64(self.neurons), active=np.stack(self.layers))
         except OSError as error:
             hint = "another --trace FILE"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import EffllmError, not_written
 from .config_reader import read_json
+from .whole_file import whole
 from .written import SPARSITY
 
 FILE, FORMAT, VERSION = SPARSITY, "effllm-sparsity", 1
@@ -71,20 +72,26 @@ class Sparsity:
 
 def save(found: Sparsity, folder: Path) -> Path:
     """Write `sparsity.json`. Raises EffllmError where that cannot be written."""
-    return _write(folder, json.dumps(found.to_json(), indent=1) + "\n", folder / FILE)
+    return _write(folder, json.dumps(found.to_json(), indent=1) + "\n")
 
 
 def demand_writable(folder: Path) -> None:
     """Raises EffllmError where `save` would."""
-    _write(folder, "", None)
+    with suppress(_Tried):
+        _write(folder, None)
 
 
-def _write(folder: Path, text: str, target: Path | None) -> Path:
-    """Write aside and rename to `target`; None: take it away again."""
-    aside = folder / f".{FILE}.partial"
+class _Tried(Exception):
+    """A file could be made there; it is taken away again."""
+
+
+def _write(folder: Path, text: str | None) -> Path:
+    """None: nothing is written after all, which raises _Tried."""
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.unlink() if target is None else os.replace(aside, target)
+        with whole(folder / FILE) as file:
+            if text is None:
+                raise _Tried
+            file.write(text.encode())
     except OSError as error:
         raise not_written(error, f"{folder / FILE} cannot be written", "a copy of the model in a folder of your own") from error
     return folder / FILE

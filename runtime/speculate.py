@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .events import Progress
     from .prepare import Prepared
+    from .sampler import SamplerSettings
 
 COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one token does
 TOO_SHORT = "the answer ended while passes of one token were timed"
@@ -132,6 +133,11 @@ class Speculation:
     def close(self) -> None:
         if self._model:
             self._model.close()
+
+    def choose_as(self, settings: SamplerSettings) -> None:
+        """How tokens will be drawn from now on."""
+        if self._model:
+            self._model.choose_as(settings)
 
     def after(self, engine: Engine, token: int, left: int | None) -> np.ndarray:
         """Hold `token`; returns the logits behind it, float32 [V], a view. `left`: tokens that may still be asked for (None: no limit)."""

@@ -15,11 +15,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import not_written, typed
 from . import hub
+from .whole_file import whole
 
 MARKER = "effllm.json"
 REFS, LICENCES = "refs", "licences"
@@ -183,9 +185,7 @@ def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]]) -> No
     """One process at a time; what is no model any more is dropped on the way."""
     path = data_folder(env) / "folders.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(".folders.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with changing(path):
             known = [each for each in how(_read(path)) if (Path(each) / MARKER).is_file()]
             write_aside(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
     except OSError as error:
@@ -202,11 +202,19 @@ def _read(path: Path) -> list[str]:
     return [each for each in folders if isinstance(each, str) and os.path.isabs(each)] if isinstance(folders, list) else []
 
 
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """A small file that is read, changed and written by one process at a time. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def write_aside(path: Path, text: str) -> None:
     """A small file that is either old or new."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    with whole(path) as file:
+        file.write(text.encode())
 
 
 def stamp(folder: Path) -> str:

@@ -2,12 +2,13 @@
 
 Reads tokenizer.json (through the `tokenizers` library), tokenizer_config.json, special_tokens_map.json and generation_config.json. The
 engine knows token ids only; everything about text lives here. A character may be spread over several tokens, so `TextStream` shows it when
-its last byte has come. Padding and truncation stored in tokenizer.json are training settings and are switched off.
+its last byte has come. Padding, truncation and dropout stored in tokenizer.json are training settings and are switched off.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import tokenizers
 
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
-from .small_file import JSON_NBYTES, read_whole
+from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from .stream_filters import ChannelFilter, ThinkFilter
 from .template import ChatTemplate, TemplateError, load_template
 from .text_stream import Decoder, TextStream
@@ -23,7 +24,7 @@ from .text_stream import Decoder, TextStream
 if TYPE_CHECKING:
     from .config import ModelConfig
 
-TOKENIZER_LIMIT = 256 << 20  # bytes; the largest published ones have 35 MB
+MOST_GROWTH = 64  # published ones make one of one; a ligature becomes 18
 REFETCH = "fetch the model's files again"
 END_OF_TURN = (
     "<|eot_id|>",
@@ -151,7 +152,10 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         text = text.encode("utf-8", "replace").decode() if not text.isascii() else text  # a lone surrogate has no UTF-8
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            raise refused(error, f"{self.source} cannot make tokens of the text") from None
         if ids and max(ids) >= self._model_rows:
             raise TokenizerError(
                 f"{self.source} makes token {max(ids)}, but the model has only {self._model_rows} embedding rows",
@@ -194,7 +198,7 @@ def _open_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         if not path.is_file():
             raise ModelNotFound(f"{path.parent} has no tokenizer.json", _without_tokenizer(path.parent))
-        if path.stat().st_size > TOKENIZER_LIMIT:
+        if path.stat().st_size > TOKENIZER_NBYTES:
             raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for a tokenizer", REFETCH)
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -203,11 +207,33 @@ def _open_backend(path: Path) -> tokenizers.Tokenizer:
         raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
     try:
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{path} is not a tokenizer that can be read: {str(error)[:200]}", REFETCH) from None
+    except BaseException as error:
+        raise refused(error, f"{path} is not a tokenizer that can be read") from None
+    if backend.normalizer is not None and growth(json.loads(backend.normalizer.__getstate__())) > MOST_GROWTH:
+        raise TokenizerError(f"{path} makes more than {MOST_GROWTH} characters of one before it makes tokens of them", REFETCH)
     backend.no_truncation()
     backend.no_padding()
+    if getattr(backend.model, "dropout", None) is not None:
+        backend.model.dropout = None
     return backend
+
+
+def growth(normalizer: Mapping[str, Any]) -> float:
+    """How many characters a normalizer makes of one, at most, by what it says of itself. A few lines of it can ask for all memory."""
+    if normalizer.get("type") == "Sequence":
+        return prod(map(growth, normalizer["normalizers"]))
+    if normalizer.get("type") != "Replace":
+        return 1.0
+    pattern = normalizer["pattern"].get("String")
+    return max(1.0, len(normalizer["content"]) / max(1, len(pattern or "")))
+
+
+def refused(error: BaseException, what: str) -> BaseException:
+    """What to raise for an error of the tokenizer's library: it raises plain Exception, and panics as something that is none."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    said = " ".join(str(error).split())
+    return TokenizerError(f"{what}: {said[:200]}", REFETCH)
 
 
 def _without_tokenizer(folder: Path) -> str:
@@ -232,7 +258,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """role -> text of every `*_token` entry, written as text or as an object with `content`."""
     entries = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
-    return {k: v for k, v in entries.items() if isinstance(v, str)}
+    return {k: v for k, v in entries.items() if isinstance(v, str) and not any("\ud800" <= letter <= "\udfff" for letter in v)}
 
 
 def _ids(value: Any) -> list[int]:

@@ -1,12 +1,33 @@
-"""Text files that appear whole or not at all: a conversation that is saved, one that is exported."""
+"""Files that appear whole or not at all: a conversation that is saved, a profile, a list of aliases."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from .. import not_written
+
+UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that has the name `path` when the block ends, whatever had it before; an error leaves that, and nothing else. It is made anew
+    under a hidden name: a folder may come from anybody, and what lies there may be a link to a file of this person's. Raises OSError."""
+    part = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, text: str, hint: str) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from .. import UsageError
 from . import hub, storage
+from .whole_file import UNFINISHED
 
 KV_PROFILE, KV_ARRAYS = "kv_profile.json", "kv_profile.f32"  # `kv_profile_file.py`
 SPARSITY, PREDICTORS = "sparsity.json", "predictors.npz"  # `sparsity_file.py`, `predictors.py`
 MEASURED = (KV_PROFILE, KV_ARRAYS, SPARSITY, PREDICTORS)
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", hub.INDEX)
-NAMES = (*hub.COMPANIONS, *WEIGHTS, storage.MARKER, *MEASURED, *(f".{name}.partial" for name in MEASURED))
+NAMES = (*hub.COMPANIONS, *WEIGHTS, storage.MARKER, *MEASURED, *map(UNFINISHED.format, MEASURED))
 
 
 def foreign(folder: Path) -> str | None:

@@ -157,7 +157,7 @@ def test_text_without_quotes_is_answered_with_how_it_is_written(place: Path) -> 
 def test_a_file_that_cannot_be_read_is_one_line(place: Path) -> None:
     (place / "effllm.toml").mkdir()
     ran = Ran("plan", "fable")
-    assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml: Is a directory\nhint: ")
+    assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml: not a regular file\nhint: ")
 
 
 def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:

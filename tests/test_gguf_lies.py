@@ -8,12 +8,14 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
+from effllm.runtime.gguf import tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_bytes import TOKENS, small_model
@@ -62,7 +64,11 @@ def test_the_honest_file_runs(tmp_path: Path) -> None:
     ({"tokenizer.ggml.model": "wordpiece9"}, "wordpiece9"), ({"tokenizer.ggml.model": ["llama"]}, "tokenizer of kind"),
     ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "nobody", "tokenizer.ggml.merges": ["a b"]}, "nobody"),
     ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["a"]}, "merge"),
-    ({"tokenizer.chat_template": 5}, "chat_template"),
+    ({"tokenizer.chat_template": 5}, "chat_template"), ({"tokenizer.ggml.model": [1, 2]}, "tokenizer of kind"),
+    ({"tokenizer.ggml.pre": ["default"]}, "expected a text"), ({"tokenizer.ggml.pre": [1.0, 2.0]}, "expected a text"),
+    ({"llama.rope.dimension_count": [4, 2]}, "every layer"), ({"llama.attention.value_length": [4, 2]}, "every layer"),
+    ({"llama.rope.scaling.type": [1, 2]}, "expected one value"), ({"llama.rope.scale_linear": [2.0, 3.0]}, "expected one value"),
+    ({"llama.expert_count": 4096, "llama.expert_used_count": 2, "llama.block_count": 2048}, "more than any model has"),
 ], ids=lambda value: ",".join(value)[:60] if isinstance(value, dict) else "")
 def test_keys_that_lie(tmp_path: Path, keys: dict[str, object], named: str) -> None:
     (tmp_path / "m.gguf").write_bytes(small_model(keys))
@@ -86,6 +92,17 @@ def test_tensors_that_lie(tmp_path: Path, tensors: dict[str, object], named: str
     (tmp_path / "m.gguf").write_bytes(small_model(tensors=tensors))
     line = refused(tmp_path / "m.gguf")
     assert named in line and "\x1b" not in line, line
+
+
+def test_a_token_that_is_there_often_is_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy of a token of 256 letters was 255 pairs: a file of 5 MB took 5 GB."""
+    vocabulary = tokenizer.Vocabulary(Path("m.gguf"), "llama", "default", ["a" * n for n in range(1, 257)] + ["a" * 256] * 500,
+                                      np.ones(756), np.zeros(756, np.float32), [], {}, True, True, None)
+    ids = tokenizer._ids(vocabulary.tokens)
+    assert len(tokenizer.implied_merges(vocabulary, ids)) == sum(range(256))
+    monkeypatch.setattr(tokenizer, "MOST_CUTS", 1000)
+    with pytest.raises(tokenizer.TokenizerError, match="more than 1,000 ways"):
+        tokenizer.implied_merges(vocabulary, ids)
 
 
 def test_a_claim_of_terabytes_needs_no_memory(tmp_path: Path) -> None:

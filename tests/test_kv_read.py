@@ -85,6 +85,7 @@ def test_where_all_pages_are_read_the_numbers_are_the_exact_ones(tmp_path: Path,
     assert traffic.nbytes > 0 and all(each.asked == each.among > 0 for each in slots)
 
 
+@pytest.mark.slow
 def test_the_eval_reads_as_an_answer_does_and_finds_a_loss(tmp_path: Path) -> None:
     text = tmp_path / "tales.txt"
     text.write_text(long_text(1600))

@@ -14,6 +14,7 @@ import effllm
 from effllm import DoesNotFit, UsageError
 from effllm.offload.placement import Residency
 from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.drafts import Draft
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -115,6 +116,30 @@ def test_a_draft_model_is_opened_with_its_target() -> None:
     assert counts.passes + counts.accepted == 59 and counts.drafted > 0, "a first guess is always tried"
     engine.speculation = None
     assert found == answer()
+    engine.close()
+
+
+def test_a_draft_model_guesses_under_the_penalties_of_the_run() -> None:
+    """A model that drafts for itself is right every time; without them one token of three was."""
+    engine, prompt = opened(ctx=256, draft=str(FABLE)), [*range(300, 330)]
+    guessed: list[tuple[int, tuple[int, ...]]] = []
+    model = engine.speculation._model
+
+    def guess(_: object, most: int, otherwise: float) -> Draft | None:
+        model.follow(engine.speculation._history)
+        draft = model.propose(min(3, most))
+        guessed.append((len(engine.speculation._history), draft.tokens if draft else ()))
+        return draft
+
+    engine.speculation._guess = guess
+    for settings in (SamplerSettings(temperature=0), SamplerSettings(temperature=0, repetition_penalty=1.3, presence_penalty=0.5)):
+        guessed.clear()
+        engine.reset()
+        for _ in engine.prefill(prompt):
+            continue
+        made = [*prompt, *(step.token for step in engine.generate(Sampler(settings, 4096), 60, frozenset()))]
+        assert sum(len(tokens) for _, tokens in guessed) > 20
+        assert all(tuple(made[at : at + len(tokens)]) == tokens[: len(made) - at] for at, tokens in guessed)
     engine.close()
 
 

@@ -127,6 +127,7 @@ def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Archite
         width = raw["hidden_size"] // raw["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
         value = data.get(f"{name}.{key}")
+        value = None if value is None else _single(header.path, f"{name}.{key}", value)
         if found.partial and key == "rope.dimension_count" and type(value) is int and type(width) is int and 0 < value < width:
             raw["partial_rotary_factor"] = value / width
         elif value is not None and value != width:
@@ -193,11 +194,13 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
     """The rope_scaling section."""
     data, positions = header.metadata, raw["max_position_embeddings"]
 
-    def stated(key: str, default: object = None) -> object:
-        return data.get(f"{name}.{SCALING}{key}", default)
+    def stated(key: str, default: object = None, under: str = SCALING) -> object:
+        value = data.get(f"{name}.{under}{key}", default)
+        if isinstance(value, list | np.ndarray):
+            damaged(header.path, f"states {name}.{under}{key} {shown_value(value)}, expected one value")
+        return value
 
-    kind = stated("type", "none")
-    old = data.get(f"{name}.rope.scale_linear")
+    kind, old = stated("type", "none"), stated("scale_linear", under="rope.")
     original = stated("original_context_length", positions)
     if LONG in factors and SHORT in factors:
         section = {"rope_type": "longrope", "short_factor": _list(factors[SHORT]), "long_factor": _list(factors[LONG]),

@@ -31,6 +31,7 @@ ENDS = ("eos", "eot", "eom")
 MARKS = frozenset(END_OF_TURN)
 OTHER_FILE = "give a file that holds the model's tokenizer, or the folder of the original checkpoint"
 MOST_PIECE = 256  # characters of a token that could be merged: a cut at every place is looked up
+MOST_CUTS = 1 << 22  # of all tokens; a vocabulary of 256,000 has a fifth of it
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
         return TokenizerError(f"{path} states {key} {shown_value(data.get(key))}, expected {expected}", OTHER_FILE)
 
     model = data.get("tokenizer.ggml.model")
-    if model is None or model in ("none", "no_vocab"):
+    if model is None or (isinstance(model, str) and model in ("none", "no_vocab")):
         raise TokenizerError(f"{path} holds no tokenizer", OTHER_FILE)
-    if model not in MODELS:
+    if not isinstance(model, str) or model not in MODELS:
         raise TokenizerError(f"{path} has a tokenizer of kind {shown_value(model)}, which is not supported", f"known: {', '.join(MODELS)}")
     tokens = data.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -80,6 +81,8 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if not isinstance(merges, list) or (model == "gpt2" and not merges) or any(merge.find(" ", 1) < 1 for merge in merges):
         raise fail("tokenizer.ggml.merges", "a list of pairs of texts")
     pre = data.get("tokenizer.ggml.pre", "default")
+    if not isinstance(pre, str):
+        raise fail("tokenizer.ggml.pre", "a text")
     if model == "gpt2" and pre not in CUTTERS:
         raise TokenizerError(f"{path} cuts words by the rules of {shown_value(pre)}, which are not known here", OTHER_FILE)
     ids = {}
@@ -146,12 +149,15 @@ def _sentence_piece(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def implied_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens, the best score first; of one token the cuts whose parts come first."""
+    """Every cut of a token into two tokens, the best score first; of one token the cuts whose parts come first. Raises TokenizerError for
+    more of them than any vocabulary has."""
     scores, kinds = vocabulary.scores, vocabulary.kinds
     found = []
     for number, token in enumerate(vocabulary.tokens):
-        if kinds[number] not in (NORMAL, USER, UNUSED) or not 1 < len(token) <= MOST_PIECE:
+        if kinds[number] not in (NORMAL, USER, UNUSED) or not 1 < len(token) <= MOST_PIECE or ids[token] != number:
             continue
+        if len(found) > MOST_CUTS:
+            raise TokenizerError(f"{vocabulary.path} has tokens that can be cut in more than {MOST_CUTS:,} ways", OTHER_FILE)
         for at in range(1, len(token)):
             left, right = ids.get(token[:at]), ids.get(token[at:])
             if left is not None and right is not None:

@@ -1,0 +1,220 @@
+"""Folders that come from anybody, and several processes at once: nothing of a person's is written over, waited for without end or lost."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm import EffllmError, UsageError
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.cli.errors import describe
+from effllm.runtime import aliases, whole_file
+from effllm.runtime.config import ConfigError, parse_config
+from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.sparsity import Trace
+from effllm.runtime.sparsity_file import demand_writable
+from effllm.runtime.text import Tokenizer, TokenizerError, growth
+from effllm.runtime.whole_file import whole
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+FOX = "a" * 31
+
+
+def said(*words: str, **variables: str) -> tuple[int, str, str]:
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, **variables})
+    return main(words, environment), environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+@pytest.mark.parametrize("lies", ["nothing", "a link", "a pipe", "a file"])
+def test_a_new_file_is_new_whatever_lies_under_its_hidden_name(tmp_path: Path, lies: str) -> None:
+    target, victim = tmp_path / "profile.json", tmp_path / "precious"
+    victim.write_text("precious")
+    hidden = tmp_path / f".profile.json.{os.getpid()}.partial"
+    make = {"nothing": lambda: None, "a link": lambda: hidden.symlink_to(victim), "a pipe": lambda: os.mkfifo(hidden),
+            "a file": lambda: hidden.write_text("left by a process that was killed")}
+    make[lies]()
+    with whole(target) as file:
+        file.write(b"new")
+    assert target.read_text() == "new" and victim.read_text() == "precious" and not os.path.lexists(hidden)
+    umask = os.umask(0o22)
+    os.umask(umask)
+    assert target.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.npz"
+    trace = Trace(8, (np.ones((2, 1), np.uint8),))
+    trace.save(path)
+    before = path.read_bytes()
+
+    def full(file: object, **arrays: object) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(EffllmError, match="No space left"):
+        trace.save(path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["trace.npz"]
+
+
+def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    victim = tmp_path / "precious"
+    victim.write_text("precious")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / f".sparsity.json.{os.getpid()}.partial").symlink_to(victim)
+    demand_writable(tmp_path / "model")
+    assert os.listdir(tmp_path / "model") == [] and victim.read_text() == "precious"
+
+
+def test_aliases_that_are_made_at_once_are_all_there(tmp_path: Path) -> None:
+    variables = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
+    (tmp_path / "effllm").mkdir()
+    entry = next(entry for entry in aliases.packaged() if entry.alias == "fable")
+    begin = threading.Barrier(8)
+
+    def add(number: int) -> None:
+        from dataclasses import replace
+
+        begin.wait()
+        aliases.write_alias(variables, replace(entry, alias=f"a{number}", path=str(FABLE), own=True))
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(each.alias for each in aliases.own_aliases(variables)) == [f"a{number}" for number in range(8)]
+
+
+@pytest.mark.parametrize(("text", "why"), [("2020-99-99: {path: /x}", "not valid YAML"),
+                                           ('a: {path: "/a\\0b", params: 1M}', "absolute path")])
+def test_odd_aliases_are_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        aliases.parse_catalog(text, own=True)
+
+
+def test_runs_under_one_new_name_keep_all_that_was_said(tmp_path: Path) -> None:
+    """Each looked whether the name is free, found it so, and saved: the last one won."""
+    variables = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    asked = {f"Tell me of {word}." for word in ("foxes", "kings", "hens", "snow")}
+    runs = [subprocess.Popen([sys.executable, "-m", "effllm", "run", "fable", text, "-n", "3", "--session", "tale"], env=variables,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for text in asked]
+    heard = [run.communicate(timeout=120)[1] for run in runs]
+    assert all(run.returncode == 0 for run in runs), heard
+    kept = [json.loads(path.read_text())["conversation"]["messages"] for path in (tmp_path / "effllm" / "sessions").glob("tale*.json")]
+    assert {message["content"] for messages in kept for message in messages} >= asked, heard  # one that began late goes on with another's
+
+
+def tokenizer_of(folder: Path, **changes: object) -> Path:
+    """A copy of fable's files without weights, its tokenizer changed: values replace keys, functions are applied."""
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(FABLE / name, folder / name)
+    content = json.loads((FABLE / "tokenizer.json").read_text())
+    for key, value in changes.items():
+        content[key] = value(content[key]) if callable(value) else value
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def load(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder, parse_config(json.loads((FABLE / "config.json").read_text())))
+
+
+@pytest.mark.parametrize("changes", [
+    {"model": lambda model: model | {"continuing_subword_prefix": "##"}}, {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAP//////////YWJj"}},
+    {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]], "byte_fallback": False}},
+    {"model": lambda model: model | {"unk_token": "nope", "vocab": {"a": 0}, "merges": []}},
+    {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 7}},
+], ids=["prefix", "length", "charsmap", "unigram", "unknown", "growth"])
+def test_a_tokenizer_that_breaks_its_library_is_named(tmp_path: Path, changes: dict[str, object]) -> None:
+    with pytest.raises(TokenizerError, match="tokenizer.json"):
+        load(tokenizer_of(tmp_path, **changes)).encode("fox " + FOX)
+
+
+def test_how_much_a_normalizer_makes_of_a_text() -> None:
+    longer = {"type": "Replace", "pattern": {"String": "ab"}, "content": "x" * 8}
+    assert growth(longer) == 4 and growth({"type": "Replace", "pattern": {"Regex": "a+"}, "content": "bcd"}) == 3
+    assert growth({"type": "Sequence", "normalizers": [{"type": "NFC"}, longer, {"type": "Sequence", "normalizers": [longer]}]}) == 16
+
+
+def test_a_tokenizer_answers_the_same_twice(tmp_path: Path) -> None:
+    """Dropout is for training."""
+    dropping = load(tokenizer_of(tmp_path, model=lambda model: model | {"dropout": 0.5}))
+    text = "Once upon a time there was a fox who told the king a story."
+    assert {tuple(dropping.encode(text)) for _ in range(5)} == {tuple(Tokenizer.load(FABLE, parse_config(json.loads(
+        (FABLE / "config.json").read_text()))).encode(text))}
+
+
+def test_special_tokens_that_are_no_text_are_left_out(tmp_path: Path) -> None:
+    folder = tokenizer_of(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "\ud800", "bos_token": "\udfff"}))
+    assert load(folder).stop_ids
+
+
+def test_settings_from_a_pipe_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "effllm.toml")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = said("config", "show")
+    assert code == 2 and "effllm.toml: not a regular file" in err
+
+
+def test_a_companion_of_any_size_is_not_read(tmp_path: Path) -> None:
+    folder = shutil.copytree(FABLE, tmp_path / "m")
+    os.truncate(folder / "README.md", 40 << 30)
+    code, _, err = said("quantize", str(folder), "-o", str(tmp_path / "q"), "--bits", "4", "--no-kv-profile")
+    assert code == 2 and "README.md is 42,949,672,960 bytes" in err and not (tmp_path / "q").exists()
+
+
+def test_a_text_without_end_is_refused() -> None:
+    code, _, err = said("run", "fable", "-f", "/dev/zero")
+    assert code == 2 and "/dev/zero is larger than 256 MiB" in err
+
+
+def test_what_is_piped_comes_before_a_file(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("of the king")
+    ran = subprocess.run([sys.executable, "-m", "effllm", "run", "fable", "--raw", "-f", str(tmp_path / "p.txt"), "-n", "1", "--json"],
+                         input="Once upon a time", capture_output=True, text=True, timeout=120, check=True)
+    alone = len(Tokenizer.load(FABLE, parse_config(json.loads((FABLE / "config.json").read_text()))).encode("of the king"))
+    assert json.loads(ran.stdout)["usage"]["prompt_tokens"] > alone + 3
+
+
+def test_memory_that_the_system_refuses_is_memory() -> None:
+    assert describe(OSError(12, "Cannot allocate memory")) == describe(MemoryError())
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1e-39}, {"repetition_penalty": 1e30}, {"presence_penalty": -1e308},
+                                      {"frequency_penalty": 1e39}])
+def test_penalties_that_no_logit_survives_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(settings))):
+        SamplerSettings(**settings)
+
+
+def test_a_variable_is_for_one_meaning_of_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run --spec off` and `run --force` are not what quantize means by these words: a folder was replaced for a variable of runs."""
+    quantize = ("quantize", "fable", "-o", str(tmp_path / "q"), "--bits", "4", "--no-kv-profile")
+    monkeypatch.setenv("EFFLLM_SPEC", "off")
+    monkeypatch.setenv("EFFLLM_FORCE", "1")
+    assert said(*quantize)[0] == 0
+    code, _, err = said(*quantize)
+    assert code == 2 and "exists" in err
+    monkeypatch.setenv("EFFLLM_QUANTIZE_FORCE", "1")
+    assert said(*quantize)[0] == 0
+
+
+def test_a_name_with_a_line_break_is_one_row(tmp_path: Path) -> None:
+    variables = {"XDG_DATA_HOME": str(tmp_path / "data")}
+    made = tmp_path / "two\nlines"
+    assert said("quantize", "fable", "-o", str(made), "--bits", "4", "--no-kv-profile", **variables)[0] == 0
+    listed = said("list", **variables)[1]
+    assert "two lines" in listed and whole_file.UNFINISHED not in listed
