@@ -117,7 +117,8 @@ def check_bundling(*others: object) -> None:
     bits, *rest = others
     if bits not in (None, 16) or any(rest):
         raise UsageError("--bundle-ffn keeps the weights as they are and goes with no other format, method or --dry-run",
-                         "effllm quantize MODEL -o DIR --bundle-ffn")
+                         "effllm quantize MODEL -o DIR --bundle-ffn, where MODEL may have been quantized but for its neurons: "
+                         "--tensor-type '(up|down)_proj=bf16'")
 
 
 def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None, gate_rule: str | None, text: str | None,

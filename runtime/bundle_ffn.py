@@ -1,7 +1,8 @@
 """`quantize --bundle-ffn`: a copy of a model in which every neuron of an MLP lies by itself, for reading those alone that a token uses.
 
-Values stay as they are. With `gate_sparsity` a model whose activation is never zero gets thresholds (`gate_thresholds.py`), which change
-what it computes. Everything else about the folder is as `convert` makes it: written beside, resumed after a kill, named when whole.
+Values stay as they are: of a folder that `quantize` made, codes too, if it left the neurons in 16 or 32 bits. With `gate_sparsity` a
+model whose activation is never zero gets thresholds (`gate_thresholds.py`), which change what it computes. Everything else about the folder
+is as `convert` makes it: written beside, resumed after a kill, named when whole.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from ..offload.writer import FolderWriter, held_nbytes
 from ..quant.bundles import FFN_MULTIPLE, WIDTH_MULTIPLE, BundleLayout, bundle_name
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY
-from .bundles import ROLE, SPARSE, THRESHOLDS, threshold_name
+from .bundles import ROLE, SPARSE, THRESHOLDS, is_bundled, threshold_name
 from .config import ModelConfig, read_config
 from .container import DTYPES, FILE, FORMAT, VERSION, Container, StoredTensor, read_container
 from .convert import ClassResult, Converted, check_space, check_target, copied
 from .convert_plan import MATRICES, ORIGINAL, OTHER, SizeRow
 from .events import Notice, Progress
+from .expected import RAW
 from .families import kind_of
 from .gate_thresholds import RULES, gate_thresholds
 from .model import ModelTensor, check_tensors
@@ -59,11 +61,11 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
     """Write the model in `folder` as `out`, its MLPs neuron by neuron; yields what happens and the result last. `gate_sparsity`: the share
     of gates below a threshold that is made so on `text` (None: the sample), by `gate_rule` (`gate_thresholds.py`).
 
-    Raises UsageError where that serves nothing (no sparse activation, a mixture, low-bit weights), and what `convert` raises.
+    Raises UsageError where that serves nothing (no sparse activation, a mixture, neurons in few bits), and what `convert` raises.
     """
     out, started = Path(os.path.abspath(out)), time.monotonic()
-    if (made := read_container(folder)) is not None:
-        raise UsageError(f"{folder} is quantized already ({made.spec_text})", ORIGINAL)
+    if is_bundled(given := read_container(folder)):
+        raise UsageError(f"the neurons of {folder} are bundled already ({given.spec_text})", ORIGINAL)
     config = read_config(folder)
     _check(config, gate_sparsity)
     check_target(out, replace)
@@ -75,7 +77,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
             else:
                 yield item
     with open_store(folder) as store:
-        jobs = tuple(_jobs(config, check_tensors(config, store), found))
+        jobs = tuple(_jobs(config, check_tensors(config, store, given), found))
         files = _files(jobs)
         copies = copied(folder)
         check_space(out, sum(file.size for file in files) - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
@@ -90,7 +92,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
                 yield Progress("bundling", done, total, "bytes")
             store.check_unchanged()
             texts = {INDEX: index_json(files)} if len(files) > 1 else {}
-            made = _container(jobs, writer, config, source or {}, gate_sparsity, gate_rule).with_files(copies, texts)
+            made = _container(jobs, writer, config, given, source or {}, gate_sparsity, gate_rule).with_files(copies, texts)
             writer.commit(copies, {**texts, FILE: made.to_json()}, replace)
     rows = tuple(ClassResult(row, None) for row in _rows(jobs))
     yield Converted(out, sum(prod(tensor.shape) for job in jobs for tensor in job.sources), sum(job.before for job in jobs),
@@ -124,7 +126,11 @@ def _jobs(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTen
             yield BundleJob(stored, THRESHOLDS, (), values=thresholds[key])
         if bundled:
             schemes = {tensor.spec.scheme for tensor in bundled}
-            if len(schemes) > 1 or not bundled[0].spec.is_raw:
+            if (low := next((tensor for tensor in bundled if not tensor.spec.is_raw), None)) is not None:
+                names = "|".join(tensor.name.split(".")[-2] for tensor in bundled)
+                raise UsageError(f"--bundle-ffn: {low.name} is {low.spec}, and neurons are read one by one in 16 or 32 bits alone",
+                                 f"effllm quantize MODEL -o DIR --bits 4 --tensor-type '({names})={RAW[config.dtype]}' leaves them so")
+            if len(schemes) > 1:
                 raise UsageError(f"--bundle-ffn: {bundled[0].name} and {bundled[-1].name} are stored differently", ORIGINAL)
             layout = BundleLayout(schemes.pop(), config.hidden_size, len(bundled) == 2)
             stored = StoredTensor(bundle_name(bundled[-1].name), QuantSpec.raw(layout.scheme), layout.shape(bundled[-1].shape[1]), 0)
@@ -137,7 +143,9 @@ def _files(jobs: tuple[BundleJob, ...]) -> tuple[PlannedFile, ...]:
     for job in jobs:
         if not groups or job.layout is not None or ROLE in groups[-1][-1].name:
             groups.append([])
-        groups[-1].append(Planned(job.stored.name, DTYPES[job.stored.spec.scheme], job.stored.shape, job.stored.nbytes))
+        raw = job.stored.spec.is_raw
+        groups[-1].append(Planned(job.stored.name, DTYPES[job.stored.spec.scheme] if raw else "U8",
+                                  job.stored.shape if raw else (job.stored.nbytes,), job.stored.nbytes))
     return plan_files(groups, {"format": FORMAT, "version": str(VERSION)})
 
 
@@ -156,7 +164,7 @@ def _pieces(job: BundleJob, store: TensorStore) -> Iterator[np.ndarray]:
         yield job.values
         return
     if job.layout is None:
-        rows = job.sources[0].shape[0] if job.sources[0].shape else 1
+        rows = job.sources[0].info.shape[0] if job.sources[0].info.shape else 1
         each = max(1, COPY_NBYTES * rows // max(1, job.before))
         for first in range(0, max(1, rows), each):
             yield store.read(job.sources[0].info, first, min(rows, first + each))
@@ -179,8 +187,8 @@ def _fingerprint(store: TensorStore, files: tuple[PlannedFile, ...], copies: Map
     return hashlib.sha256(json.dumps([__version__, ROLE, stamps, heads, texts, dict(source), values], sort_keys=True).encode()).hexdigest()
 
 
-def _container(jobs: tuple[BundleJob, ...], writer: FolderWriter, config: ModelConfig, source: Mapping[str, object],
-               gate_sparsity: float | None, gate_rule: str) -> Container:
+def _container(jobs: tuple[BundleJob, ...], writer: FolderWriter, config: ModelConfig, given: Container | None,
+               source: Mapping[str, object], gate_sparsity: float | None, gate_rule: str) -> Container:
     tensors = {job.stored.name: StoredTensor(job.stored.name, job.stored.spec, job.stored.shape, writer.finished[job.stored.name]["crc32"])
                for job in jobs}
     weights, after = sum(prod(tensor.shape) for job in jobs for tensor in job.sources), sum(job.stored.nbytes for job in jobs)
@@ -188,9 +196,12 @@ def _container(jobs: tuple[BundleJob, ...], writer: FolderWriter, config: ModelC
     method = {"name": "bundle-ffn", "holds": "up row, down column" if layout.has_up else "down column", "bundle_bytes": layout.used,
               "stride_bytes": layout.stride} | ({} if gate_sparsity is None else {"gate_sparsity": gate_sparsity, "gate_rule": gate_rule})
     lossy = "" if gate_sparsity is None else f", {gate_sparsity:.0%} of gates left out"
-    return Container(f"{layout.scheme}, neurons bundled{lossy}", 8 * after / weights, tensors,
-                     {**source, "dtype": config.dtype, "nbytes": sum(job.before for job in jobs)},
-                     {"name": "effllm", "version": __version__}, method, {})
+    kept = layout.scheme if given is None else f"{given.spec_text}, {layout.scheme}"
+    before = {} if given is None else dict(given.source)
+    return Container(f"{kept}, neurons bundled{lossy}", 8 * after / weights, tensors,
+                     {**before, **source, "dtype": config.dtype, "nbytes": sum(job.before for job in jobs)},
+                     {"name": "effllm", "version": __version__}, method | ({} if given is None else {"weights": dict(given.method)}),
+                     {} if given is None else given.calibration)
 
 
 def _notices(layout: BundleLayout, config: ModelConfig, gate_sparsity: float | None) -> Iterator[str]:

@@ -29,6 +29,8 @@ from effllm.runtime.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bundle_models import CASES, RELU, bundled, folders, found, resident, windowed
+from conversions import options as conversion
+from conversions import run as convert_run
 from family_models import Case, written
 
 __all__ = ["folders"]  # a fixture
@@ -304,5 +306,34 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path: Path, folder
 
 
 def test_a_bundled_folder_is_not_bundled_or_quantized_again(tmp_path: Path, folders) -> None:
-    with pytest.raises(UsageError, match="quantized already"):
+    with pytest.raises(UsageError, match="are bundled already"):
         list(bundle(folders("opt")[1], tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("family", "sizes", "rule"), [
+    ("llama", {**RELU, "hidden_size": 256}, "(up|down)_proj=bf16"),
+    ("opt", {"hidden_size": 256, "ffn_dim": 128, "word_embed_proj_dim": 256}, "fc2=bf16")])
+def test_neurons_of_a_quantized_model_are_bundled_beside_its_codes(family: str, sizes: dict, rule: str, tmp_path: Path) -> None:
+    """Attention, gates, embeddings in 4 bits; what is read neuron by neuron as it was published."""
+    quantized, out = tmp_path / "quantized", tmp_path / "out"
+    written(Case(family, sizes, dtype="bfloat16"), tmp_path / "model")
+    convert_run(tmp_path / "model", quantized, conversion("4bit", rules=(rule,)))
+    made, _ = bundled(quantized, out)
+    assert list(verify(out))[-1].damaged == ()
+    before, after = read_container(quantized), read_container(out)
+    assert after.is_low_bit and after.spec_text == "4bit, bf16, neurons bundled" and after.method["weights"] == before.method
+    same = [stored for stored in after.tensors.values() if not stored.spec.is_raw]
+    assert same and all(before.tensors[stored.name].crc32 == stored.crc32 for stored in same)
+    whole = found(resident(quantized))
+    assert np.array_equal(found(resident(out)), whole)
+    for slots in (3, 20):
+        assert np.array_equal(found(windowed(out, slots)), whole)
+    with pytest.raises(UsageError, match="are bundled already"):
+        list(bundle(out, tmp_path / "again"))
+
+
+def test_neurons_in_few_bits_are_refused_with_what_leaves_them_wide(tmp_path: Path, folders) -> None:
+    convert_run(folders("llama, bf16")[0], tmp_path / "quantized", conversion("4bit"))
+    with pytest.raises(UsageError, match=r"is codebook4:16, and neurons are read one by one in 16 or 32 bits") as refused:
+        list(bundle(tmp_path / "quantized", tmp_path / "out"))
+    assert "'(up_proj|down_proj)=bf16'" in refused.value.hint
