@@ -1,14 +1,17 @@
 """Where the prompt of a one-shot answer comes from: the argument, `-f`, and standard input.
 
-Piped text comes before the file and the argument, so that `cat letter.txt | effllm run fable "Answer this letter."` reads as it is
-meant. With an argument or a file at hand, input that nobody writes to must not look like a hang: it is waited for, and said.
+Piped text comes before the argument, so that `cat letter.txt | effllm run fable "Answer this letter."` reads as it is
+meant. With an argument at hand, input that nobody writes to must not look like a hang: it is waited for, and said. With `-f` it is not
+read at all, since a loop of a script may live on it; that text lies there is said.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import stat
+import termios
 from pathlib import Path
 from typing import TextIO
 
@@ -29,10 +32,12 @@ def read_prompt(argument: str | None, file: str | None, screen: Screen) -> str |
         if environment.is_terminal(environment.stdin) and file is None:
             return None
         parts.append(read_stream(environment.stdin))
+    elif file is not None:
+        if has_text(environment.stdin):
+            screen.note("what is piped is not read beside -f FILE; -f - reads it")
+        parts.append(read_file(Path(file)))
     elif is_fed(environment.stdin):
         parts.append(read_patiently(environment, screen))
-    if file is not None and file != "-":
-        parts.append(read_file(Path(file)))
     if argument is not None:
         parts.append(typed_text(argument, "the prompt"))
     text = PARTS.join(part for part in (without_last_newline(part) for part in parts) if part)
@@ -48,6 +53,14 @@ def is_fed(stream: TextIO) -> bool:
     except (OSError, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISREG(mode)
+
+
+def has_text(stream: TextIO) -> bool:
+    """Whether a pipe holds text already. None is taken out of it."""
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode) and fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4)) != bytes(4)
+    except (OSError, ValueError):
+        return False
 
 
 def read_patiently(environment: Environment, screen: Screen) -> str:

@@ -69,10 +69,10 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
 
     screen = Screen(context.obj)
     ref = find(model, screen)
-    if dry_run and eval is not None:
-        raise UsageError("--dry-run makes nothing that --eval could score", "leave one of them away")
     if calib == eval == "-":
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
+    if dry_run and eval is not None:
+        raise UsageError("--dry-run makes nothing that --eval could score", "leave one of them away")
     text = None if eval is None else read_text(eval, screen, "--eval")
     if gate_rule is not None and gate_sparsity is None:
         raise UsageError("--gate-rule says which gates --gate-sparsity leaves out", "give both, with --bundle-ffn")

@@ -23,6 +23,16 @@ from .session import Session
 from .session_store import SessionStore, lost_note, stuck_note
 
 LOCK = ".saving.lock"  # no session's name
+PATIENCE_S = 10.0
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Raises OSError where a file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class SavedSessions:
@@ -57,12 +67,14 @@ class SavedSessions:
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
         """Around looking at what is kept under a name and saving by that: no other process does so meanwhile. Where nothing can be locked
-        nobody waits, and saving says what is wrong with the folder."""
+        nobody waits, and saving says what is wrong with the folder; nor for long for one that was stopped while it saves."""
         descriptor = -1
         with suppress(OSError):
             self.store.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(self.store.folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            until = time.monotonic() + PATIENCE_S
+            while not _is_locked(descriptor) and time.monotonic() < until:
+                time.sleep(0.02)
         try:
             yield
         finally:

@@ -170,7 +170,7 @@ def test_a_file_is_written_whole_or_not_at_all(session, tmp_path):
 class Sampled:
     """A sampler that says what it is given."""
 
-    seed = 1
+    seed, settings = 1, SamplerSettings()
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = iter(ids)

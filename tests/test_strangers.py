@@ -181,12 +181,20 @@ def test_a_text_without_end_is_refused() -> None:
     assert code == 2 and "/dev/zero is larger than 256 MiB" in err
 
 
-def test_what_is_piped_comes_before_a_file(tmp_path: Path) -> None:
+def test_what_is_piped_beside_a_file_is_left_where_it_is_and_said(tmp_path: Path) -> None:
+    """The input may be that of a script's loop."""
     (tmp_path / "p.txt").write_text("of the king")
-    ran = subprocess.run([sys.executable, "-m", "effllm", "run", "fable", "--raw", "-f", str(tmp_path / "p.txt"), "-n", "1", "--json"],
-                         input="Once upon a time", capture_output=True, text=True, timeout=120, check=True)
-    alone = len(Tokenizer.load(FABLE, parse_config(json.loads((FABLE / "config.json").read_text()))).encode("of the king"))
-    assert json.loads(ran.stdout)["usage"]["prompt_tokens"] > alone + 3
+    words = [sys.executable, "-m", "effllm", "run", "fable", "--raw", "-f", str(tmp_path / "p.txt"), "-n", "1", "--json"]
+    reading, writing = os.pipe()
+    for piped in (b"", b"Once upon a time"):
+        os.write(writing, piped)
+        ran = subprocess.run(words, stdin=reading, capture_output=True, text=True, timeout=120, check=True)
+        assert ("what is piped is not read beside -f FILE" in ran.stderr) is bool(piped)
+        alone = len(Tokenizer.load(FABLE, parse_config(json.loads((FABLE / "config.json").read_text()))).encode("of the king"))
+        assert json.loads(ran.stdout)["usage"]["prompt_tokens"] == alone
+    assert os.read(reading, 100) == b"Once upon a time"
+    os.close(reading)
+    os.close(writing)
 
 
 def test_memory_that_the_system_refuses_is_memory() -> None:
