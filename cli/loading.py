@@ -259,5 +259,6 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
 
     settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
     with loaded(ref, engine.options(overflow=answer.overflow), screen) as model:
-        yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=answer.think or "auto", stops=stops,
+        asked = answer.think if model.tokenizer.thinks or "think" not in answer.settled else None
+        yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked or "auto", stops=stops,
                       max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos)

@@ -7,11 +7,9 @@ read at all, since a loop of a script may live on it; that text lies there is sa
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import stat
-import termios
 from pathlib import Path
 from typing import TextIO
 
@@ -57,6 +55,9 @@ def is_fed(stream: TextIO) -> bool:
 
 def has_text(stream: TextIO) -> bool:
     """Whether a pipe holds text already. None is taken out of it."""
+    import fcntl
+    import termios
+
     try:
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode) and fcntl.ioctl(stream.fileno(), termios.FIONREAD, bytes(4)) != bytes(4)
     except (OSError, ValueError):

@@ -50,6 +50,7 @@ def _work(control, worker, seen, spins):
         if load(control + JOB) == job:
             function = i64_at(control + KERNEL)[0]
             if function == 0:
+                fetch_add(control + ACTIVE, -1)
                 return -1
             call_kernel(function, i64_at(control + ARGS)[0], worker, control + COUNTER)
         fetch_add(control + ACTIVE, -1)
@@ -197,7 +198,8 @@ class ThreadPool:
 
     def settle(self) -> None:
         """End a job that an exception left open: afterwards nobody reads or writes what it was given."""
-        self._wake(self._quiet(self._control, self.workers))
+        if not self._closed:  # the last job stays open
+            self._wake(self._quiet(self._control, self.workers))
 
     def _wake(self, sleeping: int) -> None:
         if sleeping == 0:

@@ -82,8 +82,8 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
     if not kv.is_packed:
-        for name in {"kv_sink", "kv_window"} - options.preset:
-            if getattr(options, name) is not None:
+        for name, usual in zip(("kv_sink", "kv_window"), ENDS[0], strict=True):
+            if name not in options.preset and getattr(options, name) not in (None, usual):
                 say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
     options = with_ends(options, profile if kv.is_packed else None, say)
     codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)

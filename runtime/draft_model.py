@@ -41,6 +41,7 @@ def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
     refuse_other_vocabulary(folder, place)
     longest = read_config(place, options.strict).context_length
     own = replace(options, draft=None, spec="off", device="cpu", gpu_layers=None, ctx=min(options.ctx or AUTO_CTX, longest), kv="16bit",
+                  kv_sink=None, kv_window=None,
                   load="ram", chunk=PAGE, overflow="error", vram=None, kv_ram=None, disk="0", kv_read="exact")
     try:
         prepared = prepare(place, own)

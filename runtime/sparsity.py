@@ -51,7 +51,7 @@ class Trace:
     def save(self, path: Path) -> None:
         """As an .npz file. Raises EffllmError where it cannot be written."""
         try:
-            with path.open("wb") if path.exists() and not path.is_file() else whole(path) as out:  # nobody's /dev/null is replaced
+            with path.open("wb") if path.is_symlink() or (path.exists() and not path.is_file()) else whole(path) as out:  # /dev/null stays
                 np.savez_compressed(out, neurons=np.int64(self.neurons), active=np.stack(self.layers))
         except OSError as error:
             hint = "another --trace FILE"

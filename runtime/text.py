@@ -8,7 +8,6 @@ its last byte has come. Padding, truncation and dropout stored in tokenizer.json
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +220,14 @@ def _open_backend(path: Path) -> tokenizers.Tokenizer:
 def growth(normalizer: Mapping[str, Any]) -> float:
     """How many characters a normalizer makes of one, at most, by what it says of itself. A few lines of it can ask for all memory."""
     if normalizer.get("type") == "Sequence":
-        return prod(map(growth, normalizer["normalizers"]))
+        total, made = 1.0, ""
+        for each in normalizer["normalizers"]:
+            own, pattern = growth(each), each.get("pattern", {}).get("String") if each.get("type") == "Replace" else None
+            apart = pattern and pattern not in made  # it replaces nothing that another one made
+            total, made = max(total, own) if apart else total * own, made + str(each.get("content", ""))
+        return total
+    if normalizer.get("type") == "Prepend":
+        return max(1.0, len(normalizer["prepend"]) / 1024)
     if normalizer.get("type") != "Replace":
         return 1.0
     pattern = normalizer["pattern"].get("String")

@@ -14,7 +14,8 @@ KV_PROFILE, KV_ARRAYS = "kv_profile.json", "kv_profile.f32"  # `kv_profile_file.
 SPARSITY, PREDICTORS = "sparsity.json", "predictors.npz"  # `sparsity_file.py`, `predictors.py`
 MEASURED = (KV_PROFILE, KV_ARRAYS, SPARSITY, PREDICTORS)
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", hub.INDEX)
-NAMES = (*hub.COMPANIONS, *WEIGHTS, storage.MARKER, *MEASURED, *map(UNFINISHED.format, MEASURED))
+NAMES = (*hub.COMPANIONS, *WEIGHTS, storage.MARKER, *MEASURED, *map(UNFINISHED.format, MEASURED),
+         *(f".{name}.partial" for name in MEASURED))
 
 
 def foreign(folder: Path) -> str | None:

@@ -77,6 +77,7 @@ assert suggest(tight, KNOWN).flag == "--bits 4" and suggest(tight, KNOWN).gain >
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_what_is_advised_keeps_the_context_and_fits(tmp_path: Path) -> None:
     """From the least budget on: fewer bits need other kernels, which are memory too, and a context is not given for them."""
     script = tmp_path / "advice.py"

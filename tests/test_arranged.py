@@ -152,6 +152,7 @@ def test_halves_that_do_not_fit_are_refused() -> None:
             put_halves(made, own, factors, (0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
 def test_a_processor_without_vectors_makes_the_same_bytes(tmp_path: Path) -> None:
     """Nor with instructions that round to halves."""

@@ -48,6 +48,7 @@ def incomplete(person: Person) -> dict[str, tuple[int, int]]:
     return {each["name"]: (each["bytes_here"], each["bytes_total"]) for each in person.types("list", "--json").json["incomplete"]}
 
 
+@pytest.mark.slow
 def test_a_stopped_keep_is_listed_by_the_name_that_was_typed_and_removed_by_it(hub: Hub, person: Person) -> None:
     hub.add(REPO, FABLE)
     assert person.types("pull", REPO).code == 0

@@ -45,6 +45,7 @@ def planned(*argv: str, **variables: str) -> int:
     return json.loads(ran.out)["ctx"]
 
 
+@pytest.mark.slow
 def test_each_place_wins_over_the_next(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned() == 2048
     user(place, "ctx-size = 512\n")

@@ -189,6 +189,7 @@ def test_ollama_18399_a_shift_is_asked_for_and_reported(person: Person) -> None:
     assert shifted.json["truncated"] is True and "dropped" in shifted.err
 
 
+@pytest.mark.slow
 def test_lmstudio_2191_another_context_than_the_asked_one_is_never_loaded(person: Person) -> None:
     """The refusal names a budget that will do; within it the context of our choice is smaller, and said."""
 
@@ -314,6 +315,7 @@ def test_pygama_348_what_was_compiled_from_other_sources_is_not_used(tmp_path: P
 # -- K. pipes ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_llamacpp_27214_nothing_waits_for_a_person_who_is_not_there(person: Person) -> None:
     """(#18200) With nothing on standard input, every command ends by itself."""
     for words, code in ((("run", "fable", STORY, "-n", "1"), 0), (("run", "fable"), 2), (("chat", "fable"), 2), (("chat",), 2),

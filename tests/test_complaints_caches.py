@@ -62,6 +62,7 @@ def test_llamacpp_28455_a_packed_cache_stays_where_the_layers_are_and_in_its_ker
     assert placed[kv] == placed["16bit"] and len(placed[kv]) and not slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["4bit", "k8v4"])
 def test_minimal_ai_18_a_packed_cache_finds_what_was_said_far_back(kv: str) -> None:
     """(FreeToken#268, lmstudio#1740) As much as an exact one, over a context that is packed but for its ends."""

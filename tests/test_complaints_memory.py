@@ -72,6 +72,7 @@ def test_llamacpp_27766_weights_from_the_disk_are_read_not_faulted_in() -> None:
     assert read > 50 * MIB and faults < read / PAGE / 500, f"{faults} major faults for {read / PAGE:.0f} pages"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="what a process holds is read from /proc")
 def test_huggingface_hub_3960_a_large_file_does_not_pass_through_memory(hub: Hub, person: Person) -> None:
     """A process of its own says the most that it held: as much for 160 MB as for 2."""

@@ -192,6 +192,7 @@ def test_outliers_lie_beside_the_base(tmp_path: Path, short: Path) -> None:
     assert len(codes.sparse.row) == round(0.01 * 256 * 256)
 
 
+@pytest.mark.slow
 def test_outliers_of_what_no_text_shows_are_kept_too(tmp_path: Path, short: Path) -> None:
     """An embedding beside a head of its own: no text shows its inputs."""
     untied = json.loads((short / "config.json").read_text()) | {"tie_word_embeddings": False}
@@ -206,6 +207,7 @@ def test_outliers_of_what_no_text_shows_are_kept_too(tmp_path: Path, short: Path
     assert embed.spec == head.spec == QuantSpec.parse("4bit+0.5%") and embed.error_db < head.error_db
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_makes_a_whole_model_of_a_width_alone(tmp_path: Path, short: Path, method: str) -> None:
     text = {} if method in ("rtn", "hqq") else {"calibration_text": TEXT, "calibration_tokens": 512}

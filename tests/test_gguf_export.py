@@ -146,6 +146,7 @@ def test_families(tmp_path: Path, family: str, changes: dict[str, object]) -> No
     np.testing.assert_allclose(logits(tmp_path / "m.gguf"), logits(tmp_path / "source"), atol=3e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not VOCABULARIES, reason="no vocabularies beside this checkout")
 @pytest.mark.parametrize("path", VOCABULARIES, ids=lambda path: path.stem)
 def test_published_vocabularies_there_and_back(tmp_path: Path, path: Path) -> None:

@@ -149,6 +149,7 @@ def test_any_part_of_a_split_model_stands_for_it(tmp_path: Path) -> None:
         assert read_config(part) == read_config(tmp_path / "whole.gguf")
 
 
+@pytest.mark.slow
 def test_a_split_model_is_run_shown_quantized_and_exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from effllm.cli.app import main
 

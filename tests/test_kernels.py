@@ -188,6 +188,7 @@ def test_half_conversion():
     check_half()
 
 
+@pytest.mark.slow
 def test_without_half_conversion_in_the_cpu(tmp_path):
     """The portable path: features forced off in a child. Same conversions, and the fallback is announced once."""
     features = "+sse,+sse2,+64bit,+cx8,+fxsr,+mmx" if os.uname().machine == "x86_64" else None

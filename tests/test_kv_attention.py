@@ -253,6 +253,7 @@ def test_scores_that_are_no_numbers_show(rows):
     kv_samples.check_unknown_scores(rows)
 
 
+@pytest.mark.slow
 def test_all_widths_on_this_machine():
     kv_samples.check_all()
 

@@ -114,6 +114,7 @@ def test_a_mixture_gives_up_experts_and_answers_the_same(tmp_path: Path) -> None
     assert short["token_ids"] == calm["token_ids"] and short["io"]["disk_bytes_read"] > calm["io"]["disk_bytes_read"]
 
 
+@pytest.mark.slow
 def test_a_budget_beyond_the_machine_is_refused_and_not_left_to_the_system(model: Path) -> None:
     has = ("from effllm.offload import hardware\n"
            "hardware.memory_available = lambda *_: {} << 20\nhardware.memory_total = lambda *_: {} << 20\n")

@@ -59,6 +59,7 @@ def tokens(engine: Engine, count: int) -> list[int]:
     return np.random.default_rng(3).integers(0, engine.config.vocab_size, count).tolist()
 
 
+@pytest.mark.slow
 def test_pages_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, disk = opened(FABLE, None), opened(FABLE, 1, spill_dir=str(tmp_path))
     ids = tokens(disk, 700)
@@ -74,6 +75,7 @@ def test_pages_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         engine.close()
 
 
+@pytest.mark.slow
 def test_pages_that_are_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"spill_dir": str(tmp_path), "kv_read": "sparse"}
     recorded, anew = (opened(FABLE, 0, **asked) for _ in range(2))

@@ -66,6 +66,7 @@ def test_low_bit_weights(bits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check(lambda: plain(tmp_path / "low"), monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_mixture_in_memory_and_one_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(mixture_model(tmp_path / "bf16"), tmp_path / "4bit", options("4bit"))
     check(lambda: plain(tmp_path / "bf16", ctx=512), monkeypatch)
@@ -73,6 +74,7 @@ def test_a_mixture_in_memory_and_one_on_the_disk(tmp_path: Path, monkeypatch: py
     check(lambda: paging(tmp_path / "4bit", 8, ctx=512), monkeypatch)
 
 
+@pytest.mark.slow
 def test_pages_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(lambda: opened(FABLE, 1, spill_dir=str(tmp_path)), monkeypatch, repeats=False)
 

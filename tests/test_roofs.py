@@ -127,6 +127,7 @@ def test_a_damaged_file_knows_nothing(kept: Path, text: str) -> None:
     assert roofs.known(WANTED) == Roofs(None, None)
 
 
+@pytest.mark.slow
 def test_a_real_probe_is_kept(kept: Path) -> None:
     """Everything once, on one thread: figures are those of a machine, and the next look finds them."""
     for _ in warm.warm((warm.RAW,)) if warm.is_cold((warm.RAW,)) else ():

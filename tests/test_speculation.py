@@ -243,6 +243,7 @@ def test_nothing_drafted_has_a_reason(engines: dict[str, Engine]) -> None:
         assert speculation.counts.undrafted == reason
 
 
+@pytest.mark.slow
 def test_the_end_of_the_context_and_shifting(engines: dict[str, Engine]) -> None:
     for more, tokens in (({}, None), ({"overflow": "shift"}, 180), ({"overflow": "shift", "kv": "4bit", "kv_window": 16}, 180)):
         engine = opened(ctx=256, **more)

@@ -17,7 +17,7 @@ from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.errors import describe
-from effllm.runtime import aliases, whole_file
+from effllm.runtime import aliases
 from effllm.runtime.config import ConfigError, parse_config
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sparsity import Trace
@@ -145,6 +145,9 @@ def test_how_much_a_normalizer_makes_of_a_text() -> None:
     longer = {"type": "Replace", "pattern": {"String": "ab"}, "content": "x" * 8}
     assert growth(longer) == 4 and growth({"type": "Replace", "pattern": {"Regex": "a+"}, "content": "bcd"}) == 3
     assert growth({"type": "Sequence", "normalizers": [{"type": "NFC"}, longer, {"type": "Sequence", "normalizers": [longer]}]}) == 16
+    lines = [{"type": "Replace", "pattern": {"String": sign}, "content": f"<{name}>"} for sign, name in (("\n", "newline"), ("\t", "tab"))]
+    assert growth({"type": "Sequence", "normalizers": lines}) == 9, "each of another character"
+    assert growth({"type": "Prepend", "prepend": "x" * 10**6}) > 64
 
 
 def test_a_tokenizer_answers_the_same_twice(tmp_path: Path) -> None:
@@ -225,4 +228,4 @@ def test_a_name_with_a_line_break_is_one_row(tmp_path: Path) -> None:
     made = tmp_path / "two\nlines"
     assert said("quantize", "fable", "-o", str(made), "--bits", "4", "--no-kv-profile", **variables)[0] == 0
     listed = said("list", **variables)[1]
-    assert "two lines" in listed and whole_file.UNFINISHED not in listed
+    assert "two lines" in listed and "two\nlines" not in listed

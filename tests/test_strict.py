@@ -102,3 +102,19 @@ def test_a_kernel_that_is_slower(strict: bool) -> None:
             assert isinstance(line, Fallback) and "because of this" in line
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("words", [("--draft", "fable", "--strict"), ("--kv", "4bit", "--kv-sink", "16", "--draft", "fable", "-c", "1024")],
+                         ids=" ".join)
+def test_a_draft_model_has_a_cache_of_its_own(person: Person, words: tuple[str, ...]) -> None:
+    """Which is not packed, whatever was asked of the other's: nothing is said of that."""
+    ran = person.types("run", "fable", "Hi", "-n", "1", "--device", "cpu", *words)
+    assert ran.code == 0 and "changes nothing" not in ran.err
+
+
+@pytest.mark.parametrize(("words", "named"), [(("--kv-window", "500"), "--kv-window changes nothing"),
+                                              (("--kv", "auto"), "no profile of this"), (("--think", "on"), "does not reason")])
+def test_what_has_no_effect_on_this_model(person: Person, words: tuple[str, ...], named: str) -> None:
+    typed = ("run", "fable", "Hi", "-n", "1", "--device", "cpu", *words)
+    ran = person.types(*typed)
+    assert ran.code == 0 and named in ran.err and named in person.types(*typed, "--strict").refused(2)

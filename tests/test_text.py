@@ -202,7 +202,7 @@ def pieces_and_bytes(tmp_path_factory):
 TOKENS = st.one_of(st.integers(0, 270), st.sampled_from([3 + byte for byte in "\né🦊".encode()]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(TOKENS, max_size=12))
 def test_bytes_that_make_no_character_spoil_nothing(pieces_and_bytes, ids):
     """The library reads a run of bytes as a whole and raises where one spoils what it has shown."""
@@ -227,7 +227,7 @@ def resumed(tokenizer, ids, at):
     return before.removesuffix(stream.taken_back) + "".join(pieces), pieces
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.text("a 🦊é日\ufffd\n", max_size=8), st.data())
 def test_an_answer_that_was_cut_in_a_character_goes_on(text, data):
     fable = Tokenizer.load(FABLE, CONFIG)
@@ -236,7 +236,7 @@ def test_an_answer_that_was_cut_in_a_character_goes_on(text, data):
     assert resumed(fable, ids, at)[0] == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(TOKENS, max_size=8), st.data())
 def test_bytes_that_were_cut_go_on(pieces_and_bytes, ids, data):
     at = data.draw(st.integers(0, len(ids)))
