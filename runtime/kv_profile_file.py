@@ -94,7 +94,8 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     theirs = tuple(raw.get(key) for key in ("layers", "kv_heads", "head_dim"))
     if theirs != shape:
         raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(shape)}", again)
-    own = identity_of(path) if store is None or is_gguf(path) else identity(store)  # blocks of a GGUF file may have been widened
+    # Blocks of a GGUF file may have been widened; a plan for other weights than those that are here has no bytes to look at.
+    own = identity(store) if isinstance(store, TensorStore) and not is_gguf(path) else identity_of(path)
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     costs, tokens, checks, auto = _costs(raw.get("costs"), shape), raw.get("tokens"), raw.get("checks", []), raw.get("auto")

@@ -6,7 +6,7 @@ its last byte has come. Padding, truncation and dropout stored in tokenizer.json
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from .text_stream import Decoder, TextStream
 if TYPE_CHECKING:
     from .config import ModelConfig
 
-MOST_GROWTH = 64  # published ones make one of one; a ligature becomes 18
+MOST_GROWTH = 64  # what published ones replace becomes a few letters
 REFETCH = "fetch the model's files again"
 END_OF_TURN = (
     "<|eot_id|>",
@@ -221,10 +221,10 @@ def growth(normalizer: Mapping[str, Any]) -> float:
     """How many characters a normalizer makes of one, at most, by what it says of itself. A few lines of it can ask for all memory."""
     if normalizer.get("type") == "Sequence":
         total, made = 1.0, ""
-        for each in normalizer["normalizers"]:
+        for each in _steps(normalizer):
             own, pattern = growth(each), each.get("pattern", {}).get("String") if each.get("type") == "Replace" else None
             apart = pattern and pattern not in made  # it replaces nothing that another one made
-            total, made = max(total, own) if apart else total * own, made + str(each.get("content", ""))
+            total, made = max(total, own) if apart else total * own, made + 2 * str(each.get("content", ""))
         return total
     if normalizer.get("type") == "Prepend":
         return max(1.0, len(normalizer["prepend"]) / 1024)
@@ -232,6 +232,15 @@ def growth(normalizer: Mapping[str, Any]) -> float:
         return 1.0
     pattern = normalizer["pattern"].get("String")
     return max(1.0, len(normalizer["content"]) / max(1, len(pattern or "")))
+
+
+def _steps(normalizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a normalizer does one after the other, however its sequences are nested."""
+    if normalizer.get("type") != "Sequence":
+        yield normalizer
+        return
+    for each in normalizer["normalizers"]:
+        yield from _steps(each)
 
 
 def refused(error: BaseException, what: str) -> BaseException:

@@ -210,6 +210,13 @@ def test_auto_takes_the_fewest_bits_that_keep_the_answers(folder: Path) -> None:
     assert any("no profile of this model" in notice for notice in without.notices)
 
 
+def test_a_plan_suggests_fewer_bits_for_a_model_with_a_profile(folder: Path) -> None:
+    """The suggestions are plans for weights that are not here: the profile was asked of them, and the plan ended with an internal error."""
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), dict(os.environ))
+    assert main(("plan", str(folder), "--kv", "8bit", "--no-probe", "--json"), environment) == 0, environment.stderr.getvalue()
+    assert json.loads(environment.stdout.getvalue())["kv"] == "8bit"
+
+
 def test_what_8_bit_activations_round_is_not_blamed_on_the_cache(tmp_path: Path) -> None:
     """Low-bit weights round another way whatever changes: checks that ran with them saw 2% of changed tokens at 8 bits, refused 2 bits with
     a number that was not the cache's, and left `--kv auto` at 16."""

@@ -144,7 +144,9 @@ def test_a_tokenizer_that_breaks_its_library_is_named(tmp_path: Path, changes: d
 def test_how_much_a_normalizer_makes_of_a_text() -> None:
     longer = {"type": "Replace", "pattern": {"String": "ab"}, "content": "x" * 8}
     assert growth(longer) == 4 and growth({"type": "Replace", "pattern": {"Regex": "a+"}, "content": "bcd"}) == 3
-    assert growth({"type": "Sequence", "normalizers": [{"type": "NFC"}, longer, {"type": "Sequence", "normalizers": [longer]}]}) == 16
+    assert growth({"type": "Sequence", "normalizers": [{"type": "NFC"}, longer, {"type": "Sequence", "normalizers": [longer]}]}) == 4
+    hidden = [{"type": "Sequence", "normalizers": [longer]}, {"type": "Replace", "pattern": {"String": "x"}, "content": "y" * 20}]
+    assert growth({"type": "Sequence", "normalizers": hidden}) == 80, "what a nested one makes is replaced as well"
     lines = [{"type": "Replace", "pattern": {"String": sign}, "content": f"<{name}>"} for sign, name in (("\n", "newline"), ("\t", "tab"))]
     assert growth({"type": "Sequence", "normalizers": lines}) == 9, "each of another character"
     assert growth({"type": "Prepend", "prepend": "x" * 10**6}) > 64
