@@ -149,14 +149,14 @@ def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
 
 def built_in_values() -> dict[str, object]:
     """Field of a group -> the default of the dataclass that it feeds; None where a default is worked out when it is needed."""
-    from ..runtime.demands import with_ends
+    from ..runtime.demands import ends_of
     from ..runtime.engine import EngineOptions
     from ..runtime.sampler import SamplerSettings
     from ..runtime.session_store import DISK
 
     values = {field.name: getattr(defaults, field.name) for group, defaults in
-              ((RunFlags, with_ends(EngineOptions())), (SamplingFlags, SamplerSettings())) for field in flags_of(group)}
-    values |= {field.name: None for field in flags_of(AnswerFlags)}
+              ((RunFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in flags_of(group)}
+    values |= {field.name: None for field in flags_of(AnswerFlags)} | dict(zip(("kv_sink", "kv_window"), ends_of(EngineOptions())))
     return values | {"predict": -1, "think": "auto", "overflow": EngineOptions().overflow, "keep": False, "stats": False, "markdown": False,
                      "session_disk": DISK}
 

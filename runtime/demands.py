@@ -68,8 +68,8 @@ class CacheForm:
 
 def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,
                say: Callable[[str], None]) -> tuple[EngineOptions, CacheForm]:
-    """The options with the precision that `auto` comes to and the tokens that stay exact, and the cache of those. Raises UsageError for one
-    that breaks the model."""
+    """The options with the precision that `auto` comes to, and the cache of that precision. Raises UsageError for one that breaks the
+    model."""
     if (options.kv_sink or 0) > PAGE:
         say(Fallback(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}"))
     if options.kv != AUTO and (policy := codec(options.kv).policy):
@@ -82,23 +82,20 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
     if not kv.is_packed:
-        for name, usual in zip(("kv_sink", "kv_window"), ENDS[0], strict=True):
-            if name not in options.preset and getattr(options, name) not in (None, usual):
+        for name in ("kv_sink", "kv_window"):
+            if name not in options.preset and getattr(options, name) is not None:
                 say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
-    options = with_ends(options, profile if kv.is_packed else None, say)
+    sinks, window = ends_of(options, profile if kv.is_packed else None, say)
     codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
-    return options, CacheForm(kv, tuple(codecs), kv.layout(config.num_key_value_heads, config.head_dim),
-                              CacheShape(1, options.kv_sink).sinks, options.kv_window)
+    return options, CacheForm(kv, tuple(codecs), kv.layout(config.num_key_value_heads, config.head_dim), CacheShape(1, sinks).sinks, window)
 
 
-def with_ends(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> EngineOptions:
-    """The options with numbers for the first and newest tokens that stay exact: where neither was asked for, a packed cache's profile has
-    its say."""
+def ends_of(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
+    """First and newest tokens that stay exact: where neither was asked for, a packed cache's profile has its say."""
     if options.kv_sink is None and options.kv_window is None and profile is not None and profile.ends != ENDS[0]:
         say("--kv-sink {} --kv-window {} by this model's profile".format(*profile.ends))
-        return replace(options, kv_sink=profile.ends[0], kv_window=profile.ends[1])
-    sinks, window = options.kv_sink, options.kv_window
-    return replace(options, kv_sink=ENDS[0][0] if sinks is None else sinks, kv_window=ENDS[0][1] if window is None else window)
+        return profile.ends
+    return tuple(usual if asked is None else asked for asked, usual in zip((options.kv_sink, options.kv_window), ENDS[0], strict=True))
 
 
 @dataclass(frozen=True)

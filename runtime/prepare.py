@@ -142,7 +142,8 @@ class Program:
 @dataclass(frozen=True)
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
-    `card`: the GPU of a run that may use one. `predictors`: of neurons that come from the disk."""
+    `card`: the GPU of a run that may use one. `predictors`: of neurons that come from the disk. `window`: newest tokens that stay exact,
+    of a context of any length (that of `shape` is no longer than its context)."""
 
     folder: Path | None
     config: ModelConfig
@@ -158,6 +159,7 @@ class Prepared:
     speculating: Speculating = Speculating()
     card: Device | None = None
     predictors: Predictors | None = None
+    window: int = CacheShape.window
 
 
 def prepare(folder: Path, options: EngineOptions) -> Prepared:
@@ -207,7 +209,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     speculating, remarks = decide(options, config, placement, draft)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
-                    predictors if placement.slots else None)
+                    predictors if placement.slots else None, cache.window)
     if options.strict:
         refuse_fallbacks(made.notices)
     if placement.slots and is_lossy(container) and not options.force:

@@ -70,7 +70,7 @@ def identity(engine: Engine) -> dict[str, object]:
         positions.update(b"" if table is None else f"{table.attention_scaling} {table.rotary_dim}".encode())
     packed = engine.cache.is_packed
     return {**folder_identity(prepared.folder), "kv": engine.options.kv, "basis": basis.hexdigest()[:32], "sink": shape.sinks,
-            "window": engine.options.kv_window if packed else 0, "positions": positions.hexdigest()[:32], "exact": engine.options.exact,
+            "window": engine.prepared.window if packed else 0, "positions": positions.hexdigest()[:32], "exact": engine.options.exact,
             "pages": VERSION}
 
 
