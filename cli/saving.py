@@ -71,7 +71,7 @@ class Keeper:
         if self.name is None or state(session) == self._saved:
             return
         if session.messages or (session.system and not self.store.has(self.name)):
-            with self.sessions.one_at_a_time():
+            with self.sessions.deciding():
                 if self._is_anothers(self.name):
                     self._make_way()
                 self.save(session, self.name)

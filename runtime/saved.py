@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,18 +19,9 @@ from .saved_format import SavedCache, SavedSession, Spoken
 from .saved_prefix import lend
 from .session import Session
 from .session_store import SessionStore, lost_note, stuck_note
+from .whole_file import one_at_a_time
 
 LOCK = ".saving.lock"  # no session's name
-PATIENCE_S = 10.0
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Raises OSError where a file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class SavedSessions:
@@ -65,21 +54,14 @@ class SavedSessions:
         yield Notice(f"session {name}: {len(session.messages)} messages, {held}")
 
     @contextmanager
-    def one_at_a_time(self) -> Iterator[None]:
-        """Around looking at what is kept under a name and saving by that: no other process does so meanwhile. Where nothing can be locked
-        nobody waits, and saving says what is wrong with the folder; nor for long for one that was stopped while it saves."""
-        descriptor = -1
-        with suppress(OSError):
-            self.store.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(self.store.folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            until = time.monotonic() + PATIENCE_S
-            while not _is_locked(descriptor) and time.monotonic() < until:
-                time.sleep(0.02)
-        try:
+    def deciding(self) -> Iterator[None]:
+        """Around looking at what is kept under a name and saving by that: no other process does so meanwhile. Where the folder refuses,
+        saving says so."""
+        with ExitStack() as held:
+            with suppress(OSError):
+                self.store.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                held.enter_context(one_at_a_time(self.store.folder / LOCK, 0o600))
             yield
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
 
     def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:
         """Save under a name; yields the saved session last. Where pages of the cache are lost, what lies before them is saved, or the cache

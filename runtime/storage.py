@@ -10,18 +10,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import not_written, typed
 from . import hub
-from .whole_file import whole
+from .whole_file import one_at_a_time, whole
 
 MARKER = "effllm.json"
 REFS, LICENCES = "refs", "licences"
@@ -206,9 +205,7 @@ def _read(path: Path) -> list[str]:
 def changing(path: Path) -> Iterator[None]:
     """A small file that is read, changed and written by one process at a time. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.stem}.lock").open("w") as lock:
-        with suppress(OSError):  # where a file system has no locks nobody waits
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with one_at_a_time(path.with_name(f".{path.stem}.lock")):
         yield
 
 

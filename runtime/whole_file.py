@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from .. import not_written
 
+PATIENCE_S = 10.0
 UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
 
 
@@ -28,6 +31,30 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def one_at_a_time(lock: Path, mode: int = 0o666) -> Iterator[None]:
+    """Around looking at a file and changing it by that: no other process does so meanwhile. Nobody waits where a file system has no locks,
+    nor for longer than PATIENCE_S for a process that was stopped meanwhile. Raises OSError where `lock` cannot be made."""
+    descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        with suppress(OSError):
+            until = time.monotonic() + PATIENCE_S
+            while not _is_held(descriptor) and time.monotonic() < until:
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(descriptor: int) -> bool:
+    """Is the lock this process's now? Raises OSError where there are none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_whole(path: Path, text: str, hint: str) -> None:

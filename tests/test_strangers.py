@@ -17,7 +17,7 @@ from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.errors import describe
-from effllm.runtime import aliases
+from effllm.runtime import aliases, whole_file
 from effllm.runtime.config import ConfigError, parse_config
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sparsity import Trace
@@ -231,3 +231,12 @@ def test_a_name_with_a_line_break_is_one_row(tmp_path: Path) -> None:
     assert said("quantize", "fable", "-o", str(made), "--bits", "4", "--no-kv-profile", **variables)[0] == 0
     listed = said("list", **variables)[1]
     assert "two lines" in listed and "two\nlines" not in listed
+
+
+def test_nobody_waits_long_for_a_process_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_file, "PATIENCE_S", 0.05)
+    order = []
+    with whole_file.one_at_a_time(tmp_path / "lock"):
+        with whole_file.one_at_a_time(tmp_path / "lock"):  # another descriptor is another process to the lock
+            order.append("went on")
+    assert order and len(os.listdir(tmp_path)) == 1
