@@ -142,8 +142,7 @@ class Program:
 @dataclass(frozen=True)
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
-    `card`: the GPU of a run that may use one. `predictors`: of neurons that come from the disk. `window`: newest tokens that stay exact,
-    of a context of any length (that of `shape` is no longer than its context)."""
+    `card`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it)."""
 
     folder: Path | None
     config: ModelConfig
