@@ -190,9 +190,9 @@ class Screen:
     def ask(self, question: str, bare: bool = True) -> bool:
         """A question; `bare` is the answer of a bare Enter. Only where `environment.can_ask`."""
         self.clear()
-        self._stderr("\n".join(broken(f"{sanitize(question)} {'[Y/n]' if bare else '[y/N]'}", self.environment.width - 1, 2)) + " ")
         reply = ""
-        try:
+        try:  # from before the question is seen: Ctrl-C may come as soon as it is
+            self._stderr("\n".join(broken(f"{sanitize(question)} {'[Y/n]' if bare else '[y/N]'}", self.environment.width - 1, 2)) + " ")
             reply = self.environment.stdin.readline()
         finally:
             if not reply:  # Ctrl-D, or Ctrl-C
