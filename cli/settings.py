@@ -9,6 +9,7 @@ that names its line.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,8 @@ def read_file(path: Path) -> dict[str, Setting]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
+        if path.resolve() == Path(os.devnull):  # linked there to have none
+            return {}
         raise UsageError(f"{path}: {error.strerror}", "correct or remove this file of settings") from error
     import tomllib
 

@@ -251,10 +251,10 @@ def given_way(folder: Path, options: EngineOptions) -> tuple[EngineOptions, list
 
 def _check_context(options: EngineOptions, config: ModelConfig) -> None:
     """Raises UsageError for a context that the model was not made for, unless that is forced and can be."""
-    learned = config.position_offset is not None
-    if options.ctx is not None and options.ctx > config.context_length and (learned or not options.force):
-        raise UsageError(f"-c {options.ctx} is more than the {config.context_length} positions that the model was made for",
-                         "a smaller -c: its positions are learned, there are no more" if learned else "a smaller -c, or --force to try")
+    learned, most = config.position_offset is not None, config.context_length
+    if options.ctx is not None and options.ctx > most and (learned or not options.force):
+        raise UsageError(f"a context of {options.ctx} is more than the {most} positions that the model was made for",
+                         f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try")
 
 
 def demand_context(folder: Path, options: EngineOptions) -> None:

@@ -100,7 +100,7 @@ def test_show_says_what_holds_and_why(place: Path, monkeypatch: pytest.MonkeyPat
 def test_show_and_a_run_leave_the_same_out(place: Path) -> None:
     """What is set for all models and this one cannot have: the same words, and the value that holds."""
     project(place, "ctx-size = 9000\npredict-neurons = true\nkv = '8bit'\n")
-    reason = "-c 9000 is more than the 2048 positions that the model was made for: left out, as it was set for all models"
+    reason = "a context of 9000 is more than the 2048 positions that the model was made for: left out, as it was set for all models"
     for words in (("run", "fable", "Tell me a story.", "-n", "2"), ("plan", "fable", "--no-probe"), ("config", "show", "fable")):
         ran = Ran(*words)
         assert ran.code == 0 and reason in ran.err and "--predict-neurons" in ran.err, words
@@ -159,6 +159,11 @@ def test_a_file_that_cannot_be_read_is_one_line(place: Path) -> None:
     (place / "effllm.toml").mkdir()
     ran = Ran("plan", "fable")
     assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml: not a regular file\nhint: ")
+
+
+def test_a_file_that_is_linked_to_nothing_sets_nothing(place: Path) -> None:
+    (place / "effllm.toml").symlink_to(os.devnull)
+    assert json.loads(Ran("config", "show", "--json").out)["kv"]["origin"] == "built in"
 
 
 def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:

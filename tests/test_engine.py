@@ -174,7 +174,7 @@ def test_the_plan_is_held(engine):
 
 
 def test_beyond_the_trained_positions_needs_force():
-    with pytest.raises(UsageError, match="-c 4096 is more than the 2048 positions"):
+    with pytest.raises(UsageError, match="a context of 4096 is more than the 2048 positions"):
         prepare(FABLE, EngineOptions(device="cpu", ctx=4096))
     assert prepare(FABLE, EngineOptions(device="cpu", ctx=4096, force=True)).placement.ctx == 4096
 
