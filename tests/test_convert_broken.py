@@ -70,6 +70,7 @@ def killed_after(calls: int, source: Path, out: Path) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=2 * MINUTE, check=False)
 
 
+@pytest.mark.slow
 def test_kills_at_random_points_then_the_same_bytes(tmp_path: Path, four_bit: Path) -> None:
     enough = 10_000
     ran = killed_after(enough, FABLE, tmp_path / "whole")
@@ -132,7 +133,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path, name: str, value:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("method", ["gptq", "smooth", "spqr", "target"])
+@pytest.mark.parametrize("method", ["gptq", *(pytest.param(method, marks=pytest.mark.slow) for method in ("smooth", "spqr")), "target"])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_methods_that_read_a_text_name_them_too(tmp_path: Path, name: str, method: str) -> None:
     """Nothing is quantized by what a text shows of a model that answers with NaN: it would show nothing."""

@@ -75,10 +75,13 @@ def test_another_size_needs_no_run(plan: ConversionPlan, engine: Engine, monkeyp
     assert searched(plan, engine, 3.2)[0].bits_per_weight < 3.2
 
 
-@pytest.mark.parametrize("damage", (lambda text: text[: len(text) // 2], lambda text: text.replace("e", "\x00"), lambda text: "[]\n" * 9,
-                                    lambda text: text.replace('"damage": ', '"damage": NaN, "was": '),
-                                    lambda text: text.replace('"2bit": ', '"2bit": -'), lambda text: "[" * 100_000),
-                         ids=("torn", "spoilt", "other", "no number", "less than nothing", "deep"))
+@pytest.mark.parametrize("damage", (
+    pytest.param(lambda text: text[: len(text) // 2], id="torn"),
+    pytest.param(lambda text: text.replace("e", "\x00"), id="spoilt", marks=pytest.mark.slow),
+    pytest.param(lambda text: "[]\n" * 9, id="other", marks=pytest.mark.slow),
+    pytest.param(lambda text: text.replace('"damage": ', '"damage": NaN, "was": '), id="no number"),
+    pytest.param(lambda text: text.replace('"2bit": ', '"2bit": -'), id="less than nothing", marks=pytest.mark.slow),
+    pytest.param(lambda text: "[" * 100_000, id="deep", marks=pytest.mark.slow)))
 def test_what_is_damaged_is_measured_again(plan: ConversionPlan, engine: Engine, damage) -> None:
     whole, _, _ = searched(plan, engine, 4.25)
     (path,) = lines()

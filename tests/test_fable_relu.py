@@ -38,7 +38,7 @@ def story(engine: Engine, count: int = 200) -> np.ndarray:
         engine.close()
 
 
-@pytest.mark.parametrize("share", (0.07, 0.25, 0.6))
+@pytest.mark.parametrize("share", (pytest.param(0.07, marks=pytest.mark.slow), 0.25, pytest.param(0.6, marks=pytest.mark.slow)))
 def test_a_window_of_any_size_gives_the_bits_of_the_model_in_memory(share: float, neurons: Path) -> None:
     engine = windowed(neurons, round(share * 192))  # 192 blocks of four neurons a layer
     made = story(engine)

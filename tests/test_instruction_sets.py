@@ -154,7 +154,8 @@ def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
 
 
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
-@pytest.mark.parametrize("name", [name for name in ("avx512", "avx512vbmi", "avx2vnni") if not runs_here(name)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "avx512" else pytest.mark.slow)
+                                  for name in ("avx512", "avx512vbmi", "avx2vnni") if not runs_here(name)])
 def test_loops_are_right_with_emulated_instructions_of(name, tmp_path):
     child("import test_instruction_sets as t; t.check_loops()", tmp_path, emulated=name)
 

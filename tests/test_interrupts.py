@@ -165,7 +165,7 @@ def messages(home: Path) -> list[dict[str, str]]:
     return json.loads((home / "effllm" / "sessions" / "tale.json").read_text())["conversation"]["messages"]
 
 
-@pytest.mark.parametrize("line", ["/regen", MORE])
+@pytest.mark.parametrize("line", [pytest.param("/regen", marks=pytest.mark.slow), MORE])
 def test_two_presses_in_a_prompt_end_a_chat_and_keep_its_history(tmp_path: Path, line: str) -> None:
     chat = Chat(tmp_path, "chat", "fable", "--session", "tale", "--temp", "0", "-n", "24", "-c", "512")
     chat.say(STORY)

@@ -74,7 +74,7 @@ def spoiled(engine: Engine, spoil: Callable[[int], None], match: str, **run: Cal
     assert PAGE * (first - 3) < engine.cache.n <= engine.cache.shape.sinks + PAGE * first
 
 
-@pytest.mark.parametrize("kv_read", ("exact", "sparse"))
+@pytest.mark.parametrize("kv_read", (pytest.param("exact", marks=pytest.mark.slow), "sparse"))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_memory_has_is_kept_and_the_rest_is_read_again(tmp_path, fault, kv_read):
     engine, whole = tiered(tmp_path, kv_read=kv_read, kv_ram="7M"), opened(ctx=2048, kv="16bit")

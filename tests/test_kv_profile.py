@@ -67,6 +67,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 def test_bits_go_to_the_heads_that_remember(profile: Profile) -> None:
     """Two of fable's twelve heads copy what was said before: at 4 bits on average they get 8, for hardly any of the noise."""
     bits = profile.bits(4)

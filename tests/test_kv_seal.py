@@ -184,6 +184,7 @@ def test_the_bytes_do_not_depend_on_threads():
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_instruction_set(pool, tmp_path):
     """The portable path, features forced off in a child."""
     if os.uname().machine != "x86_64":

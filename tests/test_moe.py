@@ -285,7 +285,7 @@ print("same", flush=True)
 """
 
 
-@pytest.mark.parametrize("stored", ["bf16", "codebook4:16"])
+@pytest.mark.parametrize("stored", [pytest.param("bf16", marks=pytest.mark.slow), "codebook4:16"])
 def test_memory_of_other_experts_may_be_out_of_reach(stored) -> None:
     """A process that may not touch their pages computes the same; one that may touch none of them ends."""
     def run(which: str) -> subprocess.CompletedProcess:

@@ -92,7 +92,7 @@ def wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("keep", (0, 1, 3), ids=("streamed", "pinned", "some pinned"))
+@pytest.mark.parametrize("keep", (0, pytest.param(1, marks=pytest.mark.slow), 3), ids=("streamed", "pinned", "some pinned"))
 @pytest.mark.parametrize("has_come", (True, False), ids=("come", "not come"))
 def test_jobs_of_any_number_of_parts_give_the_same_bits(way: str, keep: int, has_come: bool, folders: dict[str, Path],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_predictors_of_a_real_model(trained: tuple[Path, predictors.Predictors, 
     assert len(rates.recall) == len(rates.named) == 6
 
 
-@pytest.mark.parametrize("slots", [8, 40, 100])
+@pytest.mark.parametrize("slots", [8, *(pytest.param(slots, marks=pytest.mark.slow) for slots in (40, 100))])
 def test_reading_ahead_changes_no_bit(trained: tuple[Path, predictors.Predictors, PredictorRates], slots: int) -> None:
     """Whatever is guessed, however small the window; and some of what was guessed need not be waited for."""
     folder, made, _ = trained

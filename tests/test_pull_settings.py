@@ -45,7 +45,8 @@ def person(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Person:
     return Person(tmp_path / "home", hub.endpoint)
 
 
-@pytest.mark.parametrize("words", [(f"{REPO}:fable-Q8_0.gguf:4bit",), (f"{REPO}:Q8_0:4bit",), (f"{REPO}:Q8_0", "--bits", "4")])
+@pytest.mark.parametrize("words", [pytest.param((f"{REPO}:fable-Q8_0.gguf:4bit",), marks=pytest.mark.slow), (f"{REPO}:Q8_0:4bit",),
+                                   pytest.param((f"{REPO}:Q8_0", "--bits", "4"), marks=pytest.mark.slow)])
 def test_a_file_that_is_absent_comes_as_it_is_and_is_rounded_on_load(hub: Hub, person: Person, words: tuple[str, ...]) -> None:
     name = words[0].removesuffix(":4bit")
     said = person.types("run", words[0], *FEW, *words[1:]).refused(3)

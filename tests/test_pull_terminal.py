@@ -37,7 +37,7 @@ def text(shown: str) -> str:
     return " ".join(re.sub(r"\x1b\[\d*m", "", shown).split())
 
 
-@pytest.mark.parametrize("columns", (NARROW, WIDE))
+@pytest.mark.parametrize("columns", (NARROW, pytest.param(WIDE, marks=pytest.mark.slow)))
 def test_ctrl_c_in_the_middle_says_how_to_go_on_and_the_next_pull_does(hub: Hub, person: Person, columns: int) -> None:
     repo = hub.add(REPO, files=tiny(30_000_000))
     hub.rate = 1.5e6

@@ -54,7 +54,8 @@ def check(make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, repeats: 
         engine.close()
 
 
-@pytest.mark.parametrize("kv, more", [("16bit", {}), ("4bit", {}), ("8bit", {"kv_sink": 0, "kv_window": 0}),
+@pytest.mark.parametrize("kv, more", [("16bit", {}), ("4bit", {}),
+                                      pytest.param("8bit", {"kv_sink": 0, "kv_window": 0}, marks=pytest.mark.slow),
                                       ("4bit+mikv", {"kv_window": 0, "force": True})])
 def test_caches(kv: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     check(lambda: plain(FABLE, kv=kv, **more), monkeypatch, repeats="+" not in kv)

@@ -299,7 +299,7 @@ def test_a_guess_that_overflows_harms_nothing(engines: dict[str, Engine], monkey
     assert spoilt
 
 
-@pytest.mark.parametrize("kv", ("16bit", "4bit"))
+@pytest.mark.parametrize("kv", (pytest.param("16bit", marks=pytest.mark.slow), "4bit"))
 def test_streamed_weights(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_NBYTES", 512 << 10)
     monkeypatch.setattr(parts, "LEAST_NBYTES", 128 << 10)

@@ -85,7 +85,7 @@ def test_everything_on_the_disk_gives_the_same_bits(spec: str, threads: int, dir
     assert np.array_equal(streamed(folders(spec), threads=threads, direct=direct), expected(spec))
 
 
-@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=() if spec in ("bf16", "4bit") else pytest.mark.slow) for spec in FORMATS])
 def test_some_rows_at_a_time_give_the_same_bits(spec: str, folders, expected, small_parts: None) -> None:
     assert np.array_equal(streamed(folders(spec)), expected(spec))
 
