@@ -36,7 +36,7 @@ from .expected import RAW
 from .families import kind_of
 from .gate_thresholds import RULES, gate_thresholds
 from .model import ModelTensor, check_tensors
-from .source import open_store
+from .source import folder_files, open_store
 
 COPY_NBYTES = 16 << 20
 
@@ -91,7 +91,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
                 done += job.before
                 yield Progress("bundling", done, total, "bytes")
             store.check_unchanged()
-            texts = {INDEX: index_json(files)} if len(files) > 1 else {}
+            texts = folder_files(folder) | ({INDEX: index_json(files)} if len(files) > 1 else {})
             made = _container(jobs, writer, config, given, source or {}, gate_sparsity, gate_rule).with_files(copies, texts)
             writer.commit(copies, {**texts, FILE: made.to_json()}, replace)
     rows = tuple(ClassResult(row, None) for row in _rows(jobs))

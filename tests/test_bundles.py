@@ -25,6 +25,7 @@ from effllm.quant.bundles import BLOCK, FFN_MULTIPLE, BundleLayout, bundle_name
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.container import FILE, read_container
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.text import Tokenizer
 from effllm.runtime.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,6 +33,7 @@ from bundle_models import CASES, RELU, bundled, folders, found, resident, window
 from conversions import options as conversion
 from conversions import run as convert_run
 from family_models import Case, written
+from gguf_samples import FABLE, fable_gguf
 
 __all__ = ["folders"]  # a fixture
 MINUTE = 60.0
@@ -337,3 +339,23 @@ def test_neurons_in_few_bits_are_refused_with_what_leaves_them_wide(tmp_path: Pa
     with pytest.raises(UsageError, match=r"is codebook4:16, and neurons are read one by one in 16 or 32 bits") as refused:
         list(bundle(tmp_path / "quantized", tmp_path / "out"))
     assert "'(up_proj|down_proj)=bf16'" in refused.value.hint
+
+
+def test_a_file_is_bundled_into_a_folder_that_runs_alone(tmp_path: Path) -> None:
+    """A GGUF file is no folder whose config and tokenizer could be copied."""
+    file, out = tmp_path / "m.gguf", tmp_path / "out"
+    fable_gguf(file)
+    bundled(file, out, gate_sparsity=0.5)
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= {path.name for path in out.iterdir()}
+    file.unlink()
+    assert list(verify(out))[-1].damaged == ()
+    engine = resident(out)
+    text = "The king had three sons, and\n12 foxes."
+    own, other = (Tokenizer.load(folder, engine.config) for folder in (FABLE, out))
+    assert other.encode(text) == own.encode(text) and other.template.source == own.template.source
+    rows = engine.forward_logits(other.encode(text)).copy()
+    engine.close()
+    bundled(FABLE, tmp_path / "folder", gate_sparsity=0.5)
+    engine = resident(tmp_path / "folder")
+    assert np.abs(engine.forward_logits(own.encode(text)) - rows).max() < 0.02 * np.abs(rows).max()
+    engine.close()
