@@ -22,11 +22,13 @@ TARGET = re.compile(r"(\d+(?:\.\d+)?)(?:bpw)?")
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rules` are (regular expression on the tensor's name, spec); the last that matches wins. `short`: the format of a width alone."""
+    """`rules` are (regular expression on the tensor's name, spec); the last that matches wins. `short`: the format of a width alone.
+    `names`: the formats of tensors that no rule matches, by their whole names, of which a mixture has more than patterns can be tried."""
 
     base: QuantSpec
     rules: tuple[tuple[str, QuantSpec], ...] = ()
     short: Mapping[str, str] = field(default_factory=lambda: DEFAULTS)
+    names: Mapping[str, QuantSpec] = field(default_factory=dict)
 
     def spec_for(self, name: str, shape: tuple[int, ...], role: str) -> QuantSpec:
         """The format of the matrix `name` of `shape` [N, K]."""
@@ -38,16 +40,17 @@ class Recipe:
         return self.base
 
     def ruled(self, name: str) -> QuantSpec | None:
-        """What a rule says of a name."""
-        return next((spec for pattern, spec in reversed(self.rules) if re.search(pattern, name)), None)
+        """What the recipe says of this name rather than of a role."""
+        return next((spec for pattern, spec in reversed(self.rules) if re.search(pattern, name)), self.names.get(name))
 
     def with_outliers(self, share: float) -> Recipe:
-        """The same where every low-bit format of the base and the rules that names no outliers keeps `share` of its weights."""
+        """The same where every low-bit format of the base, the rules and the names without outliers keeps `share` of its weights."""
 
         def kept(spec: QuantSpec) -> QuantSpec:
             return spec if spec.is_raw or spec.outliers else replace(spec, outliers=share)
 
-        return replace(self, base=kept(self.base), rules=tuple((pattern, kept(spec)) for pattern, spec in self.rules))
+        return replace(self, base=kept(self.base), rules=tuple((pattern, kept(spec)) for pattern, spec in self.rules),
+                       names={name: kept(spec) for name, spec in self.names.items()})
 
 
 def parse_rule(text: str, short: Mapping[str, str] = DEFAULTS) -> tuple[str, QuantSpec]:

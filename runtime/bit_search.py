@@ -8,7 +8,6 @@ bytes. What was measured is kept as it comes (`damage_notes.py`).
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,14 +84,13 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
             yield event
         else:
             per_unit[event[0]], errors = event[1], errors | event[2]
-    choices = {job.name: [Choice(spec, spec.nbytes(job.shape), per_unit[unit.name] * _share(job, unit, errors) * errors[job.name][width]
+    choices = {job.name: [Choice(spec, spec.nbytes(job.shape), per_unit[unit.name] * share * errors[job.name][width]
                                  / errors[job.name][MEASURED]) for width, spec in specs.items()]
-               for unit in found for job in unit.jobs}
+               for unit in found for job, share in _shares(unit, errors)}
     chosen = allocate(choices, budget - fixed)
-    rules = tuple((f"^{re.escape(name)}$", spec) for name, spec in chosen.items())
     damage = {name: next(option.damage for option in choices[name] if option.spec == spec) for name, spec in chosen.items()}
     nbytes = fixed + sum(spec.nbytes(job.shape) for job in free for spec in [chosen[job.name]])
-    yield Found(replace(own, rules=rules + own.rules), 8 * nbytes / plan.weights, damage)
+    yield Found(replace(own, names={**own.names, **chosen}), 8 * nbytes / plan.weights, damage)
 
 
 def units(jobs: Sequence[Job]) -> list[Unit]:
@@ -188,10 +186,11 @@ def _round_in_place(data: np.ndarray, job: Job, specs: Mapping[str, QuantSpec], 
     return errors
 
 
-def _share(job: Job, unit: Unit, errors: Errors) -> float:
-    """A tensor's part of its unit's divergence: by its size and error."""
-    weights = {member.name: prod(member.shape) * errors[member.name][MEASURED] for member in unit.jobs}
-    return weights[job.name] / sum(weights.values())
+def _shares(unit: Unit, errors: Errors) -> Iterator[tuple[Job, float]]:
+    """Every tensor's part of its unit's divergence: by its size and error."""
+    weights = [prod(job.shape) * errors[job.name][MEASURED] for job in unit.jobs]
+    total = sum(weights)
+    yield from ((job, weight / total) for job, weight in zip(unit.jobs, weights, strict=True))
 
 
 def _log_probabilities(engine: Engine, window: Sequence[int]) -> np.ndarray:

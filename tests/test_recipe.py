@@ -1,7 +1,10 @@
 """Recipes, the allocation of a byte budget, and the search that measures what it spends on."""
 
 import itertools
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +118,14 @@ def test_an_allocation_fits_and_is_near_the_best(raw: list[list[tuple[int, float
     assert damage <= best + largest_step + 1e-9
 
 
+def test_rules_go_before_formats_by_whole_names() -> None:
+    recipe = Recipe(SPEC[4], (parse_rule("q_proj=bf16"),), names={"a.q_proj": SPEC[2], "a.down": SPEC[3]})
+    assert recipe.ruled("a.q_proj") == QuantSpec.parse("bf16") and recipe.ruled("a.down") == SPEC[3]
+    assert recipe.ruled("a.downs") is recipe.ruled("xa.down") is recipe.ruled("down") is None
+    assert recipe.spec_for("a.down", (9, 9), "embed") == SPEC[3] and recipe.spec_for("a.up", (9, 9), "up") == SPEC[4]
+    assert str(recipe.with_outliers(0.005).ruled("a.down")) == f"{SPEC[3]}+0.005"
+
+
 # -- the search --------------------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +197,39 @@ def test_many_tensors_are_not_compared_with_one_another(monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match="cannot be met"):
         list(bit_search.search(many, None, [], 2.0, Recipe(SPEC[4])))
     assert not compared
+
+
+def test_the_formats_of_many_tensors_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern for each of them would be tried on every other, and compiled again for each that Python has forgotten."""
+    own = Recipe(SPEC[4], (parse_rule("layers.0.self_attn.q_proj=bf16"),))
+    plan = plan_conversion(FABLE, own)
+    plan.store.close()
+    many = replace(plan, jobs=tuple(replace(job, name=f"{copy}.{job.name}", key=job.key if job.key == "outer" else job.key + 6 * copy)
+                                    for copy in range(480) for job in plan.jobs))
+
+    def measured(plan: object, engine: object, ids: object, found: list, specs: dict) -> Iterator[tuple]:
+        for place, unit in enumerate(found):
+            errors = {job.name: {width: (1 + index % 7) / spec.bits for width, spec in specs.items()} for index, job in enumerate(unit.jobs)}
+            yield unit.name, 1.0 + place % 5, errors
+
+    monkeypatch.setattr(bit_search, "measured", measured)
+    tried, search, weighed = [], re.search, []
+
+    def counted(pattern: str, name: str) -> re.Match | None:
+        tried.append(pattern)
+        assert len(tried) <= 4 * len(many.jobs), "patterns are tried on every name"
+        return search(pattern, name)
+
+    monkeypatch.setattr(re, "search", counted)
+    monkeypatch.setattr(bit_search, "prod", lambda shape: weighed.append(shape) or prod(shape))
+    *_, found = bit_search.search(many, None, [], 4.25, own)
+    specs = {job.name: job.spec for job in many.with_recipe(found.recipe).jobs}
+    assert len(found.damage) == 480 * 42 > 20_000
+    assert set(tried) == {own.rules[0][0]} and len(weighed) == len(found.damage)
+    assert specs["7.model.layers.0.self_attn.q_proj.weight"] == QuantSpec.parse("bf16")
+    assert len({specs[name] for name in found.damage}) > 1
+    patterns = Recipe(SPEC[4], tuple((f"^{re.escape(name)}$", specs[name]) for name in list(found.damage)[:200]) + own.rules)
+    assert all(patterns.ruled(job.name) in (None, specs[job.name]) for job in many.jobs[:300])
 
 
 def test_many_tensors_are_measured_in_bands() -> None:
