@@ -60,8 +60,10 @@ def parse_rule(text: str, short: Mapping[str, str] = DEFAULTS) -> tuple[str, Qua
         raise UsageError(f"{text!r} is no rule", "REGEX=SPEC, as in down_proj=6bit")
     try:
         re.compile(pattern)
-    except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}", "a rule is REGEX=SPEC, as in down_proj=6bit") from error
+    except (re.error, OverflowError, RecursionError) as error:  # the latter two of a count that is too large, groups nested too deeply
+        said = "groups nested too deeply" if isinstance(error, RecursionError) else error
+        shown = repr(pattern) if len(pattern) <= 60 else f"{pattern[:57]!r}..."
+        raise UsageError(f"{shown} is no regular expression: {said}", "a rule is REGEX=SPEC, as in down_proj=6bit") from error
     return pattern, QuantSpec.parse(spec, short)
 
 

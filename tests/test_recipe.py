@@ -47,6 +47,14 @@ def test_a_broken_rule_is_refused(text: str) -> None:
         parse_rule(text)
 
 
+@pytest.mark.parametrize("pattern, said", (("(", "unterminated"), ("a{99999999999}", "repetition number is too large"),
+                                           ("(" * 5000 + ")" * 5000, "too deeply")), ids=("open", "count", "depth"))
+def test_a_pattern_that_python_does_not_compile_is_refused_in_a_line(pattern: str, said: str) -> None:
+    with pytest.raises(UsageError, match="is no regular expression") as refused:
+        parse_rule(f"{pattern}=6bit")
+    assert said in refused.value.message and len(refused.value.message) < 200
+
+
 def test_outliers_go_where_none_are_named() -> None:
     recipe = Recipe(SPEC[4], (("a", QuantSpec.parse("3bit+2%")), ("b", QuantSpec.parse("bf16")), ("c", SPEC[2]))).with_outliers(0.005)
     assert str(recipe.base) == f"{SPEC[4]}+0.005"
