@@ -217,7 +217,8 @@ def test_the_formats_of_many_tensors_are_found_by_name(monkeypatch: pytest.Monke
 
     def measured(plan: object, engine: object, ids: object, found: list, specs: dict) -> Iterator[tuple]:
         for place, unit in enumerate(found):
-            errors = {job.name: {width: (1 + index % 7) / spec.bits for width, spec in specs.items()} for index, job in enumerate(unit.jobs)}
+            errors = {job.name: {width: (1 + index % 7) / spec.bits for width, spec in specs.items()}
+                      for index, job in enumerate(unit.jobs)}
             yield unit.name, 1.0 + place % 5, errors
 
     monkeypatch.setattr(bit_search, "measured", measured)
