@@ -1,6 +1,7 @@
 """A model written in the compressed-tensors layout, which transformers, vLLM and SGLang read.
 
-The matrices of the layers are integers of 4 or 8 bits in groups of 128 inputs, everything else is as it was; config.json describes it.
+The matrices of the layers, experts' too, are integers of 4 or 8 bits in groups of 128 inputs, everything else is as it was; config.json
+describes it. Tensors bear the names that a family publishes, under which readers look for them: what is fused there is joined here.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,18 +22,23 @@ from ..offload.shards import SINGLE, PlannedFile
 from ..offload.writer import FolderWriter
 from ..quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
-from .config import read_config
+from . import families
+from .config import ModelConfig, read_config
 from .container import DTYPES, read_container
 from .convert import check_target, copied
 from .events import Notice, Progress
+from .families import kind_of
+from .import_config import LINEARS
 from .model import ModelTensor, check_tensors
 from .source import folder_files, open_store
 
 KINDS = {"INT4": 4, "INT8": 8}
 GROUP = 128
-LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+TABLES = ("embed", "positions")  # rows are looked up: no linear, which readers would take for quantized
+HEAD = "lm_head"  # a linear of readers also where it is the embedding
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
+LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 
 
 @dataclass(frozen=True)
@@ -63,44 +69,80 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     if config.family == "gpt_oss":
         raise UsageError("gpt_oss models are not written as compressed-tensors: other tools want their experts joined",
                          "effllm quantize makes a folder for effllm")
+    texts = folder_files(source)
+    raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
     with open_store(source, wide="f32") as store:
-        tensors = {tensor.name: (role, tensor) for roles in check_tensors(config, store).values() for role, tensor in roles.items()}
-        low = {name for name, (role, _) in tensors.items() if role in LINEARS}
-        for name in low:
-            if tensors[name][1].shape[1] % GROUP:
-                raise UsageError(f"{name} has rows of {tensors[name][1].shape[1]}, which are no multiple of {GROUP}", "export as GGUF")
-        entries = {}
-        for name, (_, tensor) in tensors.items():
-            entries |= _entries(name, tensor, bits if name in low else 0)
-        file = _planned(entries)
-        done, total = 0, sum(tensor.nbytes for _, tensor in tensors.values())
+        items = tuple(_items(config, store, bits))
+        for item in items:
+            if item.bits and item.shape[1] % GROUP:
+                raise UsageError(f"{item.name} has rows of {item.shape[1]}, which are no multiple of {GROUP}", "export as GGUF")
+        file = _planned({name: entry for item in items for name, entry in _entries(item).items()})
+        done, total = 0, sum(item.nbytes for item in items)
         with FolderWriter(out, [file], _fingerprint(store, source, kind, file), MARKER) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")
             if writer.discarded:
                 yield Notice("an unfinished run of another type, another source or an older effllm was left here: starting afresh")
-            for name, (_, tensor) in tensors.items():
-                if not all(part in writer.finished for part in _entries(name, tensor, bits if name in low else 0)):
-                    _write(store, writer, tensor, bits if name in low else 0)
-                done += tensor.nbytes
-                yield Progress("exporting", done, total, "bytes", name)
+            for item in items:
+                if not all(part in writer.finished for part in _entries(item)):
+                    _write(store, writer, item)
+                done += item.nbytes
+                yield Progress("exporting", done, total, "bytes", item.name)
             store.check_unchanged()
-            texts = folder_files(source)
-            raw = json.loads(texts["config.json"] if texts else (source / "config.json").read_text(encoding="utf-8"))
-            texts["config.json"] = json.dumps(raw | {"quantization_config": quantization_config(bits)}, indent=1) + "\n"
-            files = copied(source)
-            files.pop("config.json", None)
-            writer.commit(files, texts)
-    yield CompressedFolder(out, file.size, len(low), len(tensors) - len(low))
+            described = {key: value for key, value in raw.items() if key not in LEFT_OUT}
+            described["quantization_config"] = quantization_config(bits, _ignored(items))
+            files = {name: path for name, path in copied(source).items() if name != MARKER}
+            writer.commit(files, {**texts, MARKER: json.dumps(described, indent=1) + "\n"})
+    quantized = sum(item.bits > 0 for item in items)
+    yield CompressedFolder(out, file.size, quantized, len(items) - quantized)
 
 
-def quantization_config(bits: int) -> dict[str, object]:
-    """The section of config.json."""
+@dataclass(frozen=True)
+class _Item:
+    """A matrix or vector of the folder: one of the model, or several whose rows follow one another. `bits` 0 keeps it."""
+
+    name: str
+    roles: tuple[str, ...]
+    tensors: tuple[ModelTensor, ...]
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _items(config: ModelConfig, store: TensorStore, bits: int) -> Iterator[_Item]:
+    """The model's tensors by the names and in the joined forms in which its family is published, whatever they are in `store`."""
+    family = families.get(config.family)
+    for key, found in check_tensors(config, store).items():
+        rules = family.outer_tensors(config) if key == "outer" else family.layer_tensors(config, key)
+        joined: dict[str, list[tuple[int, str]]] = {}
+        for role in found:
+            name, first, _ = rules[role].part_of or (rules[role].name, 0, 0)
+            joined.setdefault(name, []).append((first, role))
+        for name, parts in joined.items():
+            roles = tuple(role for _, role in sorted(parts))
+            linear = all(kind_of(role) in LINEARS for role in roles)
+            yield _Item(name, roles, tuple(found[role] for role in roles), bits if linear else 0)
+
+
+def _ignored(items: Iterable[_Item]) -> list[str]:
+    """The linear modules that stay as they were."""
+    kept = (item.name.removesuffix(".weight") for item in items if not item.bits and len(item.shape) == 2 and item.roles[0] not in TABLES)
+    return list(dict.fromkeys((HEAD, *kept)))
+
+
+def quantization_config(bits: int, ignore: Sequence[str]) -> dict[str, object]:
+    """The section of config.json. `ignore`: modules that are linear and were not quantized."""
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False,
                "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, "global_compression_ratio": None}
+            "config_groups": {"group_0": group}, "ignore": list(ignore), "kv_cache_scheme": None, "global_compression_ratio": None}
 
 
 def _fingerprint(store: TensorStore, source: Path, kind: str, file: PlannedFile) -> str:
@@ -110,12 +152,12 @@ def _fingerprint(store: TensorStore, source: Path, kind: str, file: PlannedFile)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _entries(name: str, tensor: ModelTensor, bits: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Name -> dtype, shape and bytes of what a tensor becomes; `bits` 0 keeps it."""
-    if not bits:
-        return {name: (DTYPES[tensor.spec.scheme], tensor.shape, tensor.nbytes)}
-    n, k = tensor.shape
-    base, words = name.removesuffix("weight"), -(-k * bits // WORD)
+def _entries(item: _Item) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Name -> dtype, shape and bytes of what an item becomes."""
+    if not item.bits:
+        return {item.name: (DTYPES[item.tensors[0].spec.scheme], item.shape, item.nbytes)}
+    n, k = item.shape
+    base, words = item.name.removesuffix("weight"), -(-k * item.bits // WORD)
     return {f"{base}weight_packed": ("I32", (n, words), 4 * n * words),
             f"{base}weight_scale": ("BF16", (n, k // GROUP), 2 * n * k // GROUP), f"{base}weight_shape": ("I64", (2,), 16)}
 
@@ -135,25 +177,32 @@ def _planned(entries: Mapping[str, tuple[str, tuple[int, ...], int]]) -> Planned
     return PlannedFile(SINGLE, head, {name: len(head) + start for name, start in starts.items()}, len(head) + at)
 
 
-def _write(store: TensorStore, writer: FolderWriter, tensor: ModelTensor, bits: int) -> None:
-    """A tensor, some rows at a time."""
-    rows = tensor.shape[0]
-    step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
-    scheme, base = tensor.spec.scheme, tensor.name.removesuffix("weight")
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        raw = store.read(tensor.info, begin, end)
-        values = to_f32(raw.view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
+def _write(store: TensorStore, writer: FolderWriter, item: _Item) -> None:
+    """An item, some rows at a time."""
+    base, at = item.name.removesuffix("weight"), 0
+    for tensor, raw, values in _blocks(store, item):
         if not np.isfinite(values).all():
             raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or ask who published it")
-        if not bits:
-            writer.write(tensor.name, begin * (tensor.nbytes // rows), memoryview(raw))
-            continue
-        codes, scales = quantize_groups(values, bits, GROUP)
-        words, stored = pack_words(codes, bits), from_f32(scales, "bf16")
-        writer.write(f"{base}weight_packed", begin * 4 * words.shape[1], memoryview(words))
-        writer.write(f"{base}weight_scale", begin * 2 * stored.shape[1], memoryview(np.ascontiguousarray(stored)))
-    if bits:
-        writer.write(f"{base}weight_shape", 0, np.array(tensor.shape, "<i8").tobytes())
-    for part in _entries(tensor.name, tensor, bits):
+        if item.bits:
+            codes, scales = quantize_groups(values, item.bits, GROUP)
+            words, stored = pack_words(codes, item.bits), from_f32(scales, "bf16")
+            writer.write(f"{base}weight_packed", at * 4 * words.shape[1], memoryview(words))
+            writer.write(f"{base}weight_scale", at * 2 * stored.shape[1], memoryview(np.ascontiguousarray(stored)))
+        else:
+            writer.write(item.name, at * (item.nbytes // item.shape[0]), memoryview(raw))
+        at += len(values)
+    if item.bits:
+        writer.write(f"{base}weight_shape", 0, np.array(item.shape, "<i8").tobytes())
+    for part in _entries(item):
         writer.finish(part, {})
+
+
+def _blocks(store: TensorStore, item: _Item) -> Iterator[tuple[ModelTensor, np.ndarray, np.ndarray]]:
+    """Rows in their order: the tensor that they are of, their bytes and their values, float32 [rows, K]."""
+    for tensor in item.tensors:
+        rows, scheme = tensor.shape[0], tensor.spec.scheme
+        step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            raw = store.read(tensor.info, begin, end)
+            yield tensor, raw, to_f32(raw.view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)

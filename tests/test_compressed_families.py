@@ -1,0 +1,145 @@
+"""Exports of families whose checkpoints differ from Llama's: experts, and joined matrices."""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from effllm.offload.checkpoint import TensorStore
+from effllm.quant.imports.compressed_tensors import quantize_groups
+from effllm.runtime.compressed import export_compressed
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.source import open_store
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import TWO_ROPES, Case, written
+from gguf_samples import weights
+
+IDS = [0, 1, 17, 200, 2, 40]
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "initializer_range": 0.08}
+GEMMA = {**SIZES, **TWO_ROPES, "num_hidden_layers": 3, "head_dim": 64, "query_pre_attn_scalar": 64}
+CASES = {
+    "mixtral": Case("mixtral", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": Case("qwen3_moe", {**SIZES, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64,
+                                    "mlp_only_layers": [1]}),
+    "olmoe": Case("olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None}, dtype="bfloat16"),
+    "phi3": Case("phi3", SIZES, dtype="bfloat16"),
+    "gemma3_text": Case("gemma3_text", GEMMA),
+    "opt": Case("opt", {"hidden_size": 256, "ffn_dim": 384, "word_embed_proj_dim": 256, "num_hidden_layers": 2}),
+}
+ROUTERS = {"mixtral": ["model.layers.0.block_sparse_moe.gate", "model.layers.1.block_sparse_moe.gate"],
+           "qwen3_moe": ["model.layers.0.mlp.gate"], "olmoe": ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]}
+PARTS = ("weight_packed", "weight_scale", "weight_shape")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    """A model of a case and its export in 4 bits; made once."""
+
+    @cache
+    def made(name: str) -> tuple[Path, Path]:
+        base = tmp_path_factory.mktemp(name)
+        written(CASES[name], base / "model")
+        list(export_compressed(base / "model", base / "out", "INT4"))
+        return base / "model", base / "out"
+
+    return made
+
+
+def config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def names(folder: Path) -> tuple[set[str], set[str]]:
+    """Of the weights that are packed, with all their parts, and of what is stored as it was."""
+    with TensorStore.open(folder) as store:
+        found = set(store.tensors)
+    packed = {name.removesuffix("_packed") for name in found if name.endswith("weight_packed")}
+    parts = {name.removesuffix("weight") + part for name in packed for part in PARTS}
+    assert parts <= found
+    return packed, found - parts
+
+
+def logits(folder: Path) -> np.ndarray:
+    *_, engine = open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=True))
+    assert isinstance(engine, Engine)
+    try:
+        return np.concatenate([rows.copy() for _, rows in engine.score(IDS)])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_bear_the_names_that_the_family_publishes(name: str, folders) -> None:
+    source, out = folders(name)
+    packed, kept = names(out)
+    with TensorStore.open(source) as store:
+        assert packed | kept == set(store.tensors) and not packed & kept
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_linear_is_packed_or_named_as_one_that_is_not(name: str, folders) -> None:
+    """A reader takes packed weights for every linear that `ignore` does not name; of what else is two-dimensional rows are looked up."""
+    packed, kept = names(folders(name)[1])
+    section = config(folders(name)[1])["quantization_config"]
+    assert section["ignore"] == ["lm_head", *ROUTERS.get(name, [])] and section["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert not {weight.removesuffix(".weight") for weight in packed} & set(section["ignore"])
+    with TensorStore.open(folders(name)[1]) as store:
+        wide = {weight.removesuffix(".weight") for weight in kept if len(store.tensors[weight].shape) == 2}
+    assert all(module in section["ignore"] or module.endswith(("embed_tokens", "embed_positions")) for module in wide)
+    assert not any("expert" in module for module in wide)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_our_importer_reads_back_what_was_rounded(name: str, folders) -> None:
+    source, out = folders(name)
+    packed, _ = names(out)
+    with open_store(out, wide="f32") as store:
+        for weight, values in weights(source).items():
+            info = store.tensors[weight]
+            found = store.read(info)
+            if weight in packed:
+                codes, scales = quantize_groups(values, 4, 128)
+                back = found.view(np.float32).reshape(info.shape)
+                assert np.array_equal(back, codes * np.repeat(scales, 128, axis=1)), weight
+            else:
+                with TensorStore.open(source) as before:
+                    assert found.tobytes() == before.read(before.tensors[weight]).tobytes(), weight
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_export_in_eight_bits_answers_like_its_source(name: str, folders, tmp_path: Path) -> None:
+    """As closely as routers allow, which may choose another expert for a token."""
+    source, _ = folders(name)
+    list(export_compressed(source, tmp_path / "out", "INT8"))
+    wanted = logits(source)
+    assert np.square(logits(tmp_path / "out") - wanted).mean() < 0.1**2 * np.square(wanted).mean()
+
+
+def test_parts_that_lie_apart_are_joined_as_the_family_publishes_them(folders, tmp_path: Path) -> None:
+    """phi3's config asks readers for q, k and v in one matrix, gate and up in another, however the source holds them."""
+    source, out = folders("phi3")
+    apart = {}
+    for name, values in load_file(source / "model.safetensors").items():
+        if "qkv_proj" in name:
+            q, k, v = values.split([256, (len(values) - 256) // 2, (len(values) - 256) // 2])
+            apart |= {name.replace("qkv", part): rows.contiguous() for part, rows in (("q", q), ("k", k), ("v", v))}
+        elif "gate_up_proj" in name:
+            apart |= {name.replace("gate_up", part): rows.contiguous() for part, rows in zip(("gate", "up"), values.chunk(2), strict=True)}
+        else:
+            apart[name] = values
+    (tmp_path / "apart").mkdir()
+    save_file(apart, tmp_path / "apart" / "model.safetensors")
+    code = {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}
+    (tmp_path / "apart" / "config.json").write_text(json.dumps(config(source) | code))
+    list(export_compressed(tmp_path / "apart", tmp_path / "out", "INT4"))
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", out))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert "model.layers.1.self_attn.qkv_proj.weight_packed" in found and not any("q_proj" in name for name in found)
+    assert config(tmp_path / "out") == config(out), "the code that auto_map names does not go along"
