@@ -23,7 +23,7 @@ from ..offload.writer import FolderWriter
 from ..quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from . import families
-from .config import ModelConfig, read_config
+from .config import ModelConfig, read_config, text_alone
 from .container import DTYPES, read_container
 from .convert import check_target, copied
 from .events import Notice, Progress
@@ -71,6 +71,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                          "effllm quantize makes a folder for effllm")
     texts = folder_files(source)
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
+    if raw["model_type"] != config.family:
+        yield Notice(f"{raw['model_type']} takes images too: its text part alone is written, {config.family}")
     with open_store(source, wide="f32") as store:
         items = tuple(_items(config, store, bits))
         for item in items:
@@ -89,7 +91,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                 done += item.nbytes
                 yield Progress("exporting", done, total, "bytes", item.name)
             store.check_unchanged()
-            described = {key: value for key, value in raw.items() if key not in LEFT_OUT}
+            described = {key: value for key, value in text_alone(raw).items() if key not in LEFT_OUT}
             described["quantization_config"] = quantization_config(bits, _ignored(items))
             files = {name: path for name, path in copied(source).items() if name != MARKER}
             writer.commit(files, {**texts, MARKER: json.dumps(described, indent=1) + "\n"})

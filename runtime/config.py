@@ -57,6 +57,7 @@ OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "
                           "torch_dtype"})
 OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
                             "image_token_index", "mm_tokens_per_image", "model_type", "text_config", "vision_config"})
+GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
     "compression_config": "this is the older name of quantization_config: give it that name in config.json, or take a newer upload",
@@ -175,7 +176,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
 
     architectures = raw.get("architectures") or []
     composite = families.COMPOSITE.get(str(raw.get("model_type")))
-    suffix = "ForConditionalGeneration" if composite else "ForCausalLM"
+    suffix = SEVERAL if composite else GENERATOR
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(suffix) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
@@ -200,14 +201,28 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))
 
 
-def _text_part(raw: Mapping[str, object], family: str, strict: bool) -> ModelConfig:
-    """The text generator inside a model that takes more than text. What the outer object says of it wins: it was written last."""
+def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
+    """What config.json would say if the text generator in a model of several were published by itself: `raw` where it is.
+
+    What the outer object says of it wins: it was written last. Raises ConfigError.
+    """
+    from . import families
+
+    family = families.COMPOSITE.get(str(raw.get("model_type")))
+    if family is None:
+        return dict(raw)
     inner = Keys(raw).section("text_config") or {}
     if inner.get("model_type", family) != family:
         raise ConfigError(f"config.json: text_config is of model type {show(inner['model_type'])}, expected {family}")
     shared = {"tie_word_embeddings": True} | {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
+    names = [str(name).replace(SEVERAL, GENERATOR) for name in raw.get("architectures") or ()]
+    return {**inner, **shared, "model_type": family, "architectures": names or None}
+
+
+def _text_part(raw: Mapping[str, object], family: str, strict: bool) -> ModelConfig:
+    """The text generator inside a model that takes more than text."""
     unknown = sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - KEYS_HARMLESS)
-    config = parse_config({**inner, **shared, "model_type": family, "architectures": None}, strict)
+    config = parse_config(text_alone(raw), strict)
     said = f"{show(raw['model_type'])} takes images too: effllm reads its text part, {family}"
     return replace(config, warnings=(said, *config.warnings, *_judge_unknown(unknown, strict)))
 
