@@ -218,7 +218,7 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: 
     paged = placement.expert_slots is not None and prepared.streams
     held = paged.held_nbytes if paged else placement.pinned_bytes + (residency.ring_nbytes if residency else 0)
     said = [
-        ("context", f"{placement.ctx} of {prepared.config.max_position_embeddings} tokens, cache at {prepared.options.kv}"),
+        ("context", f"{placement.ctx} of {prepared.config.context_length} tokens, cache at {prepared.options.kv}"),
         ("layers", where(placement)), *on_gpu(placement, width),
         ("memory", f"{bar(((WEIGHTS, held), (CACHE, placement.host_kv_bytes), (OTHER, other)), budget.ram, width)} "
                    f"{format_size(placement.total_bytes)} of {format_size(budget.ram)}"),

@@ -13,6 +13,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import stat
 import sys
 import tempfile
 import threading
@@ -27,7 +29,8 @@ from .. import DiskFull, EffllmError, lacks_room, not_written
 from .direct import POLL_S, Interrupted
 from .size import format_size
 
-PREFIX = "effllm-kv-"
+PREFIX, PRIVATE = "effllm-kv-", 0o600
+NAMED = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as tempfile names a file
 QUIET_S, MOST_BEHIND = 0.02, 32 << 20  # when what was written is sent to the disk: nothing more comes, or this much waits
 HINT = "--spill-dir DIR for another disk, a smaller -c, or fewer bits (--kv 4bit)"
 ROOM = f"make room there, or {HINT}"
@@ -116,15 +119,19 @@ class SpillFile:
 
 
 def sweep(folder: Path) -> None:
-    """Remove files of runs that were killed, where they could not be nameless."""
+    """Remove files of runs that were killed, where they could not be nameless. The folder may be a person's: only what `_opened` makes."""
     for path in folder.glob(f"{PREFIX}*"):
+        if not NAMED.fullmatch(path.name):
+            continue
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue  # another's, or gone meanwhile
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+            status = os.fstat(descriptor)
+            if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == PRIVATE:
+                path.unlink(missing_ok=True)
         except OSError:
             continue  # its run is alive
         finally:
@@ -135,7 +142,7 @@ def _opened(folder: Path) -> tuple[int, Path | None]:
     """A descriptor, and the name where it could not be taken away."""
     if flag := getattr(os, "O_TMPFILE", 0):
         try:
-            return os.open(folder, os.O_RDWR | os.O_CLOEXEC | flag, 0o600), None
+            return os.open(folder, os.O_RDWR | os.O_CLOEXEC | flag, PRIVATE), None
         except OSError as error:
             # What file systems without it say, and systems that take the flag for a directory's.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):

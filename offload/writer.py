@@ -79,12 +79,11 @@ class FolderWriter:
             for name in sorted(texts, key=lambda name: name == self.marker):
                 _write_file(self.partial / name, texts[name].encode())
             _sync_folder(self.partial)
-            os.unlink(self.partial / JOURNAL)
-            if replace and self.out.exists():
-                _exchange(self.partial, self.out)
+            exchanged = replace and self.out.exists()
+            (_exchange if exchanged else os.rename)(self.partial, self.out)
+            os.unlink(self.out / JOURNAL)  # not before: where the name cannot be had, the next run has only that left to do
+            if exchanged:
                 remove_written(self.partial, self.marker)
-            else:
-                os.rename(self.partial, self.out)
             _sync_folder(self.out.parent)
         self.close()
 
@@ -232,6 +231,14 @@ def is_being_written(partial: Path) -> bool:
         return True
     finally:
         os.close(journal)
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a file is what a kill between a folder's name and its end leaves in it."""
+    try:
+        return path.name == JOURNAL and path.is_file() and _read_journal(path)[0] is not None
+    except OSError:
+        return False
 
 
 def remove_written(folder: Path, marker: str) -> None:

@@ -93,6 +93,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
             store.check_unchanged()
             texts = folder_files(folder) | ({INDEX: index_json(files)} if len(files) > 1 else {})
             made = _container(jobs, writer, config, given, source or {}, gate_sparsity, gate_rule).with_files(copies, texts)
+            check_target(out, replace)  # it may have been filled meanwhile
             writer.commit(copies, {**texts, FILE: made.to_json()}, replace)
     rows = tuple(ClassResult(row, None) for row in _rows(jobs))
     yield Converted(out, sum(prod(tensor.shape) for job in jobs for tensor in job.sources), sum(job.before for job in jobs),

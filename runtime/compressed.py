@@ -94,6 +94,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
             described = {key: value for key, value in text_alone(raw).items() if key not in LEFT_OUT}
             described["quantization_config"] = quantization_config(bits, _ignored(items))
             files = {name: path for name, path in copied(source).items() if name != MARKER}
+            check_target(out, False)  # it may have been filled meanwhile
             writer.commit(files, {**texts, MARKER: json.dumps(described, indent=1) + "\n"})
     quantized = sum(item.bits > 0 for item in items)
     yield CompressedFolder(out, file.size, quantized, len(items) - quantized)

@@ -154,6 +154,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 plan.store.check_unchanged()
                 texts = folder_files(plan.folder) | ({INDEX: index_json(plan.files)} if len(plan.files) > 1 else {})
                 made = container(plan, writer.finished, options, ids).with_files(copies, texts)
+                check_target(out, options.replace)  # it was hours ago that it was looked at
                 writer.commit(copies, {**texts, FILE: made.to_json()}, options.replace)
                 finished = writer.finished
         finally:

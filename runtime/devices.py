@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from .. import UsageError
 from ..kernels.device_memory import allocation, card_workspace
 from ..kernels.workspace import Dims
+from ..offload import hardware
 from ..offload.notes import Fallback
 from ..offload.plan import BlockBytes
 from ..offload.plan_gpu import Copied, LinkRates, copied_from
-from ..offload.size import parse_size
+from ..offload.size import format_size, parse_size
 from . import roofs
 from .carried import matrices
 from .carried import places as carried_places
@@ -25,6 +26,7 @@ from .families import expert_of
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
+    from ..offload.plan import Placement
     from .config import Mixture
     from .model import ModelTensor
     from .prepare import EngineOptions
@@ -117,3 +119,12 @@ def workspace(tensors: Tensors, dims: Dims) -> int:
     widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
     opened = max((prod(tensor.shape) for tensor in matrices if not tensor.spec.is_raw), default=0)
     return card_workspace(dims, widest, opened)
+
+
+def not_free(placement: Placement, mapped: bool) -> list[str]:
+    """What to say of a plan for more memory than can be had now; weights that are `mapped` give way."""
+    free = hardware.memory_available() + hardware.rss() - hardware.rss_files()
+    if placement.total_bytes - hardware.rss_files() <= free or mapped:
+        return []
+    return [f"{format_size(placement.total_bytes)} of memory are planned, {format_size(free)} can be had now: the system may end this "
+            "process"]

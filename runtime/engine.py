@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +70,10 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
             refuse_fallbacks([said])
         yield Notice(said)
     yield from (Notice(text) for text in prepared.notices)
-    engine = Engine(prepared)
+    with ExitStack() as unless_made:
+        unless_made.callback(prepared.store.close)
+        engine = Engine(prepared)
+        unless_made.pop_all()
     try:
         yield from lookup.measure(prepared, engine.model.tensors)
         for done, total in engine.model.load():

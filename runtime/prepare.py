@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,7 +168,11 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     if options.load == "mmap" and "load" not in options.preset:
         check_mapping(folder)
     store, container = open_weights(folder)
-    return prepare_with(folder, config, store, options, container)
+    with ExitStack() as unless_planned:
+        unless_planned.callback(store.close)
+        made = prepare_with(folder, config, store, options, container)
+        unless_planned.pop_all()
+    return made
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
@@ -204,7 +208,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     if options.kernel == "lut" and "kernel" not in options.preset and not (container is not None and container.is_low_bit):
         notices.append(Fallback("--kernel lut changes nothing: this model has no low-bit weights"))
     notices += [Fallback(f"--kv {options.kv}: {said}")] if (said := cache.unpacked(shape, placement.ctx)) else []
-    notices += _not_free(placement, options)
+    notices += devices.not_free(placement, options.load == "mmap")
     speculating, remarks = decide(options, config, placement, draft)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
@@ -289,15 +293,6 @@ def _budget(options: EngineOptions, card: Device | None) -> Budget:
     """Bytes for this process: as asked, else what the machine has free."""
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     return Budget(ram=ram, vram=0 if card is None else devices.vram(options, card))
-
-
-def _not_free(placement: Placement, options: EngineOptions) -> list[str]:
-    """What to say of a budget that is more than can be had now."""
-    free = hardware.memory_available() + hardware.rss() - hardware.rss_files()
-    if placement.total_bytes - hardware.rss_files() <= free or options.load == "mmap":
-        return []
-    return [f"{format_size(placement.total_bytes)} of memory are planned, {format_size(free)} can be had now: the system may end this "
-            "process"]
 
 
 def refuse_beyond_machine(prepared: Prepared) -> None:

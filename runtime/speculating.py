@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..offload.notes import Fallback
+
 if TYPE_CHECKING:
     from ..offload.plan import Placement
     from .config import ModelConfig
@@ -15,6 +17,7 @@ ON = "weights come from the disk: tokens that the text makes likely are drafted,
 ON_GPU = "no speculation: on the GPU the numbers of a token depend on how many are run with it"
 PICKED = "no speculation: --kv-read sparse picks pages for one token at a time"
 MIXTURE = "no speculation: from the disk, every token of a draft would read experts of its own"
+NO_DRAFT = "no draft model: a GPU may take layers, and a run on one drafts nothing (--device cpu drafts)"
 NEURONS = "no speculation: from the disk, every token of a draft would read neurons of its own"
 
 
@@ -52,4 +55,5 @@ def decide(options: EngineOptions, config: ModelConfig, placement: Placement, dr
     waits = placement.streamed_bytes > 0
     if options.spec == "off":
         return Speculating(), ()
-    return Speculating(True, draft, asked or waits, waits), (ON,) if waits and not asked else ()
+    lost = options.draft is not None and draft is None
+    return Speculating(True, draft, asked or waits, waits), (Fallback(NO_DRAFT),) if lost else (ON,) if waits and not asked else ()

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from .. import UsageError
+from ..offload.writer import is_journal
 from . import hub, storage
 from .whole_file import UNFINISHED
 
@@ -21,7 +22,8 @@ NAMES = (*hub.COMPANIONS, *WEIGHTS, storage.MARKER, *MEASURED, *map(UNFINISHED.f
 def foreign(folder: Path) -> str | None:
     """The name of an entry of `folder` that effllm does not write there; None where there is none."""
     entries = sorted(folder.iterdir())
-    return next((entry.name for entry in entries if not entry.is_file() or not any(fnmatch(entry.name, name) for name in NAMES)), None)
+    return next((entry.name for entry in entries if not entry.is_file()
+                 or not any(fnmatch(entry.name, name) for name in NAMES) and not is_journal(entry)), None)
 
 
 def demand_folder(folder: Path) -> None:

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from effllm import DoesNotFit, EffllmError, UsageError
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.writer import partial_folder
+from effllm.offload.writer import JOURNAL, partial_folder
 from effllm.quant.codes import dequantize
 from effllm.quant.pack import unpack
 from effllm.runtime import convert_stream
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.container import read_container
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
+from effllm.runtime.written import foreign
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE, ODD, check_whole, contents, odd_model, options, run, short_fable
@@ -78,12 +79,13 @@ def test_kills_at_random_points_then_the_same_bytes(tmp_path: Path, four_bit: Pa
     assert contents(tmp_path / "whole") == contents(four_bit)
     calls = enough - int(ran.stdout)
     chance = random.Random()
-    points = [chance.randrange(calls) for _ in range(3)] + [calls - 1, calls - 4]
+    points = [chance.randrange(calls) for _ in range(3)] + [calls - 1, calls - 2, calls - 4]
     for point in dict.fromkeys(points):  # chance may name one twice
         out = tmp_path / f"out{point}"
         assert killed_after(point, FABLE, out).returncode == -signal.SIGKILL, point
-        if out.exists():  # the name is given by the last step but one
-            assert point >= calls - 2
+        if out.exists():  # the name is given by the last step but two
+            assert point >= calls - 2 and foreign(out) is None
+            (out / JOURNAL).unlink(missing_ok=point == calls - 1)
         else:
             _, said = run(FABLE, out)
             assert point < calls // 2 or any("earlier run stopped" in line or "starting afresh" in line for line in said), point
@@ -102,6 +104,23 @@ def test_kill_after_kill_still_arrives(tmp_path: Path, four_bit: Path) -> None:
     _, said = run(FABLE, out)
     assert any("earlier run stopped" in line for line in said)
     assert contents(out) == contents(four_bit)
+
+
+@pytest.mark.parametrize("replace", (True, False))
+def test_what_is_put_into_the_place_of_the_result_meanwhile_stays(tmp_path: Path, replace: bool) -> None:
+    source, out = short_fable(tmp_path / "source"), tmp_path / "out"
+    if replace:
+        run(source, out)
+    with pytest.raises(UsageError, match="out holds thesis.txt" if replace else "exists and is not a model"):
+        for _ in convert(source, out, options(replace=replace)):
+            out.mkdir(exist_ok=True)
+            (out / "thesis.txt").write_text("mine")
+    assert (out / "thesis.txt").read_text() == "mine"
+    shutil.move(out / "thesis.txt", tmp_path / "thesis.txt")
+    if not replace:
+        out.rmdir()
+    _, said = run(source, out, options(replace=replace))
+    assert any("earlier run stopped" in line for line in said) and read_container(out) is not None
 
 
 def test_other_options_or_another_source_start_afresh(tmp_path: Path) -> None:

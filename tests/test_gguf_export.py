@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from effllm import EffllmError, UsageError
@@ -76,6 +77,20 @@ def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     """A folder out of an old archive, named in another code than UTF-8: internal error."""
     *_, made = export_gguf(FABLE, tmp_path / "m.gguf", "Q8_0", os.fsdecode(b"caf\xe9"))
     assert gguf.GGUFReader(made.path).fields["general.name"].contents() == "caf?"
+
+
+@pytest.mark.parametrize("kind", ["F16", *ENCODERS])
+def test_weights_that_a_type_cannot_hold_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    """The scale of their block was infinite, and the file no model."""
+    source, name = tmp_path / "model", "model.layers.2.mlp.up_proj.weight"
+    shutil.copytree(FABLE, source)
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = tensors[name].float()
+    tensors[name][3, 5] = 1e7
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(EffllmError, match=f"holds weights that {kind} cannot"):
+        exported(source, tmp_path / "m.gguf", kind)
+    assert not (tmp_path / "m.gguf").exists()
 
 
 @pytest.mark.parametrize("kind", [*ENCODERS])

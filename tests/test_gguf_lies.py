@@ -86,7 +86,7 @@ def test_keys_that_lie(tmp_path: Path, keys: dict[str, object], named: str) -> N
     ({"blk.x.ffn_up.weight": ((8, 8), F32, 256)}, "blk.x.ffn_up.weight"), ({"a\x1b[31mb": ((8,), F32, 32)}, "which no llama"),
     ({"blk.99999999999999999999.ffn_up.weight": ((8, 8), F32, 256)}, "blk.99999999999999999999"),
     ({"rope_freqs.weight": ((2, 2), F32, 16)}, "rope_freqs"), ({"rope_freqs.weight": ((77,), F32, 308)}, "rope_freqs"),
-    ({"rope_freqs.weight": ((2,), F32, 8)}, "rope_freqs"),
+    ({"rope_freqs.weight": ((2,), F32, 8)}, "rope_freqs"), ({"rope_factors_long.weight": ((2,), F32, 8)}, "rope_factors_long.weight alone"),
 ], ids=lambda value: ",".join(value).encode("unicode_escape").decode() if isinstance(value, dict) else "")
 def test_tensors_that_lie(tmp_path: Path, tensors: dict[str, object], named: str) -> None:
     (tmp_path / "m.gguf").write_bytes(small_model(tensors=tensors))

@@ -19,7 +19,7 @@ from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculating import MIXTURE, NEURONS, decide
+from effllm.runtime.speculating import MIXTURE, NEURONS, NO_DRAFT, decide
 
 sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import larger_than_memory
@@ -70,6 +70,7 @@ def test_a_mixture_from_the_disk_never_drafts() -> None:
     assert decide(EngineOptions(draft="small"), prepared.config, slots, None)[1] == (MIXTURE,)
     neurons = replace(prepared.placement, slots=(4,))
     assert decide(EngineOptions(spec="lookup"), replace(prepared.config, mixture=None), neurons, None)[1] == (NEURONS,)
+    assert decide(EngineOptions(draft="small"), prepared.config, prepared.placement, None)[1] == (NO_DRAFT,), "a GPU that takes no layer"
     on_card = replace(prepared.placement, devices=("cpu", "cuda"))
     assert not decide(EngineOptions(spec="lookup"), prepared.config, on_card, None)[0]
 

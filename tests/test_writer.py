@@ -18,7 +18,7 @@ from effllm import DoesNotFit, EffllmError, UsageError
 from effllm.offload import checksum
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import INDEX, PAD, Planned, index_json, plan_files
-from effllm.offload.writer import FolderWriter, partial_folder
+from effllm.offload.writer import JOURNAL, FolderWriter, partial_folder
 
 MARKER = "done.json"
 MINUTE = 60
@@ -290,6 +290,11 @@ def test_without_replace_a_folder_that_appeared_meanwhile_stays(tmp_path: Path) 
         with pytest.raises(EffllmError):
             writer.commit({}, {MARKER: "{}"})
     assert (tmp_path / "out" / "mine").read_text() == "kept"
+    (tmp_path / "out").rename(tmp_path / "theirs")
+    with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
+        assert writer.resumed and len(writer.finished) == sum(map(len, GROUPS)), "nothing is made twice"
+        writer.commit({}, {MARKER: "{}"})
+    assert (tmp_path / "out" / MARKER).exists() and not (tmp_path / "out" / JOURNAL).exists()
 
 
 # -- full disks ------------------------------------------------------------------------------------------------------------------

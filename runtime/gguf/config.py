@@ -202,7 +202,9 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
 
     kind, old = stated("type", "none"), stated("scale_linear", under="rope.")
     original = stated("original_context_length", positions)
-    if LONG in factors and SHORT in factors:
+    if (LONG in factors) != (SHORT in factors):
+        damaged(header.path, f"holds {LONG if LONG in factors else SHORT} alone, expected {LONG} and {SHORT}")
+    if LONG in factors:
         section = {"rope_type": "longrope", "short_factor": _list(factors[SHORT]), "long_factor": _list(factors[LONG]),
                    "original_max_position_embeddings": original}
         scale = stated("attn_factor")

@@ -17,7 +17,7 @@ import numpy as np
 
 from ... import DoesNotFit, EffllmError, UsageError
 from ...offload.checkpoint import TensorStore
-from ...offload.gguf import Value
+from ...offload.gguf import BLOCKS, Value
 from ...offload.gguf_writer import NewFile, PlannedTensor, gguf_head, padded
 from ...offload.header import CheckpointError, is_gguf
 from ...offload.size import format_size
@@ -113,6 +113,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
                 file.write(bytes(gap))
                 done += gap
             store.check_unchanged()
+            _check_target(out, replace)  # it may have been made meanwhile
             file.commit()
     counts = {each: sum(tensor.type == each for tensor in planned) for each in dict.fromkeys(tensor.type for tensor in planned)}
     yield Exported(out, total, len(planned), counts)
@@ -190,7 +191,9 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
             step = max(1, step // per) * per
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            yield _encoded(_values(store, tensor, begin, end), job, tensor, end - begin)
+            with np.errstate(over="ignore"):  # looked for in what comes out
+                encoded = _encoded(_values(store, tensor, begin, end), job, tensor, end - begin)
+            yield encoded
 
 
 def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int) -> np.ndarray:
@@ -214,4 +217,8 @@ def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> n
         if own == "F16" and np.isinf(made.view(np.float16)).any():
             raise CheckpointError(f"{tensor.name} holds weights that F16 cannot", "--type Q8_0")
         return np.ascontiguousarray(made).view(np.uint8)
-    return quantize(values, own)
+    made = quantize(values, own)
+    scales = made.reshape(-1, BLOCKS[own][1])[:, :2].copy().view(np.float16)  # a block begins with its own
+    if np.isinf(scales).any():
+        raise CheckpointError(f"{tensor.name} holds weights that {own} cannot", "no model has such weights: ask who published it")
+    return made
