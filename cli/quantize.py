@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .. import EffllmError, UsageError, typed
-from .eval import WINDOW, read_text
+from .eval import WINDOW, named, read_text
 from .flags import add_command, flag
 from .loading import find, follow, last, open_with_progress
 from .options import COMPUTE, OUTPUT, Json, Model
@@ -81,7 +81,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         sample = None if calib is None else read_text(calib, screen, "--calib")
         made = bundled(ref, Path(out), force, gate_sparsity, gate_rule, sample, screen)
         if not no_kv_profile:
-            profile(made.folder, sample, threads, screen)
+            profile(made.folder, sample, calib, threads, screen)
         report(made, ref, text, threads, screen, json)
         return
     if gate_sparsity is not None:
@@ -98,7 +98,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     with resumable(screen):
         made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))
     if not no_kv_profile:
-        profile(made.folder, sample, threads, screen)
+        profile(made.folder, sample, calib, threads, screen)
     report(made, ref, text, threads, screen, json)
 
 
@@ -142,7 +142,9 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
         raise UsageError(f"{' and '.join(sizes)} are given, and each says how small", "give one of them")
     if not sizes:
         raise UsageError("give --bits N, --spec SPEC or --target BPW", "effllm quantize MODEL -o DIR --bits 4")
-    recipe = recipe_of(spec if spec is not None else f"{bits or 4}bit", rules or (), str(given["method"]))
+    # The base that --target begins from is the usual one; a number that was typed is judged as it is, 0 too.
+    base = spec if spec is not None else "4bit" if bits is None else f"{bits}bit"
+    recipe = recipe_of(base, rules or (), str(given["method"]))
     goal = None if target is None else target_of(target)
     said = " ".join([str(recipe.base) if goal is None else f"{goal:g}bpw", *(rules or ())])
     return ConvertOptions(recipe, said, target=goal, source=source_of(ref),
@@ -166,15 +168,17 @@ def remember(folder: Path, screen: Screen) -> None:
         screen.note(f"effllm list will not show it: {error.message}")
 
 
-def profile(folder: Path, text: str | None, threads: int | None, screen: Screen) -> None:
-    """Record where a packed KV cache of the new model needs its bits. A failure here is no failure of the conversion."""
+def profile(folder: Path, text: str | None, calib: str | None, threads: int | None, screen: Screen) -> None:
+    """Record where a packed KV cache of the new model needs its bits, on the text of --calib, else on the sample. A failure here is no
+    failure of the conversion."""
     from ..runtime.calibrate import built_in_text
     from ..runtime.kv_profile import Profile
     from ..runtime.kv_profile_run import SECONDS, recorded
 
     screen.note(f"where a packed cache needs its bits is recorded now: {SECONDS:.0f} s at most, about (--no-kv-profile leaves it out)")
+    source = "the sample" if calib is None else named(calib)
     try:
-        last(follow(recorded(folder, text or built_in_text(), threads=threads, source="the calibration text"), screen, Profile))
+        last(follow(recorded(folder, built_in_text() if text is None else text, threads=threads, source=source), screen, Profile))
     except EffllmError as error:
         screen.note(f"no profile for --kv: {error.message}")
     except KeyboardInterrupt:

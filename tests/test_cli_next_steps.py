@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from effllm import UsageError, typed
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
+from effllm.runtime import kv_profile_run
 from effllm.runtime.prepare import EngineOptions
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
@@ -37,6 +39,23 @@ def test_paths_in_next_steps_are_quoted(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"effllm eval kv-profile '{folder}'" in said("run", folder, "hi", "--kv", "4bit")[1]
     code, text = said("quantize", FABLE, "-o", tmp_path / "made here", "--bits", "8", "--no-kv-profile")
     assert code == 0 and f"effllm run '{tmp_path / 'made here'}'" in text
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_profile_names_the_text_that_it_was_to_be_recorded_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    def recorded(folder: Path, text: str, threads: int | None, source: str) -> Iterator[None]:
+        assert (text == STORY) is own
+        raise UsageError(f"{source} has too few tokens", "a longer one")
+        yield
+
+    monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(kv_profile_run, "recorded", recorded)
+    text = tmp_path / "story.txt"
+    text.write_text(STORY)
+    flags = ("--method", "smooth", "--calib", text, "--calib-tokens", "512") if own else ()
+    code, err = said("quantize", FABLE, "-o", tmp_path / "out", "--bits", "4", *flags)
+    assert code == 0 and f"no profile for --kv: {text if own else 'the sample'} has too few tokens" in err, err
 
 
 @pytest.mark.parametrize(("line", "message"), [('draft = "nope"', "there is no model 'nope'"), ('ram = "0"', "--ram 0 is 0 bytes")])

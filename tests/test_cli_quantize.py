@@ -174,6 +174,7 @@ def test_a_width_alone_means_what_the_method_can_make() -> None:
     (("--bits", "4", "--calib", "-", "--eval", "-"), "standard input"),
     (("--bits", "4", "--method", "gptq", "--calib-tokens", "5"), "--calib-tokens 5"),
     (("--bits", "7"), "7bit"),
+    (("--bits", "0"), "0bit"),
     (("--bits", "four"), "four"),
     (("--spec", "codebook4:32"), "codebook"),
     (("--bits", "4", "--tensor-type", "down_proj"), "down_proj"),
