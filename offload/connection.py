@@ -21,6 +21,7 @@ CONNECT_TIMEOUT_S = 10.0
 Key = tuple[str, str, int]
 TUNNEL = "Tunnel connection failed: "  # how http.client begins what a proxy answered to CONNECT
 CREDENTIAL = "put them into HTTPS_PROXY: http://name:password@host:port"
+PROXIES = "give HTTPS_PROXY as http://host:port, with name:password@ before the host where it asks for them"
 TRUST = "a network that inspects what passes has a certificate of its own: set SSL_CERT_FILE to a file that holds it"
 
 
@@ -43,15 +44,15 @@ class Url:
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """Raises ConnectionFailed for anything but http and https."""
+        """Raises ConnectionFailed for anything but http and https, and for what a request line cannot carry."""
         try:
             parts = urlsplit(text)
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
         except (ValueError, KeyError):
             raise ConnectionFailed("the address is not one of http or https", again=False) from None
-        if not parts.hostname or any(ord(c) <= 32 or ord(c) == 127 for c in text):
-            raise ConnectionFailed("the address is malformed", again=False)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        if not target.isascii() or not can_be_asked(parts.hostname) or any(ord(c) <= 32 or ord(c) == 127 for c in text):
+            raise ConnectionFailed("the address is malformed", again=False)
         return cls(parts.scheme, parts.hostname, port, target)
 
     @property
@@ -65,6 +66,14 @@ class Url:
         return host if self.port == {"http": 80, "https": 443}[self.scheme] else f"{host}:{self.port}"
 
 
+def can_be_asked(host: str | None) -> bool:
+    """Is it a name that a system can look up? Sockets answer another one with an error that is none of the network's."""
+    try:
+        return bool(host and host.encode("idna"))
+    except UnicodeError:
+        return False
+
+
 @dataclass(frozen=True)
 class Proxy:
     """Where a request goes instead of its own host, and with which credential."""
@@ -75,20 +84,27 @@ class Proxy:
 
 
 def proxy_for(url: Url, env: Mapping[str, str]) -> Proxy | None:
-    """HTTP(S)_PROXY and ALL_PROXY, small letters first, unless NO_PROXY names the host. Raises ConnectionFailed for a kind not spoken."""
+    """HTTP(S)_PROXY and ALL_PROXY, small letters first, unless NO_PROXY names the host. Raises ConnectionFailed for a kind not spoken, and
+    for an address that is none."""
     names = (f"{url.scheme}_proxy", f"{url.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
     text = next((env[name] for name in names if env.get(name)), "")
     excepted = env.get("no_proxy") or env.get("NO_PROXY") or ""
     if not text or proxy_bypass_environment(url.authority, {"no": excepted}):
         return None
-    parts = urlsplit(text if "://" in text else f"http://{text}")
-    if parts.scheme != "http" or not parts.hostname:
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        port = parts.port or 80
+    except ValueError:
+        raise ConnectionFailed("the address of the proxy is malformed", False, PROXIES) from None
+    if parts.scheme != "http":
         raise ConnectionFailed(f"a proxy of kind {parts.scheme!r} is not supported, http is", again=False)
+    if not can_be_asked(parts.hostname):
+        raise ConnectionFailed("the address of the proxy is malformed", False, PROXIES)
     credential = None
     if parts.username is not None:
         plain = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         credential = "Basic " + base64.b64encode(plain.encode()).decode()
-    return Proxy(parts.hostname, parts.port or 80, credential)
+    return Proxy(parts.hostname, port, credential)
 
 
 class Response:

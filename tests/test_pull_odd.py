@@ -1,6 +1,7 @@
 """Odd input of `pull` and the tools around it: names, hubs that change their mind, caches in which something else lies. One line, a next
 step, the right exit code, and nothing under a final name that is not whole."""
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -85,6 +86,27 @@ def test_a_length_that_lies(hub: Hub, person: Person, length: str) -> None:
     assert "tokenizer.json" not in finals(person)
     hub.disturb = None
     assert person.types("pull", REPO).code == 0 and finals(person) == repo.files
+
+
+@pytest.mark.parametrize("place", ["https://[bad/x", "//[", "http://127.0.0.1:99999/x", "ftp://127.0.0.1/x", "http://a..b/x", "/na\xefve"])
+@pytest.mark.parametrize("word", ["/api/", "config.json", "model.safetensors"])
+def test_a_hub_that_sends_on_to_what_is_no_address(hub: Hub, person: Person, word: str, place: str,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at once: the same answer would come again."""
+    monkeypatch.setattr(transfer, "RANGE_NBYTES", 1 << 22)  # the file is one range, asked for once
+    hub.add(REPO, files=tiny())
+    hub.disturb = always(302, {"Location": place}, b"", word)
+    said = person.types("pull", REPO).refused(6)
+    assert f"{hub.endpoint.removeprefix('http://')} sends on to what is no address of http or https" in said
+    assert len(hub.asked(word)) == 1
+
+
+def test_a_listing_that_is_too_long_is_no_page_of_the_network(hub: Hub, person: Person) -> None:
+    hub.add(REPO, files=tiny())
+    names = [{"rfilename": f"checkpoint-{number}/{'x' * 1000}"} for number in range(17_000)]
+    hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps({"siblings": names}).encode(), "/api/")
+    said = person.types("pull", REPO).refused(6)
+    assert f"what the hub lists of {REPO} is longer than 16 MiB" in said and "sign-in" not in said and len(hub.asked("/api/")) == 1
 
 
 def loop(root: Path, commit: str) -> Path:

@@ -110,7 +110,10 @@ class Client:
 
     def json(self, path: str, repo: str) -> tuple[dict[str, object], int]:
         """An object of the API, and the bytes that it took. `repo` is for errors."""
-        text = self._fetch(f"{self.endpoint}{path}", repo, LARGEST_INFO)
+        text = self._fetch(f"{self.endpoint}{path}", repo, LARGEST_INFO + 1)
+        if len(text) > LARGEST_INFO:
+            raise DownloadFailed(f"what the hub lists of {repo} is longer than {LARGEST_INFO >> 20} MiB, and is not read to its end",
+                                 f"fetch the files that you want from {self.page(repo)} into a folder, then effllm run ./FOLDER")
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -283,7 +286,7 @@ class Client:
                 return response, None
             if response.remaining:
                 response.read(LARGEST_ERROR)
-            target = urljoin(address, location)
+            target = redirected(url, address, location)
             if url.scheme == "https" and not target.startswith("https:"):
                 raise ConnectionFailed(f"{url.authority} sends on to an address without encryption", again=False)
             return response, target
@@ -331,6 +334,16 @@ class Client:
         web = "a web page" if b"<" in text[:200] or not text else "something else"
         return DownloadFailed(f"{self._home.authority} answered with {web} instead of a model: a sign-in page of the network, or a proxy",
                               "open a page in a browser to sign in to the network, or check HTTPS_PROXY and HF_ENDPOINT")
+
+
+def redirected(url: Url, address: str, location: str) -> str:
+    """The address that an answer of `url` sends on to. Raises ConnectionFailed where nobody can go there, now or later."""
+    try:
+        target = urljoin(address, location)
+        Url.parse(target)
+    except (ValueError, ConnectionFailed):  # brackets that are never closed are an error already when the two are joined
+        raise ConnectionFailed(f"{url.authority} sends on to what is no address of http or https", again=False) from None
+    return target
 
 
 def check_version(response: Response, file: RemoteFile, commit: str) -> None:
