@@ -122,7 +122,8 @@ def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving
     """Raise what is wrong with the flags in themselves, before a model is loaded or quantized for them."""
     from ..offload.size import parse_size
     from ..runtime.sampler import SamplerSettings
-    from ..runtime.session_store import DISK, check_name
+    from ..runtime.session_name import check_name
+    from ..runtime.session_store import DISK
     from ..runtime.stream_filters import StopStrings
 
     SamplerSettings.from_generation_config({}, **sampling.said())

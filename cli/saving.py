@@ -23,7 +23,8 @@ class Keeper:
         """Raises what a session of that name gives reason to, as far as it can be known now."""
         from ..offload.size import parse_size
         from ..runtime.saved import SavedSessions
-        from ..runtime.session_store import DISK, SessionStore, check_name
+        from ..runtime.session_name import check_name
+        from ..runtime.session_store import DISK, SessionStore
 
         self.screen, self.name = screen, flags.session
         self.store = SessionStore(screen.environment.sessions_folder)
@@ -97,7 +98,7 @@ class Keeper:
         """Go on under a name that is free: what another process saved under this one since is not this conversation's past."""
         from itertools import count
 
-        from ..runtime.session_store import LONGEST_NAME
+        from ..runtime.session_name import LONGEST_NAME
 
         theirs = self.name
         self.others.add(theirs)

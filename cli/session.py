@@ -59,6 +59,7 @@ def list_sessions(context: typer.Context, json: Json = False) -> None:
 def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = False, json: Json = False) -> None:
     """Remove sessions. Asks first, or takes -y."""
     from ..offload.size import format_size
+    from ..runtime.session_name import removing
     from ..runtime.session_store import SessionStore
 
     screen = Screen(context.obj)
@@ -67,7 +68,7 @@ def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = Fa
     if not cache and not yes:
         what = f"{', '.join(names)}: {'this conversation' if len(names) == 1 else 'these conversations'} would be gone"
         if not screen.environment.can_ask:
-            raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: effllm session rm {' '.join(names)} -y")
+            raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: {removing(*names, more='-y')}")
         if not screen.ask(f"{what}. Remove?", bare=False):
             screen.note("nothing was removed")
             return

@@ -64,7 +64,7 @@ def demand_usable(key: str, value: object, where: str) -> None:
     from ..runtime.engine import EngineOptions
     from ..runtime.on_load import demand_format
     from ..runtime.sampler import SamplerSettings
-    from ..runtime.session_store import check_name
+    from ..runtime.session_name import check_name
     from ..runtime.stream_filters import StopStrings
 
     group, field, _ = known()[key]

@@ -18,6 +18,7 @@ from .saved_cache import folder_identity, identity, refuse_other, restore_cache,
 from .saved_format import SavedCache, SavedSession, Spoken
 from .saved_prefix import lend
 from .session import Session
+from .session_name import removing
 from .session_store import SessionStore, lost_note, stuck_note
 from .whole_file import one_at_a_time
 
@@ -40,7 +41,7 @@ class SavedSessions:
         """Take up a saved session, with its `settings` of sampling or without. Raises NoSession, UsageError for one that was saved with
         something else than this run has, EffllmError for one that is damaged; the conversation is then what it was."""
         saved, engine = self.store.read(name), session.engine
-        history = parse_conversation(saved.conversation, f"session {name}", f"effllm session rm {name}, or another --session NAME")
+        history = parse_conversation(saved.conversation, f"session {name}", f"{removing(name)}, or another --session NAME")
         refuse_other(saved, self._identity(engine))
         if saved.cache is None:
             engine.reset()

@@ -30,6 +30,7 @@ from .engine import Engine
 from .events import Progress
 from .kv_profile_file import identity_of
 from .saved_format import SavedCache, SavedSession, Spoken
+from .session_name import removing
 from .session_store import SessionStore
 
 # Part of the identity -> what a person is told where it differs; {0} is the saved value, {1} this run's.
@@ -98,8 +99,8 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
         if part in own and theirs.get(part) != own[part]:
             values = [("off", "on")[each] if isinstance(each, bool) else each for each in (theirs.get(part), own[part])]
             raise UsageError(f"session {session.name} was saved with {what.format(*values)}",
-                             f"{hint.format(*values, model=session.model)}; another --session NAME; or effllm session rm {session.name}"
-                             " --cache, which keeps the text and reads it again")
+                             f"{hint.format(*values, model=session.model)}; another --session NAME; or "
+                             f"{removing(session.name, more='--cache')}, which keeps the text and reads it again")
 
 
 def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, pages: int) -> list[str]:
@@ -181,7 +182,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
     except (DamagedPage, ValueError) as error:
         engine.reset()
         raise EffllmError(f"session {session.name} is damaged: {error}",
-                          f"effllm session rm {session.name} --cache keeps its text, which is then read again") from error
+                          f"{removing(session.name, more='--cache')} keeps its text, which is then read again") from error
     except BaseException:
         engine.reset()
         raise

@@ -23,6 +23,7 @@ from .engine import Engine, common_prefix
 from .passes import FEW, is_boundary
 from .saved_cache import page_keys, put_exact, put_page, read_by
 from .saved_format import SavedCache, SavedSession
+from .session_name import removing
 from .session_store import SessionStore
 
 
@@ -92,7 +93,7 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
                 engine.hold(ids[:tokens], anew=tokens)
                 return tokens, [*said, f"{tokens} tokens of the prompt restored from session {session.name}"]
             said = [f"session {session.name} is damaged: {damage}; the prompt is read from there on"
-                    f" (effllm session rm {session.name} --cache)"]
+                    f" ({removing(session.name, more='--cache')})"]
             pages = whole
     except (EffllmError, Interrupted):  # reading the prompt meets the same, and says so
         pages = 0

@@ -23,10 +23,10 @@ from .. import EffllmError, UsageError, not_written, typed
 from ..offload.page_file import DamagedPage, PageFile, describe, read_page_file, sync_folder, write_page_file
 from ..offload.size import format_size
 from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
+from .session_name import can_be_named, check_name, removing
 from .small_file import OddFile, read_whole
 
 SUFFIX, PAGES = ".json", "pages"
-LONGEST_NAME = 100
 DISK = "4G"  # for the pages of all sessions
 YOUNG_S = 3600.0  # sessions younger than this differ in what they save, not in their age
 
@@ -55,21 +55,6 @@ class Listed:
     problem: str = ""
 
 
-def check_name(name: str) -> str:
-    """The name, if a session can have it. Raises UsageError."""
-    length = len(name.encode("utf-8", "replace"))
-    if not 0 < length <= LONGEST_NAME or name[0] in ".-" or not name.isprintable() or set(name) & set("/\\"):
-        raise UsageError(f"{name!r} is no name for a session", f"letters, digits, dots and dashes, at most {LONGEST_NAME} of them")
-    return name
-
-
-def _can_be_named(name: str) -> bool:
-    try:
-        return bool(check_name(name))
-    except UsageError:
-        return False
-
-
 class SessionStore:
     """The sessions in one folder, which need not exist yet."""
 
@@ -85,7 +70,7 @@ class SessionStore:
             return []
         except OSError as error:
             raise self._closed(error) from error
-        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and _can_be_named(name.removesuffix(SUFFIX)))
+        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and can_be_named(name.removesuffix(SUFFIX)))
 
     def newest(self) -> list[str]:
         """`names`, the one that was saved last first."""
@@ -133,19 +118,19 @@ class SessionStore:
         except FileNotFoundError as error:
             if path.is_symlink():
                 raise EffllmError(f"session {name}: {path} is a link that leads nowhere", "bring back what it leads to (a disk that is not"
-                                  f" there?), another --session NAME, or effllm session rm {name}") from error
+                                  f" there?), another --session NAME, or {removing(name)}") from error
             there = self.names()
             raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
         except OSError as error:
             raise EffllmError(f"session {name}: {path} cannot be read: {error.strerror}",
-                              f"check it: ls -l {path}, or another --session NAME") from error
+                              f"check it: ls -l {typed(path)}, or another --session NAME") from error
         if mentions.encode() not in data:
             return None
         try:
             return parse_saved(data, name)
         except OtherVersion as error:
             raise UsageError(f"session {name} is of version {error.args[0]!r:.40}, which this effllm does not read",
-                             f"the effllm that wrote it, another --session NAME, or effllm session rm {name}") from None
+                             f"the effllm that wrote it, another --session NAME, or {removing(name)}") from None
         except Malformed as error:
             raise _damaged(name, path, error) from None
 
@@ -375,7 +360,7 @@ class SessionStore:
 
 
 def _damaged(name: str, path: Path, why: object) -> DamagedSession:
-    return DamagedSession(f"session {name} is damaged: {why} ({path})", f"effllm session rm {name}, or another --session NAME")
+    return DamagedSession(f"session {name} is damaged: {why} ({path})", f"{removing(name)}, or another --session NAME")
 
 
 def worth(session: Listed) -> float:
@@ -393,4 +378,4 @@ def stuck_note(names: Sequence[str], budget: int) -> str:
     """What a person is told where the caches take more than they may and none can be removed."""
     one = len(names) == 1
     return (f"--session-disk {format_size(budget)} is full, and no cache can be removed: session {', '.join(names)} "
-            f"{'is' if one else 'are'} unreadable here and may use any page (effllm session rm {' '.join(names)})")
+            f"{'is' if one else 'are'} unreadable here and may use any page ({removing(*names)})")

@@ -131,23 +131,23 @@ def test_what_a_session_cannot_go_on_with_is_refused_before_a_word_is_said(home:
 
 
 def test_damage_is_one_line_with_a_way_on(home: Path) -> None:
-    assert Ran("run", "fable", STORY, "--session", "tale", *FLAGS).code == 0
+    assert Ran("run", "fable", STORY, "--session", "my tale", *FLAGS).code == 0
     tail = max(home.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
     data = bytearray(tail.read_bytes())
     data[200] ^= 1
     tail.write_bytes(data)
-    ran = Ran("run", "fable", MORE, "--session", "tale", *FLAGS)
-    assert ran.code == 1 and ran.out == "" and "effllm: session tale is damaged: the file of" in ran.err
-    assert "hint: effllm session rm tale --cache keeps its text" in ran.err
-    assert Ran("session", "rm", "tale", "--cache").code == 0
-    assert Ran("run", "fable", MORE, "--session", "tale", *FLAGS).code == 0
-    path = home / "tale.json"
+    ran = Ran("run", "fable", MORE, "--session", "my tale", *FLAGS)
+    assert ran.code == 1 and ran.out == "" and "effllm: session my tale is damaged: the file of" in ran.err
+    assert "hint: effllm session rm 'my tale' --cache keeps its text" in ran.err
+    assert Ran("session", "rm", "my tale", "--cache").code == 0
+    assert Ran("run", "fable", MORE, "--session", "my tale", *FLAGS).code == 0
+    path = home / "my tale.json"
     path.write_bytes(path.read_bytes()[:-40])
-    ran = Ran("run", "fable", MORE, "--session", "tale", *FLAGS)
-    assert ran.code == 1 and "session tale is damaged: it is cut short, or was altered" in ran.err
+    ran = Ran("run", "fable", MORE, "--session", "my tale", *FLAGS)
+    assert ran.code == 1 and "session my tale is damaged: it is cut short, or was altered" in ran.err
     listed = Ran("session", "list")
-    assert listed.code == 0 and "session tale is damaged" in listed.err
-    assert Ran("session", "rm", "tale", "-y").code == 0 and not path.exists()
+    assert listed.code == 0 and "session my tale is damaged" in listed.err
+    assert Ran("session", "rm", "my tale", "-y").code == 0 and not path.exists()
 
 
 def test_an_answer_is_there_also_where_its_session_cannot_be_saved(home: Path) -> None:

@@ -223,15 +223,15 @@ def test_a_damaged_page_is_read_as_part_of_the_prompt_and_told_in_one_line(one, 
     want = logits(one)
     one.reset()
     read(one, tokens(600))
-    cache = save(one, store, "one").cache
+    cache = save(one, store, "the first").cache
     damage(store, cache.sinks if which < 0 else cache.pages[which], how)
     if how == "gone" and which >= 0:  # its name is not there, so nobody asks for it
         said = restored(one, store, prompt)
-        assert said == [f"{SINKS + PAGE * pages} tokens of the prompt restored from session one"] * bool(pages)
+        assert said == [f"{SINKS + PAGE * pages} tokens of the prompt restored from session the first"] * bool(pages)
     else:
         warning, *rest = restored(one, store, prompt)
-        assert warning.startswith("session one is damaged: the ") and warning.endswith("(effllm session rm one --cache)")
-        assert rest == [f"{SINKS + PAGE * pages} tokens of the prompt restored from session one"] * bool(pages)
+        assert warning.startswith("session the first is damaged: the ") and warning.endswith("(effllm session rm 'the first' --cache)")
+        assert rest == [f"{SINKS + PAGE * pages} tokens of the prompt restored from session the first"] * bool(pages)
     assert one.reused == (SINKS + PAGE * pages if pages else 0)
     assert_same(logits(one), want)
     one.reset()
