@@ -30,7 +30,7 @@ import roof_compute
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.synthetic import SHAPES
-from llamacpp_sides import Child, Cost, file_nbytes, peer_file, quantize_own, quantize_peer, random_folder
+from llamacpp_sides import SHAPE, Child, Cost, file_nbytes, own_folder, peer_file, quantize_own, quantize_peer, random_folder, result_name
 from report import Figure, publish
 from yardsticks import PASSES as PASSES_OF_PRODUCTS
 from yardsticks import Roof, Yardsticks
@@ -43,7 +43,6 @@ INTRO = ("Random weights, the same on both sides; 16-bit KV cache; batch 1; medi
          "Roof: a load-only kernel over 1 GiB with the same threads, in the same round. ")
 OF_PRODUCTS = "Products of other libraries: 512×2048×5632, by turns with ours."
 OF_MIXTURES = "Bytes of a token: of the experts that it visits, and of all else. llama.cpp's files are made of F16."
-DEFAULT = "tinyllama-1.1b"
 
 
 @dataclass(frozen=True)
@@ -201,18 +200,10 @@ def quantizing(folder: Path, work: Path, schedule: Schedule, threads: int, extra
                      max(cost.anonymous_nbytes for cost in each) / 1e6, "MB")
 
 
-def own_folder(folder: Path, bits: str, threads: int, extra: Sequence[str]) -> Path:
-    """The random weights at `bits` by `effllm quantize`, data-free; made once."""
-    target = folder / f"own-{bits}bit"
-    if not (target / "effllm.json").exists():
-        quantize_own(folder, target, bits, ("--method", "rtn", "--threads", str(threads), *extra))
-    return target
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="*", default=list(PEERS), choices=list(PEERS), help="widths to compare (default: all)")
-    parser.add_argument("--shape", default=DEFAULT, choices=list(SHAPES))
+    parser.add_argument("--shape", default=SHAPE, choices=list(SHAPES))
     parser.add_argument("--layers", type=int, help="of the shape (default: all)")
     parser.add_argument("--ours", nargs="+", default=[], metavar="BITS=DIR", help="effllm's folders, instead of random weights quantized")
     parser.add_argument("--quantize", action="store_true", help="measure quantizing as well")
@@ -244,9 +235,9 @@ def main() -> int:
     figures += [Figure("roof_gbps", "memory read", f"{counted(threads)}, 1 GiB, at the end", roof() / 1e9, "GB/s")]
     roof.close()
     what = folder.name.removeprefix("random-")
-    own = "compare-llamacpp" if what == DEFAULT else f"compare-llamacpp-{what}"
     intro = f"Shape: {what}. {INTRO}{OF_PRODUCTS if read_config(folder).mixture is None else OF_MIXTURES}"
-    publish(arguments.results or own, "Low-bit weights against llama.cpp", intro, figures, keep=not arguments.no_results)
+    publish(arguments.results or result_name("compare-llamacpp", what), "Low-bit weights against llama.cpp", intro, figures,
+            keep=not arguments.no_results)
     return 0
 
 

@@ -18,10 +18,10 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
-from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, own_folder, prefill_round
+from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.synthetic import SHAPES
-from llamacpp_sides import Child, file_nbytes, peer_file, random_folder
+from llamacpp_sides import SHAPE, Child, file_nbytes, own_folder, peer_file, random_folder, result_name
 from report import Figure, publish
 
 OWN, FULL = "own 4-bit folder", Schedule(6, 3)
@@ -51,7 +51,7 @@ def figures_of(sides: Sequence[Child], schedule: Schedule, roof: Roof, threads: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="+", default=["Q4_0", "Q4_K_M"], help="files of llama-quantize to run")
-    parser.add_argument("--shape", default="tinyllama-1.1b", choices=list(SHAPES))
+    parser.add_argument("--shape", default=SHAPE, choices=list(SHAPES))
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
@@ -59,7 +59,7 @@ def main() -> int:
     arguments = parser.parse_args()
     threads = arguments.threads
     folder = random_folder(arguments.shape, arguments.work)
-    paths = {OWN: own_folder(folder, "4", threads, ()), **{kind: peer_file(folder, kind, threads) for kind in arguments.types}}
+    paths = {OWN: own_folder(folder, "4", threads), **{kind: peer_file(folder, kind, threads) for kind in arguments.types}}
     sides = [Child(name, "own", path, threads) for name, path in paths.items()]
     roof = Roof(threads)
     figures = list(figures_of(sides, QUICK if arguments.quick else FULL, roof, threads))
@@ -68,7 +68,8 @@ def main() -> int:
     roof.close()
     figures += [Figure(f"file_{name.split()[0].lower()}_mb", f"file, {name}", "", file_nbytes(path) / 1e6, "MB")
                 for name, path in paths.items()]
-    publish("gguf-decode", "GGUF files from their own codes", INTRO, figures, keep=not arguments.no_results)
+    publish(result_name("gguf-decode", arguments.shape), "GGUF files from their own codes", f"Shape: {arguments.shape}. {INTRO}", figures,
+            keep=not arguments.no_results)
     return 0
 
 

@@ -19,14 +19,15 @@ from statistics import median
 from platformdirs import user_cache_path
 
 from effllm.offload.hardware import cpu_threads
-from llamacpp_sides import Child, peer_file, quantize_own, random_folder
+from effllm.runtime.synthetic import SHAPES
+from llamacpp_sides import SHAPE, Child, own_folder, peer_file, random_folder, result_name
 from report import Figure, publish
 from yardsticks import Roof
 
 PEERS = {"f16": "off,f16,f16", "q8_0 K, f16 V": "off,q8_0,f16", "q4_0, flash attention": "on,q4_0,q4_0",
          "q8_0, flash attention": "on,q8_0,q8_0"}
 TURN, SLACK = 8, 512
-INTRO = ("Random weights of 4 bits at the shape of TinyLlama-1.1B (ours codebook4:16, llama.cpp Q4_0), batch 1. Depth 0 is the first "
+INTRO = ("Random weights of 4 bits at the shape of {shape} (ours codebook4:16, llama.cpp Q4_0), batch 1. Depth 0 is the first "
          "tokens of a second process, in turns with the deep one. Roof: a load-only kernel over 1 GiB with the same threads, before every "
          "turn.")
 
@@ -35,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", type=int, default=4096)
     parser.add_argument("--kv", nargs="+", default=["4bit", "16bit"])
-    parser.add_argument("--shape", default="tinyllama-1.1b")
+    parser.add_argument("--shape", default=SHAPE, choices=list(SHAPES))
     parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="llama.cpp's caches (default: all)")
@@ -44,9 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     rounds, ctx = (3 if options.quick else 7), options.depth + SLACK
     folder = random_folder(options.shape, options.work)
-    own = folder / "own-4bit"
-    if not own.exists():
-        quantize_own(folder, own, "4")
+    own = own_folder(folder, "4", options.threads)
     peer = peer_file(folder, "Q4_0", options.threads)
     sides = [Child(f"effllm --kv {kv}", "own", own, options.threads, ctx, kv) for kv in options.kv]
     sides += [Child(f"llama.cpp {name}", "peer", peer, options.threads, ctx, PEERS[name])
@@ -76,7 +75,8 @@ def main() -> None:
         read = median(roofs[twin.name])
         figures += [Figure(f"kept {side.name}", side.name, "of its rate at depth 0", kept, "x"),
                     Figure(f"roof {side.name}", twin.name, f"of the read roof, {read / 1e9:.1f} GB/s", share, "x")]
-    publish(f"kv-depth-{options.depth}", "Decode deep in a context", INTRO, figures, keep=not options.no_results)
+    publish(result_name(f"kv-depth-{options.depth}", options.shape), "Decode deep in a context", INTRO.format(shape=options.shape), figures,
+            keep=not options.no_results)
 
 
 def take_turns(sides: list[Child], rounds: int, roof: Roof) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

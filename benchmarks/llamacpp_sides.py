@@ -28,6 +28,7 @@ from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.synthetic import SHAPES, SyntheticStore
 
 CTX = 1024
+SHAPE = "tinyllama-1.1b"  # of random weights, where none is asked for
 SPREAD = 0.02
 CHUNK_ROWS = 4096  # of a matrix made at once
 # The type of token embedding and output beside a body of each kind: one on both sides.
@@ -63,6 +64,11 @@ def random_folder(shape: str, work: Path, layers: int | None = None) -> Path:
                 out.write(from_f32(values, "bf16").tobytes())
     (folder / "config.json").write_text(json.dumps(raw, indent=2))  # last: with it the folder is whole
     return folder
+
+
+def result_name(name: str, shape: str) -> str:
+    """Of a result: another shape than the usual one is named, so that its figures take no other's place."""
+    return name if shape == SHAPE else f"{name}-{shape}"
 
 
 def peer_source(folder: Path) -> Path:
@@ -141,6 +147,14 @@ def quantize_own(folder: Path, target: Path, bits: str, extra: Sequence[str] = (
     Without the profile for packed caches, which no peer makes."""
     command = Path(sys.executable).with_name("effllm")
     return watch([str(command), "quantize", str(folder), "-o", str(target), "--bits", bits, "--no-kv-profile", *extra])
+
+
+def own_folder(folder: Path, bits: str, threads: int, extra: Sequence[str] = ()) -> Path:
+    """The random weights at `bits` by `effllm quantize`, data-free; made once."""
+    target = folder / f"own-{bits}bit"
+    if not (target / "effllm.json").exists():
+        quantize_own(folder, target, bits, ("--method", "rtn", "--threads", str(threads), *extra))
+    return target
 
 
 # -- sides -------------------------------------------------------------------------------------------------------------------------------

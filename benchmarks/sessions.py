@@ -39,12 +39,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
-    from llamacpp_sides import quantize_own, random_folder
+    from llamacpp_sides import own_folder, random_folder, result_name
 
     folder = random_folder(options.shape, options.work)
-    own = folder / "own-4bit"
-    if not own.exists():
-        quantize_own(folder, own, "4")
+    own = own_folder(folder, "4", options.threads)
     ctx = options.tokens + 16
     asked = EngineOptions(device="cpu", kv=options.kv, ctx=ctx, threads=options.threads)
     first, second = (list(open_engine(own, asked))[-1] for _ in range(2))
@@ -75,8 +73,8 @@ def main() -> None:
         Figure("mib", "files", conditions, nbytes / 2**20, "MiB"),
         Figure("save_s", "saving all of it", "synced to the disk", save_s, "s"),
     ]
-    publish("sessions", "Saved sessions", INTRO.format(shape=options.shape, tokens=options.tokens, kv=options.kv, threads=options.threads),
-            figures, keep=not options.no_results)
+    intro = INTRO.format(shape=options.shape, tokens=options.tokens, kv=options.kv, threads=options.threads)
+    publish(result_name("sessions", options.shape), "Saved sessions", intro, figures, keep=not options.no_results)
     for engine in (first, second):
         engine.close()
 

@@ -2,8 +2,9 @@
 """Passes of a model by two checkouts of effllm, alternating in one run: what a change of the kernels is worth.
 
 Each checkout runs in a process of its own, which imports the package from that folder. A round takes the checkouts in turn with passes of
-so many tokens (from 100 on: a prompt); ratios are taken within a round, figures are medians over rounds. With --depth the passes follow a
-text of so many tokens, several in a turn.
+so many tokens (from 100 on: a prompt); ratios are taken within a round, figures are medians over rounds. With --depth each number of
+tokens begins with a text of that length, read anew, and its passes follow, several in a turn: the longer they are, the deeper they come,
+and the conditions say from where to where.
 
     git worktree add /somewhere/effllm COMMIT
     python benchmarks/two_checkouts.py /somewhere/effllm [--model DIR] [--tokens 1 2 4 8 16] [--depth N] [--kv BITS] [--rounds 25]
@@ -28,32 +29,35 @@ from report import Figure, publish
 HERE = Path(__file__).resolve().parent
 PROMPT = 100  # tokens from which a pass is a prompt
 TURN = 8  # passes of a turn at a depth
-# Answers every line of its input, a number of tokens, with the seconds that they took.
+# Answers every line of its input, a number of tokens, with the seconds that they took and the tokens that were held before; "begin" reads
+# the text of `depth` tokens into an empty cache.
 SIDE = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from llamacpp_sides import OwnSide
 prompt, depth, turn, ctx = map(int, sys.argv[4:8])
 side = OwnSide(sys.argv[2], int(sys.argv[3]), ctx, sys.argv[8])
-if depth:
-    side.prefill(depth)
 print("ready", flush=True)
 for line in sys.stdin:
+    if line.strip() == "begin":
+        print(side.prefill(depth), 0, flush=True)
+        continue
     count = int(line)
+    held = len(side.engine.tokens)
     if depth:
         started = time.perf_counter()
         for _ in range(turn):
             side.forward(count)
-        print((time.perf_counter() - started) / turn, flush=True)
+        print((time.perf_counter() - started) / turn, held, flush=True)
         continue
     side.clear()
     if count >= prompt:
-        print(side.prefill(count), flush=True)
+        print(side.prefill(count), 0, flush=True)
         continue
     side.forward(8)
     started = time.perf_counter()
     side.forward(count)
-    print(time.perf_counter() - started, flush=True)
+    print(time.perf_counter() - started, 8, flush=True)
 """
 INTRO = "Passes of one model by two checkouts that take turns in every round. Ratios within a round, medians over rounds."
 
@@ -69,10 +73,19 @@ class Side:
         if self._child.stdout.readline() != "ready\n":
             sys.exit(f"the side of {checkout} did not start")
 
-    def seconds(self, tokens: int) -> float:
-        self._child.stdin.write(f"{tokens}\n")
+    def begin(self) -> None:
+        """Hold the text of `depth` tokens and nothing behind it, whatever was asked before."""
+        self._ask("begin")
+
+    def seconds(self, tokens: int) -> tuple[float, int]:
+        """Of a pass, and the tokens that were held before it; of a turn of passes, their mean and the tokens before the first."""
+        return self._ask(str(tokens))
+
+    def _ask(self, order: str) -> tuple[float, int]:
+        self._child.stdin.write(f"{order}\n")
         self._child.stdin.flush()
-        return float(self._child.stdout.readline())
+        seconds, held = self._child.stdout.readline().split()
+        return float(seconds), int(held)
 
     def close(self) -> None:
         self._child.stdin.close()
@@ -96,12 +109,17 @@ def main() -> None:
         sys.exit(f"{options.other} is no checkout in a folder called {HERE.parent.name}")
     described = subprocess.run(["git", "describe", "--always", "--abbrev=10"], cwd=other, capture_output=True, text=True, check=True)
     before = described.stdout.strip()
-    ctx = options.depth + (options.rounds + 1) * TURN * sum(options.tokens) if options.depth else max(CTX, max(options.tokens) + 1)
+    ctx = options.depth + (options.rounds + 1) * TURN * max(options.tokens) if options.depth else max(CTX, max(options.tokens) + 1)
     sides = [Side(each, options.model.resolve(), options.threads, options.depth, ctx, options.kv) for each in (other, HERE.parent)]
     figures, target = [], f", for {os.environ['NUMBA_CPU_NAME']}" if "NUMBA_CPU_NAME" in os.environ else ""
     for tokens in options.tokens:
-        rounds = [[side.seconds(tokens) for side in sides] for _ in range(options.rounds + 1)][1:]  # the first wakes the threads
-        where = f"{f', after {options.depth} tokens' if options.depth else ''}, --kv {options.kv}"
+        if options.depth:
+            for side in sides:
+                side.begin()
+        turns = [[side.seconds(tokens) for side in sides] for _ in range(options.rounds + 1)][1:]  # the first wakes the threads
+        rounds = [[seconds for seconds, _ in turn] for turn in turns]
+        first, last = turns[0][0][1], turns[-1][0][1] + TURN * tokens
+        where = f"{f', at depths of {first} to {last} tokens' if options.depth else ''}, --kv {options.kv}"
         conditions = f"{options.model.name}, {options.threads} threads, {options.rounds} rounds{where}{target}"
         figures += [Figure(f"ratio_{tokens}", f"{tokens} tokens, against {before}", conditions, median(a / b for a, b in rounds), "×"),
                     Figure(f"before_{tokens}", f"{tokens} tokens, {before}", conditions, 1e3 * median(a for a, _ in rounds), "ms"),

@@ -1,0 +1,95 @@
+"""What benchmarks measure, where that is not what they print by itself: depths that rows begin at, names of results."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import effllm
+
+ROOT = Path(__file__).resolve().parent.parent
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> object:
+    """Scripts by their names; they import one another from their folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_every_row_of_two_checkouts_begins_at_the_depth_asked_for(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each began where the one before had ended: the eight-token row of a result was measured a thousand tokens deeper than it said."""
+    two: ModuleType = script("two_checkouts")
+    published: list[object] = []
+
+    class Side:
+        """As deep as a real one would be."""
+
+        def __init__(self, checkout: Path, model: Path, threads: int, depth: int, ctx: int, kv: str) -> None:
+            self.depth, self.ctx, self.held = depth, ctx, -1
+
+        def begin(self) -> None:
+            self.held = self.depth
+
+        def seconds(self, tokens: int) -> tuple[float, int]:
+            before, self.held = self.held, self.held + two.TURN * tokens
+            assert self.depth <= before and self.held <= self.ctx
+            return 1.0, before
+
+        def close(self) -> None:
+            """Nothing was started."""
+
+    monkeypatch.setattr(two, "Side", Side)
+    other = tmp_path / "effllm"
+    other.mkdir()
+    (other / "pyproject.toml").touch()
+    monkeypatch.setattr(two, "HERE", other / "benchmarks")
+    monkeypatch.setattr(two, "publish", lambda name, title, intro, figures, keep: published.extend(figures))
+    monkeypatch.setattr(two.subprocess, "run", lambda *_, **__: type("Ran", (), {"stdout": "abc\n"})())
+    monkeypatch.setattr(sys, "argv", ["two_checkouts.py", str(other), "--depth", "100", "--tokens", "1", "2", "8", "--rounds", "3",
+                                      "--no-results"])
+    two.main()
+    said = {figure.key: figure.conditions for figure in published}
+    for tokens in (1, 2, 8):  # the first of four turns wakes the threads and is not counted
+        assert f"at depths of {100 + 8 * tokens} to {100 + 4 * 8 * tokens} tokens" in said[f"ratio_{tokens}"]
+
+
+@pytest.mark.slow
+def test_a_side_of_two_checkouts_holds_the_depth_and_nothing_behind_it(script) -> None:
+    two: ModuleType = script("two_checkouts")
+    side = two.Side(ROOT, FABLE, 1, 100, 400, "16bit")
+    try:
+        found = []
+        for tokens in (1, 3):
+            side.begin()
+            found += [side.seconds(tokens)[1] for _ in range(2)]
+        assert found == [100, 108, 100, 124]
+    finally:
+        side.close()
+
+
+def test_figures_of_another_shape_take_no_other_place(script) -> None:
+    sides: ModuleType = script("llamacpp_sides")
+    assert sides.result_name("kv-depth-4096", sides.SHAPE) == "kv-depth-4096"
+    assert sides.result_name("kv-depth-4096", "llama3-8b") == "kv-depth-4096-llama3-8b"
+    assert "llama3-8b" in script("kv_depth").INTRO.format(shape="llama3-8b")
+
+
+def test_random_weights_are_quantized_once_and_a_folder_without_its_end_again(script, monkeypatch: pytest.MonkeyPatch,
+                                                                                tmp_path: Path) -> None:
+    sides: ModuleType = script("llamacpp_sides")
+    made: list[Path] = []
+
+    def quantize(folder: Path, target: Path, bits: str, extra: tuple[str, ...]) -> None:
+        made.append(target)
+        target.mkdir(exist_ok=True)
+        (target / "effllm.json").write_text("{}")
+
+    monkeypatch.setattr(sides, "quantize_own", quantize)
+    (tmp_path / "own-4bit").mkdir()
+    for _ in range(2):
+        assert sides.own_folder(tmp_path, "4", 2) == tmp_path / "own-4bit"
+    assert made == [tmp_path / "own-4bit"]
