@@ -115,9 +115,3 @@ class PageLayout:
     def parts_of(self, tokens: int) -> int:
         """Parts that so many tokens of a slot take."""
         return -(-tokens // self.rows)
-
-    def key_offset(self, head: int) -> int:
-        return head * self.record_nbytes + HEADER_NBYTES
-
-    def value_offset(self, head: int) -> int:
-        return self.key_offset(head) + self.side_nbytes

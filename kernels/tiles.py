@@ -35,10 +35,10 @@ MXFP, OFFSET, SUPER, SIGNED = 7, 8, 9, 10
 SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "ternary": TERNARY, "block": BLOCK, "mxfp": MXFP,
            "offset": OFFSET, "super": SUPER, "signed": SIGNED}
 SCHEME_SHIFT, SCHEME_MASK = 4, 15  # a kernel gets bits << SCHEME_SHIFT | scheme
-CODEBOOK_GROUP, CODEBOOK_SCALES = 16, 16  # a group's inputs; scale codes, four bits each
+CODEBOOK_SCALES = 16  # scale codes, four bits each
 LEVELS_NBYTES = STEPS_NBYTES = 16
 LEVEL_SHIFT = 64  # what kernels add to a level, so that it is unsigned
-MOST_STEP, MOST_LEVEL = 127, 64  # so that a group's sum times its step, over a tile, stays within 32 bits
+MOST_STEP, MOST_LEVEL = 127, 64  # a level is -64 to 63: a group's sum times its step is then below 2**24, which float32 holds
 SUPER_BLOCK = 256  # inputs that share a half-precision scale, and a scale of minima
 # Bytes of what begins a record (the scales of a super-block of 16 rows), of a tile's codes in it, and of all.
 SUPER_HEAD, SUPER_TILE, SIGNED_HEAD, SIGNED_TILE = 4 * ROWS, 24, 2 * ROWS, 2 * ROWS

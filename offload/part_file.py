@@ -134,10 +134,6 @@ class PartFile:
         with self._lock:
             return self._stretches.count
 
-    @property
-    def is_complete(self) -> bool:
-        return self.held == self.size
-
     def covered_from(self, position: int) -> int:
         with self._lock:
             return self._stretches.covered_from(position)

@@ -55,21 +55,6 @@ class KVBasis:
         return cls(np.ones((kv_heads, head_dim), np.float32), rotation, rotation)
 
     @classmethod
-    def from_weights(cls, wq: np.ndarray, wk: np.ndarray, wv: np.ndarray, wo: np.ndarray, kv_heads: int,
-                     k_mean: np.ndarray | None = None) -> KVBasis:
-        """From projections as a checkpoint holds them, the norm's gain multiplied into their columns: wq [heads · D, width], wk and wv
-        [H · D, width], wo [width, heads · D]. Moments are those of inputs of unit variance. K: scales and a rotation, because only
-        what treats both channels of a RoPE pair alike can be known before a position; V: its whole matrix, all groups the same bits."""
-        size = len(wk) // kv_heads
-        q, k, v = (w.astype(np.float64).reshape(kv_heads, -1, size, w.shape[1]) for w in (wq, wk, wv))
-        o = wo.T.astype(np.float64).reshape(kv_heads, -1, size, len(wo))
-        ratio = _pairs(np.square(k).sum((1, 3))) / np.maximum(_pairs(np.square(q).sum((1, 3))), 1e-30)
-        k_scale = _power_of_two(ratio**0.25)
-        v_matrix, _ = noise_basis(_moment(v), _moment(o))
-        rotation = hadamard(size)
-        return cls(k_scale, rotation / k_scale[:, None], (rotation @ v_matrix).astype(np.float32), k_mean)
-
-    @classmethod
     def from_moments(cls, k: np.ndarray, price_k: np.ndarray, v: np.ndarray, price_v: np.ndarray, k_page: np.ndarray | None = None,
                      k_mean: np.ndarray | None = None, profile: int = 0) -> KVBasis:
         """From second moments [H, D, D] of recorded K after RoPE (around the mean of 32 tokens: a zero removes the rest) and of V, and
@@ -162,11 +147,6 @@ def _pairs(power: np.ndarray) -> np.ndarray:
     return np.tile(first + second, 2)
 
 
-def _moment(rows: np.ndarray) -> np.ndarray:
-    """[H, group, D, width] -> [H, D, D]; a ridge of 1e-9 lets a dead channel be inverted."""
-    return _ridged(np.einsum("hgdw,hgew->hde", rows, rows), 1e-9)
-
-
-def _ridged(moment: np.ndarray, ridge: float = RIDGE) -> np.ndarray:
+def _ridged(moment: np.ndarray) -> np.ndarray:
     power = np.trace(moment, axis1=1, axis2=2) / moment.shape[-1]
-    return moment + (ridge * power + 1e-30)[:, None, None] * np.eye(moment.shape[-1])
+    return moment + (RIDGE * power + 1e-30)[:, None, None] * np.eye(moment.shape[-1])

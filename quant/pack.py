@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from ..kernels.layout import align
-from ..kernels.tiles import CODEBOOK_SCALES, LEVELS_NBYTES, PLANES, ROWS, STEPS_NBYTES, SUPER_BLOCK, TILE, scales_nbytes, tile_nbytes
+from ..kernels.tiles import (
+    CODEBOOK_SCALES,
+    LEVELS_NBYTES,
+    MOST_LEVEL,
+    MOST_STEP,
+    PLANES,
+    ROWS,
+    STEPS_NBYTES,
+    SUPER_BLOCK,
+    TILE,
+    scales_nbytes,
+    tile_nbytes,
+)
 from . import super_blocks
 from .codes import Codes, Sparse
 from .spec import QuantSpec
@@ -150,6 +162,10 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
     for name, table, size in (("levels", codes.levels, 1 << spec.bits), ("steps", codes.steps, STEPS_NBYTES)):
         if table is not None and table.shape != (size,):
             raise ValueError(f"tables of {table.size} {name} for {spec}, expected {size}")
+    if codes.levels is not None and not -MOST_LEVEL <= int(codes.levels.min()) <= int(codes.levels.max()) < MOST_LEVEL:
+        raise ValueError(f"levels of {codes.levels.min()} to {codes.levels.max()} for {spec}, expected -{MOST_LEVEL} to {MOST_LEVEL - 1}")
+    if codes.steps is not None and int(codes.steps.max()) > MOST_STEP:
+        raise ValueError(f"a step of {codes.steps.max()} for {spec}, at most {MOST_STEP} are multiplied exactly")
     if codes.codes.size and int(codes.codes.max()) > (2 if spec.scheme == "ternary" else (1 << spec.bits) - 1):
         raise ValueError(f"code {codes.codes.max()} does not fit {spec}")
     if spec.scheme == "codebook" and codes.scales.size and int(codes.scales.max()) >= CODEBOOK_SCALES:

@@ -120,12 +120,6 @@ class ThinkFilter:
             parts.append((kind, text))
 
 
-def strip_thinking(text: str, started: bool = False) -> str:
-    """The answer without the reasoning before it, as it goes into the history of a chat."""
-    block = ThinkFilter(started=started)
-    return "".join(part for kind, part in block.push(text) + block.flush() if kind == "answer")
-
-
 class ChannelFilter:
     """Tells reasoning from the answer where a turn is several messages, each on a channel: the harmony format of gpt-oss.
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import UsageError
-from effllm.runtime.stream_filters import ChannelFilter, StopStrings, TerminalFilter, ThinkFilter, held_suffix, sanitize, strip_thinking
+from effllm.runtime.stream_filters import ChannelFilter, StopStrings, TerminalFilter, ThinkFilter, held_suffix, sanitize
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -134,7 +134,6 @@ def test_thinking_does_not_depend_on_the_pieces(text_and_pieces, started):
     assert "".join(t for kind, t in parts if kind == "thinking") == thinking
     assert "".join(t for kind, t in parts if kind == "answer") == answer
     assert all(t for _, t in parts) and {kind for kind, _ in parts} <= {"answer", "thinking"}
-    assert strip_thinking(text, started) == answer
 
 
 def test_thinking_streams_piece_by_piece():
@@ -144,11 +143,15 @@ def test_thinking_streams_piece_by_piece():
 
 
 def test_an_answer_about_tags_is_an_answer():
-    assert strip_thinking("The tag <think> opens it, </think> ends it.") == "The tag <think> opens it, </think> ends it."
+    text = "The tag <think> opens it, </think> ends it."
+    block = ThinkFilter()
+    assert "".join(part for _, part in block.push(text) + block.flush()) == text and block.flush() == []
 
 
-def test_thinking_that_never_ends_is_no_answer():
-    assert strip_thinking("<think>on and on") == "" and strip_thinking("on and on", started=True) == ""
+@pytest.mark.parametrize(("text", "started"), [("<think>on and on", False), ("on and on", True)])
+def test_thinking_that_never_ends_is_no_answer(text, started):
+    block = ThinkFilter(started=started)
+    assert "".join(part for kind, part in block.push(text) + block.flush() if kind == "answer") == ""
 
 
 def test_an_unfinished_opening_tag_is_the_answer():

@@ -32,7 +32,7 @@ LINE = ir.VectorType(I8, ROWS)
 BITS = (2, 3, 4)  # of a code that can be taken apart
 # Slots of the argument block of `permute`: where the codes begin, how many pairs, tiles and bits they have, 1 to restore the canonical
 # order, and a buffer for every worker.
-CODES, PAIRS, TILES, WIDTH, BACK, BUFFER, BUFFER_STRIDE, PERMUTE_SIZE = range(8)
+CODES, PAIRS, TILES, WIDTH, BACK, BUFFER, BUFFER_STRIDE = range(7)
 
 
 def declines(scheme: str, bits: int, group: int = TILE, rows: int = PAIR) -> str:
@@ -211,7 +211,7 @@ def arrange(pool: ThreadPool, blob: np.ndarray, spec: QuantSpec, shape: tuple[in
     tiles = at.depth // TILE
     nbytes = tiles * pair_tile_nbytes(spec.bits)
     buffers = np.empty((pool.workers, nbytes + 64), np.uint8)
-    args = np.array([address(blob), at.rows // PAIR, tiles, spec.bits, back, address(buffers), nbytes + 64, 0], np.int64)
+    args = np.array([address(blob), at.rows // PAIR, tiles, spec.bits, back, address(buffers), nbytes + 64], np.int64)
     pool.run(permute, address(args))
 
 
