@@ -101,6 +101,23 @@ def test_a_hub_that_sends_on_to_what_is_no_address(hub: Hub, person: Person, wor
     assert len(hub.asked(word)) == 1
 
 
+@pytest.mark.parametrize(("files", "exclude", "chosen"), [
+    ({"new.safetensors": "model.safetensors", "old.safetensors": "model.safetensors"}, "old*", ["new.safetensors"]),
+    ({"model-00001-of-00001.safetensors": "model.safetensors", "model.safetensors": "model.safetensors"}, "model.safetensors",
+     ["model-00001-of-00001.safetensors", "model.safetensors.index.json"])], ids=["two of any name", "two ways to store it"])
+def test_an_alias_of_ones_own_says_which_copy_of_the_weights(hub: Hub, person: Person, files: dict[str, str], exclude: str,
+                                                             chosen: list[str]) -> None:
+    made = tiny()
+    index = {"model.safetensors.index.json": b'{"weight_map": {"x": "model-00001-of-00001.safetensors"}}'}
+    hub.add(REPO, files={**{name: text for name, text in made.items() if name != "model.safetensors"}, **(index if len(chosen) > 1 else {}),
+                         **{name: made[source] + name.encode() for name, source in files.items()}})
+    own = person.home / "config" / "effllm" / "models.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text(f"mine: {{repo: {REPO}, licence: mit, gated: false, params: 1M, size_gb: 0.01, default_bits: 16, exclude: '{exclude}'}}")
+    assert person.types("pull", "mine").code == 0
+    assert sorted(name for name in finals(person) if "safetensors" in name) == chosen
+
+
 def test_a_listing_that_is_too_long_is_no_page_of_the_network(hub: Hub, person: Person) -> None:
     hub.add(REPO, files=tiny())
     names = [{"rfilename": f"checkpoint-{number}/{'x' * 1000}"} for number in range(17_000)]

@@ -103,7 +103,8 @@ def companions(repository: Repository) -> list[RemoteFile]:
 
 
 def weights(repository: Repository, exclude: str = "") -> list[RemoteFile]:
-    """One copy of the weights in order, their index first. Raises ModelNotFound where there are none that can be read."""
+    """One copy of the weights in order, their index first, and not of those that `exclude` names. Raises ModelNotFound where there are none
+    that can be read."""
     files = {name: file for name, file in repository.files.items() if not (exclude and fnmatch(name, exclude))}
     if SINGLE in files:
         return [files[SINGLE]]
