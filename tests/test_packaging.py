@@ -226,6 +226,15 @@ def test_make_demo_installs_the_runtime_alone(tmp_path: Path) -> None:
     assert f'{tmp_path}/venv/bin/effllm run fable "Tell me a story about the fox and the king."' in steps
 
 
+def test_systems_are_promised_alike() -> None:
+    """What the suite has not run on is named as such."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    systems = [line for line in project["classifiers"] if line.startswith("Operating System")]
+    installing = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert systems == ["Operating System :: POSIX :: Linux"]
+    assert re.search(r"needs Python \S+ or newer on Linux\. ", installing) and re.search(r"macOS .* not tested there", installing)
+
+
 def test_readme_names_every_folder_and_the_two_commands() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "make demo" in readme and "make test" in readme
