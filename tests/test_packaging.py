@@ -9,6 +9,7 @@ import fnmatch
 import importlib.metadata
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -233,6 +234,25 @@ def test_systems_are_promised_alike() -> None:
     installing = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     assert systems == ["Operating System :: POSIX :: Linux"]
     assert re.search(r"needs Python \S+ or newer on Linux\. ", installing) and re.search(r"macOS .* not tested there", installing)
+
+
+def test_a_check_of_the_wheel_takes_what_a_clone_would_hold(tmp_path: Path) -> None:
+    """Also where a file was deleted and the index does not know yet, where one is new, and where one is a link."""
+    source, target = tmp_path / "effllm checkout", tmp_path / "copy"
+    for folder in (source / ".ci", source / "inner", target):
+        folder.mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "sources", source / ".ci")
+    for name in ("kept", "gone", "ignored", "inner/with a space", ".gitignore"):
+        (source / name).write_text("ignored\n")
+    (source / "link").symlink_to("nowhere")
+    git = ("git", "-c", "init.defaultBranch=main", "-C", str(source))
+    for words in (("init", "-q"), ("add", ".")):
+        subprocess.run([*git, *words], check=True)
+    (source / "gone").unlink()
+    (source / "new").touch()
+    subprocess.run([source / ".ci" / "sources", target], cwd=tmp_path, check=True)
+    found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink() or path.is_file()}
+    assert found == {"kept", "inner/with a space", ".gitignore", "link", "new", ".ci/sources"}
 
 
 def test_readme_names_every_folder_and_the_two_commands() -> None:
