@@ -37,7 +37,7 @@ def find(model: str, screen: Screen) -> ModelRef:
     ref = find_any(model, screen)
     if ref.variant:
         raise UsageError(f"{model} would be quantized as it is loaded, which this command does not do",
-                         f"effllm quantize {model.rpartition(':')[0]} -o DIR --spec {ref.variant}, then give DIR")
+                         f"effllm quantize {typed(model.rpartition(':')[0])} -o DIR --spec {ref.variant}, then give DIR")
     return ref
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .. import EffllmError, UsageError
+from .. import EffllmError, UsageError, typed
 from .engine import open_engine
 from .evaluate import log_softmax
 from .prepare import EngineOptions
@@ -66,7 +66,7 @@ class Scoring:
         ref = resolve(str(pretrained), os.environ)
         if ref.variant:
             raise UsageError(f"{pretrained} would be quantized as it is loaded, which an evaluation does not do",
-                             f"effllm quantize {str(pretrained).rpartition(':')[0]} -o DIR --spec {ref.variant}, then pretrained=DIR")
+                             f"effllm quantize {typed(str(pretrained).rpartition(':')[0])} -o DIR --spec {ref.variant}, then pretrained=DIR")
         *_, self.engine = open_engine(ref.folder, EngineOptions(**{name: value for name, value in given.items() if value is not None}))
         self.text = Tokenizer.load(ref.folder, self.engine.config)
         self._name = ref.text
