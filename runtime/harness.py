@@ -66,7 +66,8 @@ class Scoring:
         ref = resolve(str(pretrained), os.environ)
         if ref.variant:
             raise UsageError(f"{pretrained} would be quantized as it is loaded, which an evaluation does not do",
-                             f"effllm quantize {typed(str(pretrained).rpartition(':')[0])} -o DIR --spec {ref.variant}, then pretrained=DIR")
+                             f"effllm quantize {typed(str(pretrained).rpartition(':')[0])} -o DIR --spec {ref.variant}, "
+                             "then pretrained=DIR")
         *_, self.engine = open_engine(ref.folder, EngineOptions(**{name: value for name, value in given.items() if value is not None}))
         self.text = Tokenizer.load(ref.folder, self.engine.config)
         self._name = ref.text
