@@ -107,7 +107,7 @@ def read_file(path: Path) -> dict[str, Setting]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        if path.resolve() == Path(os.devnull):  # linked there to have none
+        if os.path.realpath(path) == os.devnull:  # linked there to have none
             return {}
         raise UsageError(f"{path}: {error.strerror}", "correct or remove this file of settings") from error
     import tomllib

@@ -14,7 +14,6 @@ import errno
 import fcntl
 import os
 import re
-import stat
 import sys
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from .. import DiskFull, EffllmError, lacks_room, not_written
 from .direct import POLL_S, Interrupted
 from .size import format_size
 
-PREFIX, PRIVATE = "effllm-kv-", 0o600
+PREFIX = "effllm-kv-"
 NAMED = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as tempfile names a file
 QUIET_S, MOST_BEHIND = 0.02, 32 << 20  # when what was written is sent to the disk: nothing more comes, or this much waits
 HINT = "--spill-dir DIR for another disk, a smaller -c, or fewer bits (--kv 4bit)"
@@ -129,9 +128,7 @@ def sweep(folder: Path) -> None:
             continue  # another's, or gone meanwhile
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            status = os.fstat(descriptor)
-            if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == PRIVATE:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError:
             continue  # its run is alive
         finally:
@@ -142,7 +139,7 @@ def _opened(folder: Path) -> tuple[int, Path | None]:
     """A descriptor, and the name where it could not be taken away."""
     if flag := getattr(os, "O_TMPFILE", 0):
         try:
-            return os.open(folder, os.O_RDWR | os.O_CLOEXEC | flag, PRIVATE), None
+            return os.open(folder, os.O_RDWR | os.O_CLOEXEC | flag, 0o600), None
         except OSError as error:
             # What file systems without it say, and systems that take the flag for a directory's.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):

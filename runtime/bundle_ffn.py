@@ -79,7 +79,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
     with open_store(folder) as store:
         jobs = tuple(_jobs(config, check_tensors(config, store, given), found))
         files = _files(jobs)
-        copies = copied(folder)
+        copies, texts = copied(folder), folder_files(folder)
         check_space(out, sum(file.size for file in files) - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         layout = next(job.layout for job in jobs if job.layout is not None)
         yield from (Notice(said) for said in (*config.warnings, *_notices(layout, config, gate_sparsity)))
@@ -91,7 +91,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
                 done += job.before
                 yield Progress("bundling", done, total, "bytes")
             store.check_unchanged()
-            texts = folder_files(folder) | ({INDEX: index_json(files)} if len(files) > 1 else {})
+            texts |= {INDEX: index_json(files)} if len(files) > 1 else {}
             made = _container(jobs, writer, config, given, source or {}, gate_sparsity, gate_rule).with_files(copies, texts)
             check_target(out, replace)  # it may have been filled meanwhile
             writer.commit(copies, {**texts, FILE: made.to_json()}, replace)

@@ -152,7 +152,7 @@ def _from_path_entry(reference: Reference, entry: CatalogEntry) -> ModelRef:
         raise UsageError(f"{entry.alias} {where} no other revision", f"leave it away: {entry.alias}")
     folder = entry_folder(entry)
     if not exists(folder):
-        raise ModelNotFound(f"{entry.alias} stands for {folder}, which is not there", f"effllm alias --rm {entry.alias}")
+        raise ModelNotFound(f"{entry.alias} stands for {folder}, which is not there", f"effllm alias --rm {typed(entry.alias)}")
     if reference.file is not None or folder.is_file():
         return _from_path(reference, folder)
     return ModelRef(reference.text, folder, alias=entry.alias, licence=entry.licence, gated=entry.gated, size_bytes=entry.size_bytes,

@@ -63,15 +63,17 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     started = time.monotonic()
     yield from compiled(kinds)
     prepared = prepare_late()
-    refuse_beyond_machine(prepared)
-    if warm.cache_folder() is None:
-        said = Fallback("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
-        if prepared.options.strict:
-            refuse_fallbacks([said])
-        yield Notice(said)
-    yield from (Notice(text) for text in prepared.notices)
     with ExitStack() as unless_made:
-        unless_made.callback(prepared.store.close)
+        for opened in (prepared, prepared.speculating.draft):
+            if opened is not None:
+                unless_made.callback(opened.store.close)
+        refuse_beyond_machine(prepared)
+        if warm.cache_folder() is None:
+            said = Fallback("no folder for compiled kernels can be written: they are compiled on every run, which takes some ten seconds")
+            if prepared.options.strict:
+                refuse_fallbacks([said])
+            yield Notice(said)
+        yield from (Notice(text) for text in prepared.notices)
         engine = Engine(prepared)
         unless_made.pop_all()
     try:

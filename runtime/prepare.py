@@ -170,15 +170,16 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     store, container = open_weights(folder)
     with ExitStack() as unless_planned:
         unless_planned.callback(store.close)
-        made = prepare_with(folder, config, store, options, container)
+        made = prepare_with(folder, config, store, options, container, unless_planned=unless_planned)
         unless_planned.pop_all()
     return made
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
-                 container: Container | None = None, beside: int = 0, program: Program | None = None) -> Prepared:
+                 container: Container | None = None, beside: int = 0, program: Program | None = None,
+                 unless_planned: ExitStack | None = None) -> Prepared:
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
-    what it was weighed at before."""
+    what it was weighed at before. `unless_planned` is told what else was opened."""
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices]
     options = fitted(options, folder, config, store, notices)
@@ -189,6 +190,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
                          f"--device cpu, or no +{cache.kv.policy}")
     _check_context(options, config)
     draft = _draft(folder, options, card)
+    if draft is not None and unless_planned is not None:
+        unless_planned.callback(draft.store.close)
     bundled, budget, beside = is_bundled(container), _budget(options, card), beside + Speculating(draft=draft).draft_nbytes
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = _kinds(store, container, options)

@@ -17,7 +17,7 @@ ON = "weights come from the disk: tokens that the text makes likely are drafted,
 ON_GPU = "no speculation: on the GPU the numbers of a token depend on how many are run with it"
 PICKED = "no speculation: --kv-read sparse picks pages for one token at a time"
 MIXTURE = "no speculation: from the disk, every token of a draft would read experts of its own"
-NO_DRAFT = "no draft model: a GPU may take layers, and a run on one drafts nothing (--device cpu drafts)"
+NO_DRAFT = "--draft changes nothing beside a GPU that may take layers: drafts come from the text alone (--device cpu)"
 NEURONS = "no speculation: from the disk, every token of a draft would read neurons of its own"
 
 

@@ -161,6 +161,12 @@ def test_a_file_that_cannot_be_read_is_one_line(place: Path) -> None:
     assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml: not a regular file\nhint: ")
 
 
+def test_a_file_that_is_a_link_to_itself_is_one_line(place: Path) -> None:
+    (place / "effllm.toml").symlink_to("effllm.toml")
+    ran = Ran("plan", "fable")
+    assert ran.code == 2 and ran.err.startswith("effllm: effllm.toml: Too many levels of symbolic links\nhint: ")
+
+
 def test_a_file_that_is_linked_to_nothing_sets_nothing(place: Path) -> None:
     (place / "effllm.toml").symlink_to(os.devnull)
     assert json.loads(Ran("config", "show", "--json").out)["kv"]["origin"] == "built in"

@@ -375,7 +375,6 @@ def test_what_a_killed_run_left_is_cleaned_up_and_a_living_ones_stays(private: P
     assert sorted(path.name for path in (private / "tmp").iterdir()) == [living.name, strange.name]
 
 
-@pytest.mark.slow
 def test_eval_of_bits_is_held_against_the_stored_model(private: Path) -> None:
     (private / "text").write_text(STORY)
     result = Ran("eval", "kld", "fable", "--bits", "2", "--text", private / "text", "--json").json

@@ -169,7 +169,8 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers():
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
 def test_a_plan_that_fails_leaves_no_file_open():
     before = len(os.listdir("/proc/self/fd"))
-    for options, error in (({"ram": "8Mi"}, DoesNotFit), ({"ctx": 4096}, UsageError), ({"strict": True, "kernel": "lut"}, UsageError)):
+    for options, error in (({"ram": "8Mi"}, DoesNotFit), ({"ctx": 4096}, UsageError), ({"strict": True, "kernel": "lut"}, UsageError),
+                           ({"draft": str(FABLE), "strict": True, "kernel": "lut"}, UsageError)):
         with pytest.raises(error):
             prepare(FABLE, EngineOptions(device="cpu", **options))
     assert len(os.listdir("/proc/self/fd")) == before

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import zlib
@@ -18,7 +19,7 @@ from effllm import DoesNotFit, EffllmError, UsageError
 from effllm.offload import checksum
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import INDEX, PAD, Planned, index_json, plan_files
-from effllm.offload.writer import JOURNAL, FolderWriter, partial_folder
+from effllm.offload.writer import JOURNAL, FolderWriter, is_journal, partial_folder
 
 MARKER = "done.json"
 MINUTE = 60
@@ -295,6 +296,16 @@ def test_without_replace_a_folder_that_appeared_meanwhile_stays(tmp_path: Path) 
         assert writer.resumed and len(writer.finished) == sum(map(len, GROUPS)), "nothing is made twice"
         writer.commit({}, {MARKER: "{}"})
     assert (tmp_path / "out" / MARKER).exists() and not (tmp_path / "out" / JOURNAL).exists()
+
+
+def test_a_journal_that_a_kill_left_under_the_final_name_is_known_for_one(tmp_path: Path) -> None:
+    with FolderWriter(tmp_path / "out", plan_files(GROUPS, {}), "one", MARKER) as writer:
+        write_all(writer)
+        shutil.copy(partial_folder(tmp_path / "out") / JOURNAL, tmp_path / JOURNAL)
+        writer.commit({}, {MARKER: "{}"})
+    assert is_journal(tmp_path / JOURNAL)
+    (tmp_path / JOURNAL).write_text("Monday: rain.\n")
+    assert not is_journal(tmp_path / JOURNAL), "a person's"
 
 
 # -- full disks ------------------------------------------------------------------------------------------------------------------
