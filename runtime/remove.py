@@ -138,15 +138,18 @@ def _left(text: str, out: Path) -> Removal | None:
 
 
 def _part_of_download(reference: Reference, absent: Absent, env: Mapping[str, str]) -> Path | None:
-    """What of an absent model is here: the repository, or a part of the file that was asked for. Raises ModelNotFound where a tag means
-    several files that are partly here."""
+    """What of an absent model is here: the repository, one revision of it, or a part of the file that was asked for. Raises ModelNotFound
+    where a tag means several files that are partly here."""
     root = hub.repo_folder(env, absent.repo)
     if reference.variant or not root.is_dir():
         return None
-    if reference.file is None:
-        return root
     revision = _revision(reference, env)
     found = hub.find(env, absent.repo, revision)
+    if reference.file is None:
+        begun = {found.commit} if found else {each.commit for each in unfinished.meant(env, absent.repo, revision, None)}
+        if not _is_pinned(reference, env) or not begun and not hub.names_in(root / "snapshots"):
+            return root
+        return root / "snapshots" / min(begun) if begun else None
     links = [] if found is None else [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*") if is_gguf(path)]
     files = names.meant(reference.file, links)  # also those that lead nowhere
     places = {found.folder / file for file in files} or {root / "snapshots" / each.commit / each.file for each
@@ -161,6 +164,13 @@ def _revision(reference: Reference, env: Mapping[str, str]) -> str:
     """The branch, tag or commit that a name means."""
     entry = find_entry(catalog(env), reference.name)
     return reference.revision or (entry.revision if entry else "main")
+
+
+def _is_pinned(reference: Reference, env: Mapping[str, str]) -> bool:
+    """Whether one revision is meant, by what was typed or by what an alias stands for. The name of a repository means all of it, whichever
+    revision an alias of it is of."""
+    entry = find_entry(catalog(env), reference.name)
+    return reference.revision is not None or entry is not None and entry.repo != reference.name and entry.revision != "main"
 
 
 def _made_folder(text: str, folder: Path) -> Removal:
@@ -188,14 +198,17 @@ def _made_folder(text: str, folder: Path) -> Removal:
 def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: Mapping[str, str]) -> Removal:
     root = hub.repo_folder(env, repo)
     locks = hub.cache_folder(env) / ".locks" / root.name
-    others = [name for name in hub.names_in(root / "snapshots") if name != folder.name]
-    if reference.revision is None or not others or folder == root:
+    stopped = [(each.commit, part) for each in unfinished.stopped(env, repo) for part in each.parts]
+    others = {*hub.names_in(root / "snapshots"), *(commit for commit, _ in stopped)} - {folder.name}
+    if not _is_pinned(reference, env) or not others or folder == root:
         return Removal(text, SHARED, root, (root, *storage.licence_notes(env, repo)), _nbytes(root), locks)
     shown = {blob for name in others for blob in _blobs(root / "snapshots" / name)}
     gone = sorted(blob for blob in _blobs(folder) if blob not in shown and blob.parent == root / "blobs")
-    notes = storage.licence_notes(env, repo, folder.name)
-    paths = (folder, *_refs(root, folder.name), *gone, *notes)
-    return Removal(text, SHARED, folder, paths, sum(blob.stat().st_size for blob in gone), locks)
+    parts = [part for commit, part in stopped if commit == folder.name]
+    paths = (folder, *_refs(root, folder.name), *gone, *(each for part in parts for each in part.paths),
+             *storage.licence_notes(env, repo, folder.name))
+    nbytes = sum(blob.stat().st_size for blob in gone) + sum(part.held for part in parts)
+    return Removal(text, SHARED, folder, paths, nbytes, locks)
 
 
 def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[str, str]) -> Removal:
