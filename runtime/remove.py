@@ -73,8 +73,9 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
         raise ModelNotFound(f"{text} is not kept on this machine", "effllm list shows what is")
     if storage.models_folder(env) in (absolute := Path(os.path.abspath(folder))).parents:
         folder = absolute
-        if folder.is_dir() and not (folder / storage.MARKER).is_file() and (other := foreign(folder)) is not None:
-            raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
+        if folder.is_file():
+            raise _untracked(folder)
+        _demand_ours(folder)
         # What a kill has left of the files that it was made of, or of what was to replace it, goes first: by itself nothing would find it.
         left = half_made.left(folder)
         return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated, left)))
@@ -86,7 +87,7 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     if entry is not None and not entry.own:
         raise UsageError(f"{entry.alias} comes with effllm", "it goes with the program: pip uninstall effllm")
     if folder.is_file():
-        raise UsageError(f"{folder} is a file that effllm does not keep track of", f"rm {typed(folder)}")
+        raise _untracked(folder)
     return _made_folder(text, folder)
 
 
@@ -173,13 +174,23 @@ def _is_pinned(reference: Reference, env: Mapping[str, str]) -> bool:
     return reference.revision is not None or entry is not None and entry.repo != reference.name and entry.revision != "main"
 
 
+def _untracked(file: Path) -> UsageError:
+    return UsageError(f"{file} is a file that effllm does not keep track of", f"rm {typed(file)}")
+
+
+def _demand_ours(folder: Path) -> None:
+    """Raises UsageError for a folder with anything in it that effllm did not write, wherever it lies: a marker says who made the folder,
+    not who put what into it since."""
+    if (other := foreign(folder)) is not None:
+        raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
+
+
 def _made_folder(text: str, folder: Path) -> Removal:
     if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
         raise UsageError(f"{folder} is no model", "effllm list shows the models that are here")
     if not (folder / storage.MARKER).is_file():
         raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {typed(folder)}")
-    if (other := foreign(folder)) is not None:
-        raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
+    _demand_ours(folder)
     if folder.is_symlink():  # its files would go, and what they are in would stay
         target = folder.resolve()
         raise UsageError(f"{folder} is a link to {target}",

@@ -7,9 +7,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hub_server import Hub
-from pulls import Person, measure_nothing, tiny
+from pulls import FABLE, Person, measure_nothing, tiny
 
 from effllm.offload import transfer
+from effllm.runtime import storage
 
 REPO = "org/name"
 
@@ -66,3 +67,44 @@ def test_a_revision_that_is_partly_here_leaves_the_others(hub: Hub, person: Pers
     assert person.types("rm", f"{REPO}@v1.0", "-y").code == 0
     assert set(person.blobs(REPO)) == before and person.types("verify", f"{REPO}@{new}").code == 0
     assert person.types("list", "--json").json["incomplete"] == []
+
+
+# -- effllm's own folder -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(person: Person) -> Path:
+    """A model that was made in the folder of models, by a choice of the person's."""
+    folder = storage.models_folder(person.env) / "mine"
+    folder.parent.mkdir(parents=True)
+    assert person.types("quantize", "fable", "-o", folder, "--bits", "4").code == 0
+    return folder
+
+
+@pytest.mark.parametrize("theirs", ["thesis.txt", "chapters/one.txt"])
+def test_what_a_person_has_put_into_a_model_of_ours_stays(person: Person, made: Path, theirs: str) -> None:
+    place = made / theirs
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("years of work")
+    assert f"holds {Path(theirs).parts[0]}, which effllm did not write" in person.types("rm", made, "-y").refused(2)
+    assert place.exists() and (made / "model.safetensors").exists()
+    place.unlink()
+    if place.parent != made:
+        place.parent.rmdir()
+    assert person.types("rm", made).code == 0 and not made.exists()
+
+
+def test_so_it_does_beside_a_model_that_was_kept(person: Person) -> None:
+    kept = storage.own_folder(person.env, "fable", f"local-{storage.stamp(FABLE)}", "4bit")
+    kept.parent.mkdir(parents=True)
+    assert person.types("quantize", "fable", "-o", kept, "--bits", "4").code == 0
+    (kept / "thesis.txt").write_text("years of work")
+    assert "thesis.txt" in person.types("rm", "fable:4bit").refused(2) and (kept / "thesis.txt").exists()
+
+
+def test_a_file_in_the_folder_of_models_is_left_to_its_owner(person: Person) -> None:
+    file = storage.models_folder(person.env) / "story.gguf"
+    file.parent.mkdir(parents=True)
+    assert person.types("export", "fable", "-o", file, "--type", "Q8_0").code == 0
+    said = person.types("rm", file, "-y").refused(2)
+    assert "does not keep track of" in said and f"rm {file}" in said and file.exists()
