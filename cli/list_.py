@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .. import typed
 from .flags import add_command, flag
 from .options import OUTPUT, Json
 from .screen import Screen
@@ -23,11 +24,12 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     """The models on this machine."""
     from ..offload.size import format_size
     from ..runtime.catalog import catalog
-    from ..runtime.listing import incomplete_models, local_models
+    from ..runtime.listing import incomplete_models, local_models, unreadable_models
 
     screen = Screen(context.obj)
     variables = screen.environment.variables
     here, incomplete = local_models(variables), incomplete_models(variables)
+    unreadable = unreadable_models(variables, here)
     names = {model.name for model in here}
     absent = [entry for entry in catalog(variables) if entry.alias not in names and entry.repo] if all else []
     if json:
@@ -37,6 +39,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
                         "revision": model.revision, "chat_template": model.has_template, "source": model.source,
                         "folder": str(model.folder)} for model in here],
             "incomplete": [{"name": each.name, "bytes_here": each.held, "bytes_total": each.size} for each in incomplete],
+            "unreadable": [{"name": each.name, "folder": str(each.folder), "why": each.why} for each in unreadable],
             "absent": [{"name": entry.alias, "repo": entry.repo, "parameters": entry.params, "size_bytes": entry.size_bytes,
                         "licence": entry.licence, "gated": entry.gated} for entry in absent]})
         return
@@ -56,6 +59,8 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
             screen.note("`effllm pull NAME` goes on with what is incomplete, `effllm rm NAME` removes it")
         if made := [each.name for each in incomplete if not each.is_pulled]:
             screen.note(f"{', '.join(made)}: the command that was making it goes on with it, `effllm rm NAME` removes it")
+    for each in unreadable:
+        screen.note(f"{each.name} cannot run: {each.why}; `effllm rm {typed(each.name)}` removes it")
     if absent:
         screen.line()
         screen.table(("not here", "repository", "parameters", "size", "licence", ""),

@@ -136,12 +136,16 @@ def _listed(reference: Reference, files: Sequence[str]) -> str:
 
 
 def _of_folder(ref: ModelRef) -> ModelRef:
-    """What a quantized folder says about where it came from."""
+    """What a quantized folder says about where it came from. One that can say nothing, damaged or of a newer effllm, is still where a name
+    leads, so that it can be removed; whoever loads it reads it again and says what is wrong."""
     if not (ref.folder / storage.MARKER).is_file():
         return ref
+    from ..offload.checkpoint import CheckpointError
     from .container import read_container
 
-    made = read_container(ref.folder)
+    made = None
+    with suppress(CheckpointError):
+        made = read_container(ref.folder)
     said = {key: value for key in ("repo", "revision", "licence") if isinstance(value := made.source.get(key), str)} if made else {}
     return replace(ref, **{key: value for key, value in said.items() if getattr(ref, key) is None})
 

@@ -71,6 +71,31 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
 
 
 @dataclass(frozen=True)
+class Unreadable:
+    """A model that effllm made and cannot read, and `why`: damaged, or of a newer effllm. `name` is what to type to remove it."""
+
+    name: str
+    folder: Path
+    why: str
+
+
+def unreadable_models(env: Mapping[str, str], here: Iterable[LocalModel]) -> list[Unreadable]:
+    """What effllm made that is not among those that can run `here`: else nobody would find what still takes its room on the disk."""
+    entries, runs = catalog(env), {os.path.abspath(model.folder) for model in here}
+    made = {kept.folder: _kept_name(kept, entries, env) for kept in storage.kept_models(env)}
+    for folder in (*storage.put_there(env), *storage.registered(env)):
+        made.setdefault(folder, str(folder))
+    found = []
+    for folder, name in made.items():
+        if os.path.abspath(folder) not in runs and (folder / storage.MARKER).is_file():
+            try:
+                _read_folder(name, folder, "", None)
+            except EffllmError as error:
+                found.append(Unreadable(name, folder, error.message))
+    return found
+
+
+@dataclass(frozen=True)
 class Incomplete:
     """A model of which a download was stopped, or which was being made of what is here. `name` is what to type to go on with it or to
     remove it. Bytes: `held` of `size`. `is_pulled`: `pull` goes on with it, else the command that was making it."""
@@ -164,20 +189,24 @@ def _local(name: str, folder: Path, source: str, licence: str | None, revision: 
     """None for what cannot run here."""
     if is_gguf(folder):
         return _local_file(name, folder, source, licence, revision)
+    try:
+        return _read_folder(name, folder, source, licence, revision)
+    except EffllmError:
+        return None
+
+
+def _read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel:
     from ..offload.checkpoint import TensorStore
     from .config import read_config
     from .container import read_container
 
-    try:
-        config, made = read_config(folder), read_container(folder)
-        with TensorStore.open(folder) as store:
-            elements = _counted(folder, store) if made is None else sum(_weights(*each) for each in made.tensors.items())
-            said = made.source if made else {}
-            return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
-                              made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
-                              revision or _text(said.get("revision")), has_template(folder))
-    except EffllmError:
-        return None
+    config, made = read_config(folder), read_container(folder)
+    with TensorStore.open(folder) as store:
+        elements = _counted(folder, store) if made is None else sum(_weights(*each) for each in made.tensors.items())
+        said = made.source if made else {}
+        return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
+                          made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
+                          revision or _text(said.get("revision")), has_template(folder))
 
 
 def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None) -> LocalModel | None:

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hub_server import Hub
-from pulls import FABLE, Person, measure_nothing, tiny
+from pulls import FABLE, Person, measure_nothing, sharded, tiny
 
 from effllm.offload import transfer
 from effllm.runtime import storage
@@ -108,3 +108,50 @@ def test_a_file_in_the_folder_of_models_is_left_to_its_owner(person: Person) -> 
     assert person.types("export", "fable", "-o", file, "--type", "Q8_0").code == 0
     said = person.types("rm", file, "-y").refused(2)
     assert "does not keep track of" in said and f"rm {file}" in said and file.exists()
+
+
+# -- models that cannot be read ----------------------------------------------------------------------------------------------------
+
+
+def spoilt(folder: Path, how: str) -> None:
+    """effllm.json as a full disk or a newer effllm would have left it."""
+    place = folder / storage.MARKER
+    text = place.read_text()
+    place.write_text(text[:-40] if how == "damaged" else text.replace('"version": 1', '"version": 9', 1))
+
+
+@pytest.mark.parametrize(("how", "why"), [("damaged", "damaged content"), ("newer", "a newer effllm wrote it")])
+def test_a_kept_model_that_cannot_be_read_is_told_and_can_be_removed(hub: Hub, person: Person, how: str, why: str) -> None:
+    commit = hub.add(REPO, files=sharded(FABLE)).commit
+    assert person.types("pull", f"{REPO}:4bit").code == 0
+    kept = storage.own_folder(person.env, REPO, commit, "4bit")
+    spoilt(kept, how)
+    listed = person.types("list", "--json").json
+    (told,) = listed["unreadable"]
+    assert told["name"] == f"{REPO}:4bit" and told["folder"] == str(kept) and why in told["why"]
+    assert told["name"] not in [each["name"] for each in listed["models"]]
+    said = person.types("list").err
+    assert why in said and f"`effllm rm {REPO}:4bit` removes it" in said
+    for command in (("run", told["name"], "Once", "--raw"), ("show", told["name"]), ("verify", told["name"])):
+        ran = person.types(*command)
+        assert ran.code != 0 and why in ran.err, command
+    assert person.types("rm", told["name"]).code == 0 and not kept.exists()
+    assert person.types("list", "--json").json["unreadable"] == []
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "ours"])
+@pytest.mark.parametrize("how", ["damaged", "newer"])
+def test_so_can_a_folder_by_its_path(person: Person, place: str, how: str) -> None:
+    folder = (person.home if place == "elsewhere" else storage.models_folder(person.env)) / "mine"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    assert person.types("quantize", "fable", "-o", folder, "--bits", "4").code == 0
+    spoilt(folder, how)
+    assert [each["name"] for each in person.types("list", "--json").json["unreadable"]] == [str(folder)]
+    assert person.types("rm", folder).code == 0 and not folder.exists()
+
+
+def test_a_model_whose_weights_are_cut_off_is_told_as_well(person: Person, made: Path) -> None:
+    weights = made / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    (told,) = person.types("list", "--json").json["unreadable"]
+    assert told["name"] == str(made) and "model.safetensors" in told["why"]
