@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -41,8 +41,8 @@ class Verified:
     unknown: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        beside = {"files": self.files, "not_recorded": list(self.unknown)} if self.kind == "tensors" else {}
-        return {self.kind: self.count, "bytes": self.nbytes, "damaged": list(self.damaged), **beside}
+        beside = {"files": self.files} if self.kind == "tensors" else {}
+        return {self.kind: self.count, "bytes": self.nbytes, "damaged": list(self.damaged), **beside, "not_recorded": list(self.unknown)}
 
 
 def verify(folder: Path) -> Iterator[Progress | Verified]:
@@ -54,8 +54,8 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
     if container is None:
         if not folder.exists():
             raise ModelNotFound(f"there is no folder {folder}", "effllm list shows the models on this machine")
-        if blobs := downloaded(folder):
-            yield from _verify_blobs(blobs)
+        if (found := downloaded(folder)).blobs or found.lost:
+            yield from _verify_blobs(found)
             return
         if folder.is_file():
             raise UsageError(f"{folder} has no checksums: GGUF files come without, downloads have them",
@@ -102,26 +102,40 @@ def _small_files(folder: Path, container: Container) -> tuple[list[str], int, tu
     return wrong, count, tuple(sorted(present - container.files.keys()))
 
 
-def downloaded(model: Path) -> dict[str, Digest]:
-    """The files of a snapshot in the hub cache, or of a GGUF file in one and its other parts, whose blobs are named by their checksums.
-    Raises ModelNotFound for a part that is missing."""
-    found = {}
+@dataclass(frozen=True)
+class Downloaded:
+    """Files of a snapshot in the hub cache: by path those whose blobs are named by their checksums, by name those whose blob is `lost`, and
+    those that are no link to one and have no checksum, such as what was measured of the model."""
+
+    blobs: dict[str, Digest]
+    lost: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+def downloaded(model: Path) -> Downloaded:
+    """The files of a snapshot, or a GGUF file in one and its other parts. Raises ModelNotFound for a part that is missing."""
+    blobs, lost, unknown = {}, [], []
     for path in sorted(model.rglob("*")) if model.is_dir() else map(model.with_name, all_parts(model.name)):
         if not model.is_dir() and not path.exists():
             raise ModelNotFound(f"{model.name} is a part of a model, and {path.name} is missing", "effllm pull fetches all parts")
         name = os.readlink(path).rpartition("/")[2] if path.is_symlink() else ""
         if BLOB.fullmatch(name) and path.exists():
-            found[str(path)] = Digest("sha256" if len(name) == 64 else "git-sha1", name)
-    return found
+            blobs[str(path)] = Digest("sha256" if len(name) == 64 else "git-sha1", name)
+        elif BLOB.fullmatch(name):
+            lost.append(path.name)
+        elif path.is_symlink() or not path.is_dir():
+            unknown.append(path.name)
+    return Downloaded(blobs, tuple(lost), tuple(unknown))
 
 
-def _verify_blobs(blobs: Mapping[str, Digest]) -> Iterator[Progress | Verified]:
-    sizes = {path: os.stat(path).st_size for path in blobs}
-    total, done, damaged = sum(sizes.values()), 0, []
-    for path, digest in blobs.items():
+def _verify_blobs(found: Downloaded) -> Iterator[Progress | Verified]:
+    """A link that leads nowhere was a file once: its blob went, and the model is not whole."""
+    sizes = {path: os.stat(path).st_size for path in found.blobs}
+    total, done, damaged = sum(sizes.values()), 0, list(found.lost)
+    for path, digest in found.blobs.items():
         yield Progress("verifying", done, total, "bytes", Path(path).name)
         if not matches(path, digest):
             damaged.append(Path(path).name)
         done += sizes[path]
     yield Progress("verifying", done, total, "bytes")
-    yield Verified(len(blobs), total, tuple(damaged), "files")
+    yield Verified(len(found.blobs) + len(found.lost), total, tuple(damaged), "files", unknown=found.unknown)

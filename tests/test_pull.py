@@ -31,7 +31,7 @@ def test_a_model_is_pulled_listed_shown_verified_run_and_removed(hub: Hub, perso
     rows = {model["name"]: model for model in person.types("list", "--json").json["models"]}
     assert rows[REPO]["source"] == "hub cache" and rows[REPO]["bits_per_weight"] == 16 and rows[REPO]["revision"] == repo.commit
     assert person.types("show", REPO, "--json").json["revision"] == repo.commit
-    assert person.types("verify", REPO, "--json").json == {"files": 6, "bytes": pulled["bytes_loaded"], "damaged": []}
+    assert person.types("verify", REPO, "--json").json == {"files": 6, "bytes": pulled["bytes_loaded"], "damaged": [], "not_recorded": []}
     assert person.types("run", REPO, "Once upon", "--raw", "-n", "3", "--temp", "0").out.strip()
     assert person.types("rm", REPO, "-y").code == 0
     assert not folder.exists() and person.types("run", REPO, "hi").code == 3
