@@ -50,7 +50,7 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         check_alias(name)
         entry = entry_for(name, model, variables)
         write_alias(variables, entry)
-        said = f"{name} is {entry.repo or entry.path}" + (f"@{entry.revision}" if entry.revision != "main" else "")
+        said = f"{name} is {entry.packaged or entry.repo or entry.path}" + (f"@{entry.revision}" if entry.revision != "main" else "")
         if any(each.alias == name for each in packaged()):
             said += f"; what effllm itself knows by that name comes back with `effllm alias --rm {name}`"
     else:
@@ -60,5 +60,6 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         screen.json({"file": str(own_file(variables)), "aliases": {entry.alias: entry.to_yaml() for entry in own}})
         return
     if name is None:
-        screen.table(("alias", "model", "licence"), [(entry.alias, str(entry.repo or entry.path), entry.licence) for entry in own])
+        screen.table(("alias", "model", "licence"),
+                     [(entry.alias, str(entry.packaged or entry.repo or entry.path), entry.licence) for entry in own])
     screen.note(said)

@@ -19,6 +19,7 @@ from .config_reader import ConfigError, Keys, show
 from .small_file import JSON_NBYTES, read_whole
 
 KEYS = frozenset({"repo", "path", "revision", "licence", "gated", "params", "size_gb", "default_bits", "exclude", "note", "alternative"})
+OWN_KEYS = KEYS | {"packaged"}
 ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
 PARAMS = re.compile(r"[0-9]+(\.[0-9]+)?[MB]")
 BITS = (2, 3, 4, 5, 6, 8, 16)
@@ -29,7 +30,8 @@ SAME_SIZE = 1.6  # times as large, at most
 @dataclass(frozen=True)
 class CatalogEntry:
     """One alias. Exactly one of `repo` and `path` (a folder inside the package, or an absolute one) is set. `alternative` is an alias of
-    about the same size that nobody has to be asked for. `own`: the person's, not the package's."""
+    about the same size that nobody has to be asked for. `own`: the person's, not the package's; `packaged`: the alias of the package that
+    one of these stands for, whose `path` is where this installation has it."""
 
     alias: str
     repo: str | None
@@ -44,10 +46,13 @@ class CatalogEntry:
     note: str
     alternative: str = ""
     own: bool = False
+    packaged: str = ""
 
     def to_yaml(self) -> dict[str, object]:
         """The keys of a file that `parse_catalog` reads back as this entry."""
-        keys: dict[str, object] = {"repo": self.repo} if self.repo else {"path": self.path}
+        # Not the path of what comes with the program: the next installation is elsewhere.
+        place = "packaged" if self.packaged else "repo" if self.repo else "path"
+        keys: dict[str, object] = {place: getattr(self, place)}
         if self.revision != "main":
             keys["revision"] = self.revision
         keys |= {"licence": self.licence, "gated": self.gated, "params": self.params, "size_gb": self.size_bytes / 1e9,
@@ -75,12 +80,16 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
     where = f"{file}: {show(alias)}"
     if not isinstance(alias, str) or not ALIAS.fullmatch(alias) or not isinstance(values, dict):
         raise ConfigError(f"{where} is not an alias in lower case with its keys")
-    keys = Keys(values, where)
-    if unknown := sorted(str(key) for key in values.keys() - KEYS):
-        raise ConfigError(f"{where}: unknown key {show(unknown[0])}", f"known: {', '.join(sorted(KEYS))}")
+    keys, allowed = Keys(values, where), OWN_KEYS if own else KEYS
+    if unknown := sorted(str(key) for key in values.keys() - allowed):
+        raise ConfigError(f"{where}: unknown key {show(unknown[0])}", f"known: {', '.join(sorted(allowed))}")
     repo, path = keys.text("repo", None), keys.text("path", None)
-    if (repo is None) == (path is None) or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
-        raise ConfigError(f"{where}: exactly one of repo (org/name) and path must be given")
+    known = keys.text("packaged", "") if own else ""
+    if [repo is None, path is None, not known].count(False) != 1 or (repo is not None and not (hub.is_repo(repo) and "/" in repo)):
+        raise ConfigError(f"{where}: exactly one of repo (org/name){', path and packaged' if own else ' and path'} must be given")
+    if known and not ALIAS.fullmatch(known):
+        raise keys.fail("packaged", "an alias that comes with effllm")
+    path = str(_packaged_folder(known)) if known else path
     if own and path is not None and ("\0" in path or not Path(path).is_absolute()):
         raise keys.fail("path", "an absolute path")
     revision, params, bits = keys.text("revision", "main"), keys.text("params"), keys.integer("default_bits")
@@ -92,7 +101,13 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
         raise keys.fail("default_bits", f"one of {BITS}")
     return CatalogEntry(alias, repo, path, revision, keys.text("licence"), keys.flag("gated"), params,
                         round(keys.number("size_gb") * 1e9), bits, keys.text("exclude", ""), keys.text("note", ""),
-                        keys.text("alternative", ""), own)
+                        keys.text("alternative", ""), own, known)
+
+
+def _packaged_folder(alias: str) -> Path:
+    """Where this installation has a model that comes with effllm; a folder that is not there for one that came with another version."""
+    entry = next((each for each in packaged() if each.alias == alias and each.path is not None), None)
+    return Path(str(files("effllm") / (entry.path if entry else f"models/{alias}")))
 
 
 @cache

@@ -254,6 +254,8 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
     if ref.variant is not None:
         raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
                          f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
+    if known is not None and known.path is not None and (known.packaged or not known.own) and ref.folder == entry_folder(known):
+        return replace(known, alias=alias, path=str(entry_folder(known)), own=True, packaged=known.packaged or known.alias)
     model = _local(text, ref.folder, "", ref.licence, ref.revision)
     if model is None:
         raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {typed(text)} says why")

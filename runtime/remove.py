@@ -84,6 +84,8 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     if repo is not None and hub.cache_folder(env) in folder.parents:
         return _from_cache(text, reference, repo, folder, env)
     entry = find_entry(catalog(env), reference.name) if reference.path is None else None
+    if entry is not None and entry.packaged:
+        raise UsageError(f"{entry.alias} is {entry.packaged}, which comes with effllm", f"the name alone: effllm alias --rm {entry.alias}")
     if entry is not None and not entry.own:
         raise UsageError(f"{entry.alias} comes with effllm", "it goes with the program: pip uninstall effllm")
     if folder.is_file():
