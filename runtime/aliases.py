@@ -6,8 +6,10 @@ library costs a tenth of a second, which is a tenth of the time to the first wor
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -24,6 +26,9 @@ ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
 PARAMS = re.compile(r"[0-9]+(\.[0-9]+)?[MB]")
 BITS = (2, 3, 4, 5, 6, 8, 16)
 FILE = "models.yaml"
+HEAD = """# Aliases made by `effllm alias`, which writes the lines of the name that it is given and leaves all others as they are.
+# The keys are those of effllm's own models.yaml; `packaged` names a model that comes with effllm.
+"""
 SAME_SIZE = 1.6  # times as large, at most
 
 
@@ -64,9 +69,8 @@ def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[Catal
     """Entries of a catalog in YAML, in file order. Raises ConfigError naming the alias and the key."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C parser where PyYAML was built with it
     try:
-        raw = yaml.load(text, loader)
+        raw = yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"{file} is not valid YAML: {show(str(error))}") from error
     if own and raw is None:
@@ -74,6 +78,13 @@ def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[Catal
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} holds no aliases")
     return tuple(_entry(alias, values, file, own) for alias, values in raw.items())
+
+
+def _loader() -> type:
+    """The C parser where PyYAML was built with it."""
+    import yaml
+
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
@@ -159,7 +170,7 @@ def check_alias(name: str) -> None:
 def write_alias(env: Mapping[str, str], entry: CatalogEntry) -> None:
     """Add an alias of the person's, or change it."""
     check_alias(entry.alias)
-    _change(env, lambda known: [*(each for each in known if each.alias != entry.alias), entry])
+    _change(env, entry.alias, entry)
 
 
 def remove_alias(env: Mapping[str, str], name: str) -> None:
@@ -168,20 +179,71 @@ def remove_alias(env: Mapping[str, str], name: str) -> None:
         comes = any(entry.alias == name for entry in packaged())
         raise ModelNotFound(f"{show(name)} is {'an alias that comes with effllm' if comes else 'no alias of yours'}",
                             "effllm alias lists yours")
-    _change(env, lambda known: [entry for entry in known if entry.alias != name])
+    _change(env, name, None)
 
 
-def _change(env: Mapping[str, str], how: Callable[[Sequence[CatalogEntry]], list[CatalogEntry]]) -> None:
-    """Write the person's aliases as `how` makes them of those that are there, which other processes change as well."""
-    import yaml
-
+def _change(env: Mapping[str, str], name: str, entry: CatalogEntry | None) -> None:
+    """Write the person's file with `entry` for what `name` means, or without that name. Other processes change it as well. Where it is a
+    link, into a folder of dotfiles for instance, the file that it shows is written: the link is the person's own."""
     path = own_file(env)
-    head = "# Aliases made by `effllm alias`; the keys are those of effllm's own models.yaml.\n"
+    place = Path(os.path.realpath(path))
     try:
         with storage.changing(path):
-            values = {entry.alias: entry.to_yaml() for entry in how(own_aliases(env))}
-            text = head + (yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else "")
-            parse_catalog(text, str(path), own=True)
-            storage.write_aside(path, text)
+            storage.write_aside(place, _edited(_read_exactly(path), path, name, entry))
     except OSError as error:
-        raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {typed(path.parent)}") from error
+        raise not_written(error, f"{path} cannot be written", f"check its folder: ls -ld {typed(place.parent)}") from error
+
+
+def _read_exactly(path: Path) -> str:
+    """Raises ConfigError for what cannot be written back as it was."""
+    try:
+        content = read_whole(path, JSON_NBYTES)
+        return content.decode()
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path} is not in UTF-8 in line {line}, and would not be written back as it is", "save it as UTF-8") from error
+
+
+def _edited(text: str, path: Path, name: str, entry: CatalogEntry | None) -> str:
+    """The file with the lines of one name written anew, so that comments and the order of the others stay. Raises ConfigError where names
+    are not written one below the other, as that takes, and comments would be lost."""
+    wanted = {each.alias: each for each in parse_catalog(text, str(path), own=True) if each.alias != name}
+    wanted |= {name: entry} if entry else {}
+    edited = _with_lines(text if text.strip() else HEAD, name, _dumped([entry]) if entry else "")
+    with suppress(ConfigError):
+        if {each.alias: each for each in parse_catalog(edited, str(path), own=True)} == wanted:
+            return edited
+    if "#" in text:
+        raise ConfigError(f"{path} is not written one name below the other, and its comments would be lost", f"change {show(name)} by hand")
+    edited = HEAD + _dumped(wanted.values())
+    parse_catalog(edited, str(path), own=True)
+    return edited
+
+
+def _dumped(entries: Iterable[CatalogEntry]) -> str:
+    import yaml
+
+    values = {entry.alias: entry.to_yaml() for entry in entries}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True) if values else ""
+
+
+def _with_lines(text: str, name: str, block: str) -> str:
+    """`text` with `block` for the lines of a name, after the last line where it has none. Comments between two names are the second's."""
+    import yaml
+
+    root, lines, out, done = yaml.compose(text, _loader()), text.splitlines(keepends=True), [], 0
+    keys = [key for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+    ends = [*(key.start_mark.line for key in keys[1:]), len(lines)]
+    for key, end in zip(keys, ends, strict=False):
+        if key.value == name:
+            begin = key.start_mark.line
+            while end > begin + 1 and (lines[end - 1].startswith("#") or not lines[end - 1].strip()):
+                end -= 1
+            out += [*lines[done:begin], block]
+            block, done = "", end
+    out += lines[done:]
+    if block and out and not out[-1].endswith("\n"):
+        out.append("\n")
+    return "".join([*out, block])

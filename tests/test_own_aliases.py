@@ -12,7 +12,6 @@ from effllm.runtime import aliases
 from effllm.runtime.aliases import own_file
 from effllm.runtime.catalog import resolve
 
-
 # -- names for what comes with effllm ----------------------------------------------------------------------------------------------
 
 
@@ -49,3 +48,92 @@ def test_what_does_not_come_with_effllm_any_more_is_said(person: Person) -> None
 def test_a_name_for_what_comes_with_effllm_can_go_and_the_model_cannot(person: Person) -> None:
     assert person.types("alias", "story", "fable").code == 0
     assert "effllm alias --rm story" in person.types("rm", "story", "-y").refused(2) and FABLE.is_dir()
+
+
+# -- a file that a person writes too -----------------------------------------------------------------------------------------------
+
+ENTRY = "licence: MIT\n  gated: false\n  params: 1M\n  size_gb: 1\n  default_bits: 4\n"
+BY_HAND = f"""# names of mine, in an order of mine
+
+# for work
+work:  # ask Ada
+  repo: org/work  # the public one
+  {ENTRY}
+# for the train
+tiny: {{repo: org/tiny, licence: MIT, gated: false, params: 1M, size_gb: 1, default_bits: 4}}
+
+last:
+  repo: org/last
+  {ENTRY}# end"""
+
+
+@pytest.fixture
+def by_hand(person: Person) -> Path:
+    path = own_file(person.env)
+    path.parent.mkdir(parents=True)
+    path.write_text(BY_HAND)
+    return path
+
+
+def test_what_a_person_wrote_between_the_names_stays(person: Person, by_hand: Path) -> None:
+    assert person.types("alias", "story", "fable").code == 0
+    added = by_hand.read_text()
+    assert added.startswith(BY_HAND + "\nstory:\n  packaged: fable\n")
+    assert person.types("alias", "tiny", "llama3").code == 0
+    changed = by_hand.read_text()
+    before, after = BY_HAND.split("tiny: {")
+    assert changed.startswith(before + "tiny:\n  repo: meta-llama/") and after.split("}", 1)[1] + "\nstory:" in changed
+    assert person.types("alias", "--rm", "story").code == 0 and person.types("alias", "--rm", "tiny").code == 0
+    assert by_hand.read_text() == before + after.split("}\n", 1)[1] + "\n"
+    for name in ("work", "last"):
+        assert person.types("alias", "--rm", name).code == 0
+    assert by_hand.read_text() == "# names of mine, in an order of mine\n\n# for work\n\n# for the train\n\n# end\n"
+    assert person.types("alias", "--json").json["aliases"] == {}
+
+
+def test_a_new_file_says_who_writes_what(person: Person) -> None:
+    for name in ("one", "two", "one"):
+        assert person.types("alias", name, "fable").code == 0
+    text = own_file(person.env).read_text()
+    assert text.startswith("# Aliases made by `effllm alias`, which writes the lines of the name") and text.count("Aliases made") == 1
+    assert list(person.types("alias", "--json").json["aliases"]) == ["one", "two"]
+
+
+@pytest.mark.parametrize("comment", ["", "# mine\n"])
+def test_names_in_braces_are_written_anew_if_nothing_is_lost(person: Person, by_hand: Path, comment: str) -> None:
+    entry = "{repo: org/work, licence: MIT, gated: false, params: 1M, size_gb: 1, default_bits: 4}"
+    text = f"{comment}{{work: {entry}, other: {entry}}}\n"
+    by_hand.write_text(text)
+    if comment:
+        assert "its comments would be lost" in person.types("alias", "--rm", "work").refused(1) and by_hand.read_text() == text
+    else:
+        assert person.types("alias", "--rm", "work").code == 0
+        assert list(person.types("alias", "--json").json["aliases"]) == ["other"]
+
+
+def test_a_name_that_others_are_made_of_is_not_taken_from_under_them(person: Person, by_hand: Path) -> None:
+    text = BY_HAND.replace("tiny: {", "tiny: &same {") + "\nagain: *same\n"
+    by_hand.write_text(text)
+    assert "by hand" in person.types("alias", "--rm", "tiny").refused(1) and by_hand.read_text() == text
+    assert person.types("alias", "--rm", "again").code == 0
+
+
+def test_a_link_into_a_folder_of_dotfiles_stays_a_link(person: Person, by_hand: Path) -> None:
+    dotfiles = person.home / "dotfiles"
+    dotfiles.mkdir()
+    by_hand.rename(dotfiles / "aliases")
+    by_hand.symlink_to(dotfiles / "aliases")
+    assert person.types("alias", "story", "fable").code == 0 and person.types("alias", "--rm", "work").code == 0
+    assert by_hand.is_symlink() and "story" in (dotfiles / "aliases").read_text() and "org/work" not in (dotfiles / "aliases").read_text()
+    (dotfiles / "aliases").unlink()
+    assert person.types("alias", "story", "fable").code == 0 and by_hand.is_symlink() and (dotfiles / "aliases").is_file()
+    assert [each.name for each in dotfiles.iterdir()] == ["aliases"]
+
+
+def test_bytes_that_are_not_utf_8_are_not_written_back_as_something_else(person: Person, by_hand: Path) -> None:
+    content = BY_HAND.encode().replace(b"Ada", b"Ren\xe9")
+    by_hand.write_bytes(content)
+    for words in (("story", "fable"), ("--rm", "work")):
+        assert f"{by_hand} is not in UTF-8 in line 4" in person.types("alias", *words).refused(1)
+        assert by_hand.read_bytes() == content
+    assert person.types("list").code == 0, "it is read as before"
