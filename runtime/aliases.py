@@ -138,7 +138,7 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", f"check its permissions: ls -l {path}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", f"check its permissions: ls -l {typed(path)}") from error
     return parse_catalog(text, str(path), own=True)
 
 
