@@ -117,7 +117,7 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["run", "fable", "hi", "-n", "-2"], 2, "-n -2"),
     (["run", "fable", "hi", "-c", "0"], 2, "0"),
     (["run", "fable", "hi", "-c", "4096"], 2, "2048"),
-    (["run", "fable", "hi", "-c", "4k"], 2, "-c 4096 is more than the 2048"),
+    (["run", "fable", "hi", "-c", "4k"], 2, "a context of 4096 is more than the 2048"),
     (["plan", "fable", "-c", "16kk"], 2, "'16kk' is not a number of tokens, as 4096 or 16k"),
     (["run", "fable", "hi", "--top-p", "2"], 2, "top_p"),
     (["run", "fable", "hi", "--stop", ""], 2, "stop string"),

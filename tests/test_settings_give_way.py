@@ -152,7 +152,7 @@ def test_settings_that_a_model_cannot_have_are_left_with_a_notice(place: Path, m
     settings(place, 'ctx-size = 4096\npredict-neurons = true\nload = "mmap"\n')
     ran = Ran("plan", "fable", "--no-probe", "--json")
     assert ran.code == 0 and json.loads(ran.out)["ctx"] == 2048, ran.err
-    assert "-c 4096 is more than the 2048 positions" in ran.err and "left out" in ran.err and "--predict-neurons" in ran.err
+    assert "a context of 4096 is more than the 2048 positions" in ran.err and "left out" in ran.err and "--predict-neurons" in ran.err
     settings(place, "")
     assert Ran("plan", "fable", "--no-probe", "-c", "4096").code == 2
     assert Ran("plan", "fable", "--no-probe", "--predict-neurons").code == 2
