@@ -26,6 +26,7 @@ from .shards import PAD, PlannedFile
 from .size import format_size
 
 JOURNAL = "journal"
+FIRST_LINE_NBYTES = 1 << 16  # at most, of a journal: a file of that name may be a person's, of any size
 COPY_NBYTES = 4 << 20
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
@@ -236,8 +237,12 @@ def is_being_written(partial: Path) -> bool:
 def is_journal(path: Path) -> bool:
     """Whether a file is what a kill between a folder's name and its end leaves in it."""
     try:
-        return path.name == JOURNAL and path.is_file() and _read_journal(path)[0] is not None
-    except OSError:
+        if path.name != JOURNAL or not path.is_file():
+            return False
+        with path.open("rb") as file:
+            first = json.loads(file.readline(FIRST_LINE_NBYTES))
+        return isinstance(first, dict) and "fingerprint" in first
+    except (OSError, ValueError, RecursionError):
         return False
 
 
