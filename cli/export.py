@@ -9,7 +9,7 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .loading import find, follow, last
+from .loading import find, follow, last, resumable
 from .options import OUTPUT, Json, Model
 from .screen import Screen
 
@@ -45,7 +45,8 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
         raise UsageError("--force replaces a GGUF file, not a folder", "give another folder with -o")
     ref = find(model, screen)
     if format == "compressed-tensors":
-        folder = last(follow(export_compressed(ref.folder, Path(out), (type or "INT4").upper()), screen, CompressedFolder))
+        with resumable(screen):
+            folder = last(follow(export_compressed(ref.folder, Path(out), (type or "INT4").upper()), screen, CompressedFolder))
         if json:
             screen.json(folder.to_json())
         else:

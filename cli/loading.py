@@ -232,6 +232,16 @@ def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Ite
     screen.clear()
 
 
+@contextmanager
+def resumable(screen: Screen) -> Iterator[None]:
+    """Ctrl-C keeps what is done, and says so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        screen.note("stopped; what is done is kept, the same command goes on from here")
+        raise
+
+
 def last(items: Iterable[Result]) -> Result:
     *_, result = items
     return result

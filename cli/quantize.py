@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +11,7 @@ import typer
 from .. import EffllmError, UsageError, typed
 from .eval import WINDOW, named, read_text
 from .flags import add_command, flag
-from .loading import find, follow, last, open_with_progress
+from .loading import find, follow, last, open_with_progress, resumable
 from .options import COMPUTE, OUTPUT, Json, Model
 from .screen import Screen
 
@@ -183,16 +182,6 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
         screen.note(f"no profile for --kv: {error.message}")
     except KeyboardInterrupt:
         screen.note(f"the model is whole; effllm eval kv-profile {typed(folder)} records the profile for --kv")
-        raise
-
-
-@contextmanager
-def resumable(screen: Screen) -> Iterator[None]:
-    """Ctrl-C keeps what is done, and says so."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        screen.note("stopped; what is done is kept, the same command goes on from here")
         raise
 
 

@@ -66,7 +66,8 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
             # The same thing once, under the shorter name.
             named.append(replace(known, name=entry.alias, licence=known.licence or entry.licence))
         elif entry.path:
-            named.append(_local(entry.alias, entry_folder(entry), "folder" if entry.own else "effllm", entry.licence))
+            source = "folder" if entry.own and not entry.packaged else "effllm"
+            named.append(_local(entry.alias, entry_folder(entry), source, entry.licence))
     return [model for model in (*named, *others.values()) if model is not None]
 
 

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from effllm import UsageError
 from effllm.cli.app import main
 from effllm.offload.checkpoint import TensorStore
+from effllm.offload.writer import JOURNAL, partial_folder
 from effllm.quant.imports.compressed_tensors import pack_words, quantize_groups, unpack_words
 from effllm.quant.weight import to_f32
 from effllm.runtime.compressed import CompressedFolder, export_compressed
@@ -105,6 +109,23 @@ def test_an_export_goes_on_and_never_over_another_source(tmp_path: Path) -> None
     *_, fresh = export_compressed(source, tmp_path / "fresh", "INT4")
     made = (fresh.folder / "model.safetensors").read_bytes()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == made != (tmp_path / "same" / "model.safetensors").read_bytes()
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    """The signal comes when the journal shows that something is done; a run that was faster than that has nothing to go on with."""
+    words = ["export", str(FABLE), "--format", "compressed-tensors", "-o", str(out := tmp_path / "out")]
+    with subprocess.Popen([sys.executable, "-P", "-m", "effllm", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as running:  # ignored in a background job
+        journal = partial_folder(out) / JOURNAL
+        while running.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") > 3):
+            time.sleep(0.001)
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=60)[1]
+    assert running.returncode in (0, 130)
+    if running.returncode == 130:
+        assert "the same command goes on" in said and "Traceback" not in said and not out.exists()
+        assert main(words) == 0
+    assert (out / "model.safetensors").exists() and not partial_folder(out).exists()
 
 
 def test_the_command_and_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,8 @@ def test_a_name_for_what_comes_with_effllm_is_kept_by_its_alias(person: Person, 
     """Its path would lead nowhere after the next installation, which here is a folder of another name."""
     assert "story is fable" in person.types("alias", "story", "fable").err
     assert person.types("alias", "tale", "story").code == 0, "a name of a name stands for the same"
+    rows = {row["name"]: row for row in person.types("list", "--json").json["models"]}
+    assert rows["story"]["source"] == rows["tale"]["source"] == "effllm"
     assert str(FABLE.parent) not in own_file(person.env).read_text()
     assert [each["packaged"] for each in person.types("alias", "--json").json["aliases"].values()] == ["fable", "fable"]
     (tmp_path / "next" / "models").mkdir(parents=True)
