@@ -81,18 +81,18 @@ def build(only: str | None = None) -> typer.Typer:
 
 
 def say_unknown_variables(command: Any, environment: Environment) -> None:
-    """A misspelled variable does nothing: better said than wondered about, by the commands that take settings. The flags of all the
-    others are built only for a name that this one does not know."""
-    given = {name for name in environment.variables if name.startswith("EFFLLM_")} - variables_of(command)
-    if not given or "_EFFLLM_COMPLETE" in environment.variables or not takes_settings(command):
+    """A misspelled variable does nothing: better said than wondered about, by the commands that take settings."""
+    from .variables import VARIABLES
+
+    unknown = {name for name in environment.variables if name.startswith("EFFLLM_")} - VARIABLES
+    if not unknown or "_EFFLLM_COMPLETE" in environment.variables or not takes_settings(command):
         return
-    known = variables_of(typer.main.get_command(build()))
-    for name in sorted(given - known):
+    for name in sorted(unknown):
         from difflib import get_close_matches
 
         from .screen import Screen
 
-        close = get_close_matches(name, known, 1)
+        close = get_close_matches(name, VARIABLES, 1)
         Screen(environment).note(f"{name} is the variable of no flag{f', did you mean {close[0]}?' if close else ''}")
 
 
@@ -100,12 +100,6 @@ def takes_settings(command: Any) -> bool:
     """Whether a command or one beneath it has flags that files of settings may hold, or lists them."""
     beneath = getattr(command, "commands", {})
     return bool(getattr(command, "grouped", ())) or "config" in beneath or any(map(takes_settings, beneath.values()))
-
-
-def variables_of(command: Any) -> set[str]:
-    """Of all flags of a command and of those beneath it."""
-    own = {parameter.envvar for parameter in command.params if parameter.envvar}
-    return own.union(*map(variables_of, getattr(command, "commands", {}).values()))
 
 
 def program(argv: Sequence[str], environment: Environment) -> int:

@@ -1,13 +1,14 @@
 """Help pages against a golden file, and the flags behind them: names, variables, defaults, lean start-up.
 
-After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.txt and docs/commands.md again; the difference is then
-read in review.
+After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.txt, docs/commands.md and cli/variables.py again; the
+difference is then read in review.
 """
 
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,11 @@ import typer
 from effllm.cli.app import build
 from effllm.cli.flags import flags_of
 from effllm.cli.options import AnswerFlags, EngineFlags, SamplingFlags
+from effllm.cli.variables import VARIABLES
 
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
 REFERENCE = Path(__file__).parent.parent / "docs" / "commands.md"
+TABLE = Path(__file__).parent.parent / "cli" / "variables.py"
 WIDTH = 100
 MINUTE = 60
 # What a flag feeds -> what its help calls the default, where that is not the value of the dataclass in words.
@@ -71,6 +74,28 @@ def reference(pages: str) -> str:
 
 def test_the_reference_has_the_same_pages() -> None:
     assert REFERENCE.read_text(encoding="utf-8") == reference(GOLDEN.read_text(encoding="utf-8")), "python tests/test_cli_help.py"
+
+
+def variables() -> list[str]:
+    return sorted({parameter.envvar for _, command in commands() for parameter in command.params if parameter.envvar})
+
+
+def table(names: list[str]) -> str:
+    """The module that lists the variables of all flags, so that nobody who sets one waits for the flags of every command."""
+    lines = textwrap.wrap(" ".join(names), 120)
+    return '''"""The variables of all flags of all commands, as `python tests/test_cli_help.py` writes them.
+
+A command knows its own alone, and to build the flags of the others would be a tenth of a second for everyone who has set one of theirs.
+"""
+
+VARIABLES = frozenset("""
+''' + "\n".join(lines) + '''
+""".split())
+'''
+
+
+def test_the_table_of_variables_is_that_of_the_flags() -> None:
+    assert sorted(VARIABLES) == variables() and len(VARIABLES) > 60, "python tests/test_cli_help.py"
 
 
 def test_every_flag_has_its_variable_and_a_description() -> None:
@@ -149,3 +174,4 @@ if __name__ == "__main__":
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(all_pages(), encoding="utf-8")
     REFERENCE.write_text(reference(GOLDEN.read_text(encoding="utf-8")), encoding="utf-8")
+    TABLE.write_text(table(variables()), encoding="utf-8")
