@@ -23,7 +23,7 @@ from ..offload.writer import FolderWriter
 from ..quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from . import families
-from .config import ModelConfig, read_config, text_alone
+from .config import GENERATOR, ModelConfig, read_config, text_alone
 from .container import DTYPES, read_container
 from .convert import check_target, copied
 from .events import Notice, Progress
@@ -38,6 +38,7 @@ TABLES = ("embed", "positions")  # rows are looked up: no linear, which readers 
 HEAD = "lm_head"  # a linear of readers also where it is the embedding
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
+SPELLED = {"gemma3_text": "Gemma3", "opt": "OPT", "smollm3": "SmolLM3"}  # families that readers do not call by the words of their name
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 
 
@@ -92,12 +93,18 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                 yield Progress("exporting", done, total, "bytes", item.name)
             store.check_unchanged()
             described = {key: value for key, value in text_alone(raw).items() if key not in LEFT_OUT}
+            described["architectures"] = described.get("architectures") or [reader(config.family)]
             described["quantization_config"] = quantization_config(bits, _ignored(items))
             files = {name: path for name, path in copied(source).items() if name != MARKER}
             check_target(out, False)  # it may have been filled meanwhile
             writer.commit(files, {**texts, MARKER: json.dumps(described, indent=1) + "\n"})
     quantized = sum(item.bits > 0 for item in items)
     yield CompressedFolder(out, file.size, quantized, len(items) - quantized)
+
+
+def reader(family: str) -> str:
+    """The class by which transformers and vLLM read a family, for sources that do not say it, such as GGUF files."""
+    return (SPELLED.get(family) or "".join(map(str.capitalize, family.split("_")))) + GENERATOR
 
 
 @dataclass(frozen=True)

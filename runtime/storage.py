@@ -14,9 +14,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_IMODE
 
 from .. import not_written, typed
 from . import hub
@@ -210,8 +211,10 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def write_aside(path: Path, text: str) -> None:
-    """A small file that is either old or new."""
+    """A small file that is either old or new, and opens to whom the old one did."""
     with whole(path) as file:
+        with suppress(FileNotFoundError):
+            os.fchmod(file.fileno(), S_IMODE(path.stat().st_mode))
         file.write(text.encode())
 
 

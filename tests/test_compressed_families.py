@@ -12,15 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.imports.compressed_tensors import quantize_groups
-from effllm.runtime.compressed import export_compressed
+from effllm.runtime.compressed import export_compressed, reader
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
+from effllm.runtime.families import FAMILIES
+from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.source import open_store
+from effllm.runtime.source import folder_files, open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import TWO_ROPES, Case, written
-from gguf_samples import weights
+from gguf_samples import FABLE, weights
 
 IDS = [0, 1, 17, 200, 2, 40]
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "initializer_range": 0.08}
@@ -158,3 +160,14 @@ def test_the_text_part_of_a_model_that_takes_images_is_a_model_of_its_own(folder
     written(CASES["gemma3_text"], tmp_path / "text")
     with TensorStore.open(tmp_path / "text") as store:
         assert set.union(*names(out)) == set(store.tensors), "the names of a text model"
+
+
+def test_a_folder_names_the_class_that_reads_it_though_its_source_does_not(tmp_path: Path) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert {family: reader(family) for family in FAMILIES if family != "gpt_oss"} == {
+        family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES if family != "gpt_oss"}
+    *_, made = export_gguf(FABLE, tmp_path / "m.gguf", "F16", "a name")
+    assert "architectures" not in json.loads(folder_files(made.path)["config.json"])
+    list(export_compressed(made.path, tmp_path / "out", "INT4"))
+    assert config(tmp_path / "out")["architectures"] == ["LlamaForCausalLM"]

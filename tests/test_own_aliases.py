@@ -125,7 +125,9 @@ def test_a_link_into_a_folder_of_dotfiles_stays_a_link(person: Person, by_hand: 
     dotfiles.mkdir()
     by_hand.rename(dotfiles / "aliases")
     by_hand.symlink_to(dotfiles / "aliases")
+    (dotfiles / "aliases").chmod(0o600)
     assert person.types("alias", "story", "fable").code == 0 and person.types("alias", "--rm", "work").code == 0
+    assert (dotfiles / "aliases").stat().st_mode & 0o777 == 0o600
     assert by_hand.is_symlink() and "story" in (dotfiles / "aliases").read_text() and "org/work" not in (dotfiles / "aliases").read_text()
     (dotfiles / "aliases").unlink()
     assert person.types("alias", "story", "fable").code == 0 and by_hand.is_symlink() and (dotfiles / "aliases").is_file()
