@@ -41,9 +41,9 @@ END_OF_TURN = (
     "<｜end▁of▁sentence｜>",
     "<|eos|>",
     "<eos>",
-    "</s>",
     "<EOT>",
 )
+END_TAG = "</s>"  # one of them in many vocabularies, in others a word of HTML
 HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a message and the turn goes on
 THINK_TAGS = ("<think>", "</think>")
 
@@ -110,9 +110,10 @@ class Tokenizer:
         """Tokens that end the model's turn, from every place that states one, and the known end-of-turn tokens among the added ones."""
         added = self._added
         names = [n for n in END_OF_TURN if n in added and self._ends_turn(n)]
-        named = {added[n] for n in names}
         eos = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
-        return frozenset(named.union(self._eos_ids, () if eos is None else (eos,)))
+        ends = {added[n] for n in names}.union(self._eos_ids, () if eos is None else (eos,))
+        tag = added.get(END_TAG)
+        return frozenset(ends if tag is None or ends and not self._backend.get_added_tokens_decoder()[tag].special else {*ends, tag})
 
     def _ends_turn(self, name: str) -> bool:
         return name != "<|end|>" or not self.channels

@@ -69,6 +69,26 @@ def test_scores_bytes_and_added_tokens() -> None:
     assert plain.encode("ab").ids == [7]
 
 
+@pytest.mark.parametrize("said", [{"general.architecture": "phi3"}, {"general.name": "Phi-3 mini"}, {"general.architecture": "llama"}])
+def test_marks_of_phi_3_swallow_the_white_space_behind_them(said: dict[str, str]) -> None:
+    made = backend(read_vocabulary(GgufHeader(Path("m.gguf"), header(**LLAMA).metadata | said, {})))
+    phi = "llama" not in said.values()
+    assert made.encode("<go>  ab").ids == ([9, 8] if phi else [9, 4, 4, 8])
+    assert made.encode("<s> ab").ids == [1, 4, 8]
+
+
+def test_the_unknown_token_is_one_where_it_is_written() -> None:
+    assert backend(read_vocabulary(header(**LLAMA))).encode("ab<unk>ab").ids == [8, 0, 8]
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(NORMAL, [2]), (USER, [2]), (CONTROL, [2, 9])])
+def test_a_tag_of_html_ends_no_answer_where_another_token_does(kind: int, ends: list[int]) -> None:
+    """Gemma's vocabulary has </s> as a word."""
+    tokens = [*LLAMA["tokens"][:2], "<eos>", *LLAMA["tokens"][3:9], "</s>"]
+    read = read_vocabulary(header(**LLAMA | {"tokens": tokens, "token_type": np.array([*LLAMA["token_type"][:9], kind])}))
+    assert sorted(Tokenizer(backend(read), read.special_tokens, False, 1, 10, [], None, Path("m.gguf")).stop_ids) == ends
+
+
 def test_the_best_score_is_merged_first() -> None:
     tokens, scores = ["a", "b", "c", "ab", "bc"], np.array([0, 0, 0, -2, -1], np.float32)
     made = backend(read_vocabulary(header(model="llama", tokens=tokens, scores=scores, add_space_prefix=False)))

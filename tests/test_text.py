@@ -314,6 +314,14 @@ def test_stop_ids_from_the_vocabulary_and_the_tokenizer_config(tmp_path):
     assert tokenizer.stop_ids == {backend.token_to_id(t) for t in ("<|stop-here|>", "<|eot_id|>", "<|im_end|>")}
 
 
+@pytest.mark.parametrize("eos", [None, "<|stop-here|>"])
+def test_a_tag_of_html_that_is_no_special_token_ends_a_turn_only_where_nothing_else_does(eos, tmp_path):
+    backend = byte_level(special("<|stop-here|>"), AddedToken("</s>", special=False, normalized=False))
+    more = {} if eos is None else {"eos_token": eos}
+    tokenizer = Tokenizer.load(save(tmp_path, backend, **more), replace(CONFIG, eos_token_ids=()))
+    assert tokenizer.stop_ids == {backend.token_to_id(eos or "</s>")}
+
+
 def test_end_closes_only_a_channel_where_there_are_channels(tmp_path):
     names = ["<|channel|>", "<|return|>", "<|call|>", "<|end|>"]
     backend = byte_level(*map(special, names))

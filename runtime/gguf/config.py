@@ -200,7 +200,8 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
             damaged(header.path, f"states {name}.{under}{key} {shown_value(value)}, expected one value")
         return value
 
-    kind, old = stated("type", "none"), stated("scale_linear", under="rope.")
+    kind = stated("type", "linear")  # what llama.cpp takes for granted, with the factor under its older name where the newer is absent
+    factor = stated("factor", stated("scale_linear", under="rope."))
     original = stated("original_context_length", positions)
     if (LONG in factors) != (SHORT in factors):
         damaged(header.path, f"holds {LONG if LONG in factors else SHORT} alone, expected {LONG} and {SHORT}")
@@ -216,10 +217,10 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
         divisors = _list(factors[FACTORS])
         return {"rope_scaling": {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "factor": 1.0,
                                  "attention_factor": 1.0, "original_max_position_embeddings": positions}}
-    if kind == "none":
-        return {"rope_scaling": {"rope_type": "linear", "factor": old}} if old not in (None, 0.0, 1.0) else {}
+    if kind == "none" or kind == "linear" and factor in (None, 0.0, 1.0):
+        return {}
     if kind == "linear":
-        return {"rope_scaling": {"rope_type": "linear", "factor": stated("factor")}}
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind == "yarn":
         return {"rope_scaling": yarn.section(header.path, f"{name}.{SCALING}", data, positions)[0]}
     raise CheckpointError(f"{header.path} states {name}.rope.scaling.type {shown_value(kind)}, which is not supported",

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import shown
 from ..template import ChatTemplate
-from ..text import END_OF_TURN, TokenizerError
+from ..text import END_OF_TURN, END_TAG, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
 from .splits import CUTTERS, pre_tokenizer
 from .store import read_header
@@ -29,6 +29,8 @@ ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 ENDS = ("eos", "eot", "eom")
 # Control tokens also where a file has them for words, as some do: templates write them, and they end a turn.
 MARKS = frozenset(END_OF_TURN)
+# The marks of Phi 3 swallow the blanks and line ends that follow them, which a file does not say; these do not.
+PHI_KEEPS = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 OTHER_FILE = "give a file that holds the model's tokenizer, or the folder of the original checkpoint"
 MOST_PIECE = 256  # characters of a token that could be merged: a cut at every place is looked up
 MOST_CUTS = 1 << 22  # of all tokens; a vocabulary of 256,000 has a fifth of it
@@ -36,7 +38,8 @@ MOST_CUTS = 1 << 22  # of all tokens; a vocabulary of 256,000 has a fifth of it
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens` by id with their `kinds`; `scores` of a SentencePiece one, `merges` of a byte-level one. `ids` of special roles."""
+    """`tokens` by id with their `kinds`; `scores` of a SentencePiece one, `merges` of a byte-level one. `ids` of special roles. `swallows`:
+    white space behind a mark is no part of the text."""
 
     path: Path
     model: str
@@ -49,6 +52,7 @@ class Vocabulary:
     add_bos: bool
     space_prefix: bool
     template: str | None
+    swallows: bool = False
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -96,8 +100,9 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     template = data.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise fail("tokenizer.chat_template", "a text")
+    swallows = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in str(data.get("general.name")).lower())
     return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
-                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template)
+                      data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows)
 
 
 def backend(vocabulary: Vocabulary) -> Tokenizer:
@@ -105,9 +110,11 @@ def backend(vocabulary: Vocabulary) -> Tokenizer:
     try:
         made = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentence_piece(vocabulary)
         tokens, kinds = vocabulary.tokens, np.array(vocabulary.kinds)
-        kinds[[i for i, token in enumerate(tokens) if token in MARKS and kinds[i] == NORMAL]] = CONTROL
-        for special, kind in ((True, CONTROL), (False, USER)):
-            found = [AddedToken(tokens[i], special=special, normalized=False) for i in np.flatnonzero(kinds == kind) if tokens[i]]
+        marks = MARKS | ({END_TAG} if END_TAG in vocabulary.special_tokens.values() else set())
+        kinds[[i for i, token in enumerate(tokens) if token in marks and kinds[i] == NORMAL]] = CONTROL
+        for special, some in ((True, (CONTROL, UNKNOWN)), (False, (USER,))):
+            found = [AddedToken(tokens[i], special=special, normalized=False, rstrip=vocabulary.swallows and tokens[i] not in PHI_KEEPS)
+                     for i in np.flatnonzero(np.isin(kinds, some)) if tokens[i]]
             (made.add_special_tokens if special else made.add_tokens)(found)
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{vocabulary.path} holds a tokenizer that cannot be built: {shown(str(error))}", OTHER_FILE) from None
