@@ -90,7 +90,11 @@ def written_in_editor(text: str, variables: Mapping[str, str], shown_on: TextIO)
         code = run_editor([*words, str(path)], shown_on)
         if code:
             raise EffllmError(f"{words[0]} ended with code {code}: nothing was sent", "/edit begins again")
-        return read_text(path).strip("\n")
+        try:
+            return read_text(path).strip("\n")
+        except UsageError as error:  # it names a file that is gone by then
+            what = error.message.removeprefix(str(path)).strip()
+            raise UsageError(f"the message {what}: nothing was sent", "/edit begins again") from None
 
 
 def run_editor(command: list[str], shown_on: TextIO) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from .. import EffllmError
+from .. import ContextOverflow, EffllmError
 from . import slash
 from .answer import say_cost, say_ending, show_answer
 from .attachment import Attachment, with_attachments
@@ -34,6 +34,8 @@ def next_step(error: EffllmError) -> str:
     """What a hint says in a chat, which goes on."""
     from ..runtime.engine import PagesLost
 
+    if isinstance(error, ContextOverflow):
+        return f"/undo or /clear makes room here; or leave, and for another chat: {error.hint}"
     return READ_AGAIN if isinstance(error, PagesLost) else error.hint
 
 
@@ -109,7 +111,7 @@ class Conversation:
         return self._last is not None and self._last.finish_reason == "stop"
 
     def _take(self, line: str) -> None:
-        if line.startswith("/"):
+        if line.startswith("/") and not self._editor.quoted:
             slash.run(self, line.strip())
         elif line.strip():
             self.send(line)

@@ -36,6 +36,7 @@ class Editor:
         self._history = History(history)
         self._told = False
         self.left = ""
+        self.quoted = False  # the line that was read last: such a one is a message, however it begins
         self._shown: list[str] = []
         self._session: PromptSession[str] = PromptSession(
             multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,
@@ -55,6 +56,7 @@ class Editor:
             if self._history.trouble and not self._told:
                 self._told = True
                 self._remark(self._history.trouble)
+        self.quoted = is_quoted(text)
         return unquoted(text)
 
     def _below(self) -> StyleAndTextTuples:
@@ -107,11 +109,12 @@ def is_open(text: str) -> bool:
     return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
 
 
+def is_quoted(text: str) -> bool:
+    return text.strip().startswith(QUOTES) and not is_open(text)
+
+
 def unquoted(text: str) -> str:
-    inside = text.strip()
-    if inside.startswith(QUOTES) and not is_open(text):
-        return inside[len(QUOTES) : -len(QUOTES)].strip("\n")
-    return text
+    return text.strip()[len(QUOTES) : -len(QUOTES)].strip("\n") if is_quoted(text) else text
 
 
 class Words(Completer):

@@ -31,7 +31,8 @@ class Keeper:
         self.sessions = SavedSessions(self.store, ref.text, parse_size(flags.session_disk or DISK))
         self._keeps = self.name is not None
         self._saved: tuple[object, ...] = ()
-        self._there: tuple[int, int] | None = None  # the session's file, as this process knows it
+        # Of each session that was saved or taken up here: its file and what was said in it, as this process knows them.
+        self._there: dict[str, tuple[tuple[int, int] | None, list[object]]] = {}
         self.others: set[str] = set()  # names that another process saved meanwhile
         if self.name is not None:
             check_name(self.name)
@@ -47,12 +48,14 @@ class Keeper:
             session.system = session.system if given is None else given
         else:
             self.screen.note(f"session {self.name} is new")
-            self._know(session)
+            self._saved = state(session)
+            self._know(session, self.name)
         self.sessions.lend_to(session.engine)
 
     def load(self, session: Session, name: str, settings: bool = True) -> None:
         for _ in follow(self.sessions.load(session, name, settings), self.screen, type(None)):
             continue
+        self._saved = state(session)
         self._know(session, name)
 
     def save(self, session: Session, name: str) -> SavedSession:
@@ -63,36 +66,36 @@ class Keeper:
         if self.name is None:
             self.go_on_as(name)
         if name == self.name:
-            self._know(session)
+            self._saved = state(session)
+        self._know(session, name)
         return saved
 
-    def keep(self, session: Session) -> None:
+    def keep(self, session: Session, taken_back: bool = False) -> None:
         """Save under the name that was given, where something was said or set since. A conversation that was emptied does not empty what is
-        kept."""
+        kept, unless all of it was taken back."""
         if self.name is None or state(session) == self._saved:
             return
-        if session.messages or (session.system and not self.store.has(self.name)):
+        if session.messages or taken_back or (session.system and not self.store.has(self.name)):
             with self.sessions.deciding():
-                if self._is_anothers(self.name):
+                if self.is_anothers(self.name):
                     self._make_way()
                 self.save(session, self.name)
 
-    def _is_anothers(self, name: str) -> bool:
+    def is_anothers(self, name: str) -> bool:
         """Has another process saved another conversation there since? Its cache may be gone from a session that is the same."""
         from ..runtime.conversation_file import parse_conversation
 
-        if self.store.version(name) in (None, self._there):
+        known, messages = self._there.get(name, (None, []))
+        if self.store.version(name) in (None, known):
             return False
         try:
-            return parse_conversation(self.store.read(name).conversation, f"session {name}").messages != self._saved[0]
+            return parse_conversation(self.store.read(name).conversation, f"session {name}").messages != messages
         except EffllmError:  # damaged: nobody's
             return False
 
-    def _know(self, session: Session, name: str | None = None) -> None:
+    def _know(self, session: Session, name: str) -> None:
         """What is kept under the name is this, in the file that is there now."""
-        self._saved = state(session)
-        if (name or self.name) is not None:
-            self._there = self.store.version(name or self.name)
+        self._there[name] = self.store.version(name), list(session.messages)
 
     def _make_way(self) -> None:
         """Go on under a name that is free: what another process saved under this one since is not this conversation's past."""

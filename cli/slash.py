@@ -74,6 +74,9 @@ def go_on(chat: Conversation, rest: str) -> None:
 def undo(chat: Conversation, rest: str) -> None:
     demand_turn(chat)
     chat.session.undo()
+    if not chat.session.messages:
+        chat.session.clear()  # what was taken back is in no cache either
+        chat.keeper.keep(chat.session, taken_back=True)
     chat.screen.note("took back the last question and its answer")
 
 
@@ -275,8 +278,11 @@ def export(chat: Conversation, rest: str) -> None:
 
 
 def may_save(chat: Conversation, place: str | Path, is_there: bool, called: str) -> bool:
-    """Whether a conversation may go to `place`: what this chat has neither saved nor taken up is somebody's other work."""
-    return (place in chat.own and place not in chat.keeper.others) or not is_there or may_overwrite(chat, called)
+    """Whether a conversation may go to `place`: what this chat has neither saved nor taken up, or another process has added to since, is
+    somebody's other work."""
+    keeper = chat.keeper
+    own = place in {*chat.own, keeper.name} - keeper.others and not (isinstance(place, str) and keeper.is_anothers(place))
+    return own or not is_there or may_overwrite(chat, called)
 
 
 def may_overwrite(chat: Conversation, called: str) -> bool:
@@ -316,8 +322,9 @@ BY_NAME = {command.name: command for command in COMMANDS}
 
 def run(chat: Conversation, line: str) -> None:
     """Carry out a line that begins with a slash."""
-    name, _, rest = line[1:].partition(" ")
-    name = ALIASES.get(name.strip(), name.strip())
+    words = line[1:].split(None, 1)
+    name, rest = (*words, "", "")[:2]
+    name = ALIASES.get(name, name)
     if name not in BY_NAME:
         raise UsageError(f"there is no command /{name}{suggestion(name, [*BY_NAME, *ALIASES], '/')}",
                          "/help lists them; a space before the slash sends the line to the model")

@@ -4,13 +4,16 @@ import io
 import itertools
 import os
 import re
+import sys
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm import UsageError
+from effllm import ContextOverflow, EffllmError, UsageError
+from effllm.cli.attachment import written_in_editor
+from effllm.cli.conversation import next_step
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.environment import Environment
 from effllm.cli.prompt import read_prompt
@@ -292,6 +295,16 @@ def test_blocks_between_quotes(text: str, open_: bool) -> None:
 def test_quotes_are_taken_off_and_the_text_stays() -> None:
     assert unquoted('"""\n first\nsecond\n"""') == " first\nsecond"
     assert unquoted('say """this"""') == 'say """this"""'
+
+
+def test_a_full_context_is_left_by_what_a_chat_can_do() -> None:
+    assert next_step(ContextOverflow("the prompt has 9 tokens", "raise -c")).startswith("/undo or /clear makes room here; ")
+    assert next_step(EffllmError("no", "another way")) == "another way"
+
+
+def test_an_editor_that_leaves_nothing_is_told_of_a_message() -> None:
+    with pytest.raises(UsageError, match="^the message is empty: nothing was sent$"):
+        written_in_editor("", {"VISUAL": "true"}, sys.stderr)
 
 
 def test_a_prediction_never_promises_less_than_nothing() -> None:

@@ -273,10 +273,27 @@ def test_of_two_chats_under_one_name_none_loses_the_others_words(home: Path) -> 
     chat.terminal.expect_exact("Overwrite it?")
     chat.terminal.send("n\r")
     assert "session tale stays as it is" in chat._until(WAITS)
+    assert re.search(r"saved \d+ messages and .* as tale-2", chat.say("/save")), "its own by now"
+    assert Ran("run", "fable", THIRD, "--session", "tale-2", *FLAGS).code == 0
+    chat.terminal.send("/save\r")
+    chat.terminal.expect_exact("Overwrite it?")
+    chat.terminal.send("n\r")
+    assert "session tale-2 stays as it is" in chat._until(WAITS)
     chat.leave()
     assert (home / "tale.json").read_bytes() == theirs
     said = [message["content"] for message in json.loads((home / "tale-2.json").read_text())["conversation"]["messages"]]
-    assert said[::2] == [STORY, MORE, "What then?", "And at last?"]
+    assert said[::2] == [STORY, MORE, "What then?", "And at last?", THIRD]
+
+
+def test_quotes_make_a_message_of_a_command_and_undo_leaves_nothing_of_the_only_one(home: Path) -> None:
+    chat = Chat("--session", "u")
+    chat.say('"""/clear me"""')
+    path = home / "u.json"
+    assert json.loads(path.read_text())["conversation"]["messages"][0]["content"] == "/clear me"
+    assert "took back" in chat.say("/undo")
+    saved = json.loads(path.read_text())
+    assert saved["conversation"]["messages"] == [] and not (saved["cache"] or {"tokens": []})["tokens"]
+    chat.leave()
 
 
 @pytest.mark.slow
@@ -322,6 +339,8 @@ def test_ctrl_c_while_a_session_is_saved_stops_the_saving_alone(home: Path, tmp_
                 raise KeyboardInterrupt
 
     class Typed:
+        quoted = False
+
         def read(self) -> str | None:
             return lines.pop(0)
 

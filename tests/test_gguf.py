@@ -232,20 +232,6 @@ def test_a_window_makes_a_mistral(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(path, ids), logits(source, ids))
 
 
-@pytest.mark.parametrize(("keys", "factor"), [
-    ({"scaling.factor": 4.0}, 4.0), ({"scale_linear": 2.0}, 2.0), ({"scaling.type": "linear", "scale_linear": 2.0}, 2.0),
-    ({"scaling.type": "linear", "scaling.factor": 4.0, "scale_linear": 2.0}, 4.0), ({"scaling.type": "linear"}, None),
-    ({"scaling.type": "linear", "scaling.factor": 0.0}, None), ({"scaling.type": "none", "scale_linear": 2.0}, None)])
-def test_a_factor_is_linear_where_no_type_says_otherwise(tmp_path: Path, keys: dict[str, object], factor: float | None) -> None:
-    """As llama.cpp reads it: 0 is 1, and the older key stands in for the newer."""
-    def change(writer: gguf.GGUFWriter) -> None:
-        for key, value in keys.items():
-            (writer.add_string if isinstance(value, str) else writer.add_float32)(f"llama.rope.{key}", value)
-
-    write_model(small(tmp_path / "source", "llama"), tmp_path / "m.gguf", "F32", change=change)
-    assert read_config(tmp_path / "m.gguf").rope.params.get("factor") == factor
-
-
 def test_rotary_divisors_and_scaling(tmp_path: Path) -> None:
     """Llama 3.1's stretch travels as a tensor of divisors; linear and yarn as keys."""
     rope = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -1,4 +1,4 @@
-"""YaRN in GGUF files: what a file's numbers do to positions, here, in the checkpoint it was made from and in llama.cpp."""
+"""Stretched positions in GGUF files, YaRN foremost: what numbers do to positions, here, in the checkpoint and in llama.cpp."""
 
 import json
 import math
@@ -132,3 +132,17 @@ def test_llama_cpp_scales_positions_by_one_of_the_numbers_and_passes_over_the_ot
     np.testing.assert_array_equal(theirs({"yarn_attn_factor": 0.8}), usual)
     scaled, own = theirs({"attn_factor": 0.8 / USUAL}), logits(checkpoint(tmp_path / "own", attention_factor=0.8))
     assert np.abs(scaled[-1] - own).max() < 0.02 * np.abs(own).max() < np.abs(usual[-1] - own).max()
+
+
+@pytest.mark.parametrize(("keys", "factor"), [
+    ({"scaling.factor": 4.0}, 4.0), ({"scale_linear": 2.0}, 2.0), ({"scaling.type": "linear", "scale_linear": 2.0}, 2.0),
+    ({"scaling.type": "linear", "scaling.factor": 4.0, "scale_linear": 2.0}, 4.0), ({"scaling.type": "linear"}, None),
+    ({"scaling.type": "linear", "scaling.factor": 0.0}, None), ({"scaling.type": "none", "scale_linear": 2.0}, None)])
+def test_a_factor_is_linear_where_no_type_says_otherwise(tmp_path: Path, keys: dict[str, object], factor: float | None) -> None:
+    """As llama.cpp reads it: 0 is 1, and the older key stands in for the newer."""
+    def change(writer: gguf.GGUFWriter) -> None:
+        for key, value in keys.items():
+            (writer.add_string if isinstance(value, str) else writer.add_float32)(f"llama.rope.{key}", value)
+
+    write_model(FABLE, tmp_path / "m.gguf", "F32", change=change)
+    assert read_config(tmp_path / "m.gguf").rope.params.get("factor") == factor

@@ -317,8 +317,7 @@ def test_stop_ids_from_the_vocabulary_and_the_tokenizer_config(tmp_path):
 @pytest.mark.parametrize("eos", [None, "<|stop-here|>"])
 def test_a_tag_of_html_that_is_no_special_token_ends_a_turn_only_where_nothing_else_does(eos, tmp_path):
     backend = byte_level(special("<|stop-here|>"), AddedToken("</s>", special=False, normalized=False))
-    more = {} if eos is None else {"eos_token": eos}
-    tokenizer = Tokenizer.load(save(tmp_path, backend, **more), replace(CONFIG, eos_token_ids=()))
+    tokenizer = Tokenizer.load(save(tmp_path, backend, **({} if eos is None else {"eos_token": eos})), replace(CONFIG, eos_token_ids=()))
     assert tokenizer.stop_ids == {backend.token_to_id(eos or "</s>")}
 
 
