@@ -40,7 +40,8 @@ class Screen:
         self._dim_open = False  # the same for thinking on stderr
         self._status = ""
         self._noted: set[str] = set()
-        self._phase, self._phase_began, self._drawn = "", 0.0, -math.inf
+        self._phase: Progress | None = None
+        self._phase_began, self._drawn = 0.0, -math.inf
         if markdown:
             self.markdown = True
 
@@ -167,8 +168,9 @@ class Screen:
 
     def progress(self, event: Progress) -> None:
         now = self.environment.clock()
-        if event.phase != self._phase:
-            self._phase, self._phase_began, self._drawn = event.phase, now, -math.inf
+        if self._phase is None or is_another(event, self._phase):
+            self._phase_began, self._drawn = now, -math.inf
+        self._phase = event
         elapsed, finished = now - self._phase_began, event.done >= event.total
         patience, every = (PATIENCE_S, REDRAW_S) if self._redraws else (PLAIN_PATIENCE_S, PLAIN_EVERY_S)
         if elapsed < patience or (now - self._drawn < every and not finished) or (finished and not self._redraws):
@@ -273,6 +275,12 @@ def cell_width(text: str) -> int:
     return cell_len(text)
 
 
+def is_another(event: Progress, before: Progress) -> bool:
+    """Whether an event is of another operation than the one before, which may have had the same name: the next prompt, or saving."""
+    other = event.phase != before.phase or event.done < before.done or 0 < before.total <= before.done
+    return other or (event.unit == "tokens" and event.total != before.total)
+
+
 def describe(event: Progress, elapsed: float, width: int | None = None) -> str:
     """`loading weights  1.20 GiB of 4.50 GiB  27%  1.1 GiB/s`. What `width` columns do not show is left out whole, the share last: a
     number that is cut is another number."""
@@ -280,14 +288,14 @@ def describe(event: Progress, elapsed: float, width: int | None = None) -> str:
 
     share = f"{100 * event.done // event.total}%" if event.total else ""
     left = ""
+    per_s = event.done / elapsed if event.rate is None else event.rate
     if event.unit == "bytes":
-        per_s = event.done / elapsed if event.rate is None else event.rate
         amount, rate = f"{format_size(event.done)} of {format_size(event.total)}", f"{format_size(int(per_s))}/s"
         if event.rate is not None:
             left = f"{duration((event.total - event.done) / per_s)} left" if per_s and event.done < event.total else ""
     else:
         amount = f"{event.done}/{event.total}" + (f" {event.unit}" if event.unit not in event.phase else "")
-        rate = f"{event.done / elapsed:.0f} {event.unit}/s" if event.unit == "tokens" else ""
+        rate = f"{per_s:.0f} {event.unit}/s" if event.unit == "tokens" else ""
     parts = [event.phase, amount.strip(), share, rate, left, event.detail]
     for least in (5, 1, 3, 4):  # the name of a file first
         if width is None or cell_width(joined(parts)) <= width:

@@ -213,7 +213,8 @@ class Engine:
                 x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece])
                 self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew else self.anew
                 if len(self.tokens) < len(ids):
-                    yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens")
+                    rate = self.read / max(time.perf_counter() - started, 1e-9)  # what was in the cache was not read
+                    yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens", rate=rate)
             self._logits = self.model.logits(x[-1:])[0]
         except Interrupted:
             self._logits = None

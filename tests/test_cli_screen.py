@@ -146,6 +146,23 @@ def test_progress_is_redrawn_on_a_terminal_and_taken_away() -> None:
     assert err.endswith("\r\x1b[K"), "the line is cleared before the answer"
 
 
+def test_an_operation_of_the_same_name_begins_anew() -> None:
+    """The second prompt of a chat, or its second saving: neither what passed between them counts, nor what the cache held."""
+    now = [0.0]
+    shown = screen(err=Terminal(), NO_COLOR="1")
+    shown.environment.clock = lambda: now[0]
+    for at, event in ((0.0, Progress("saving", 0, 4 << 20, "bytes")), (9.0, Progress("saving", 4 << 20, 4 << 20, "bytes")),
+                      (99.0, Progress("saving", 1 << 20, 8 << 20, "bytes")), (101.0, Progress("saving", 4 << 20, 8 << 20, "bytes")),
+                      (110.0, Progress("reading", 64, 100, "tokens", rate=32.0)),
+                      (150.0, Progress("reading", 128, 300, "tokens", rate=32.0)),
+                      (151.0, Progress("reading", 192, 300, "tokens", rate=32.0))):
+        now[0] = at
+        shown.progress(event)
+    drawn = [line for line in texts(shown)[1].replace("\x1b[K", "").split("\r") if line]
+    assert drawn == ["saving  4.00 MiB of 4.00 MiB  100%  455.11 KiB/s", "saving  4.00 MiB of 8.00 MiB  50%  2.00 MiB/s",
+                     "reading  192/300 tokens  64%  32 tokens/s"]
+
+
 def test_progress_of_wide_characters_stays_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     shown = ticking(screen(err=Terminal(), NO_COLOR="1"))
