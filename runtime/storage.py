@@ -213,7 +213,7 @@ def changing(path: Path) -> Iterator[None]:
 def write_aside(path: Path, text: str) -> None:
     """A small file that is either old or new, and opens to whom the old one did."""
     with whole(path) as file:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # none there yet, or a file system without permissions
             os.fchmod(file.fileno(), S_IMODE(path.stat().st_mode))
         file.write(text.encode())
 

@@ -69,7 +69,8 @@ def test_scores_bytes_and_added_tokens() -> None:
     assert plain.encode("ab").ids == [7]
 
 
-@pytest.mark.parametrize("said", [{"general.architecture": "phi3"}, {"general.name": "Phi-3 mini"}, {"general.architecture": "llama"}])
+@pytest.mark.parametrize("said", [{"general.architecture": "phi3"}, {"general.name": "Phi-3 mini"}, {"general.name": "my-phi3"},
+                                  {"general.architecture": "llama"}])
 def test_marks_of_phi_3_swallow_the_white_space_behind_them(said: dict[str, str]) -> None:
     made = backend(read_vocabulary(GgufHeader(Path("m.gguf"), header(**LLAMA).metadata | said, {})))
     phi = "llama" not in said.values()

@@ -100,7 +100,8 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     template = data.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise fail("tokenizer.chat_template", "a text")
-    swallows = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in str(data.get("general.name")).lower())
+    name = str(data.get("general.name")).lower()  # of a Phi 3 that was written as another architecture
+    swallows = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name)
     return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
                       data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows)
 
