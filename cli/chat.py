@@ -9,7 +9,7 @@ import typer
 from .flags import add_command
 from .habits import remark_on_number
 from .loading import at_bits, at_hand, find_or_absent, judge, open_session, where_typing_shows, with_draft
-from .options import AnswerFlags, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes
+from .options import AnswerFlags, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, Yes, demand_room
 from .prompt import read_prompt
 from .screen import Screen
 
@@ -43,6 +43,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
         screen.environment.demand_stdout()
     else:
         where_typing_shows(screen, model)
+        demand_room(answer.max_tokens, "leave -n away, or for a prompt that is only read: effllm run MODEL PROMPT -n 0")
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
     with at_bits(at_hand(found, weights, options, screen, yes), weights, screen, options) as ref:

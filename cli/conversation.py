@@ -55,8 +55,8 @@ class Conversation:
         self.attached: list[Attachment] = []
         self.own: set[str | Path] = {keeper.name} if keeper.name else set()  # sessions and files that this chat has saved or taken up
         state = screen.environment.state_folder
-        drawn_on = output if screen.environment.can_redraw(output) else None
-        self._editor = Editor(drawn_on, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)
+        plain = not screen.environment.can_redraw(output)
+        self._editor = Editor(output, plain, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)
 
     def run(self) -> int:
         self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import StyleAndTextTuples
@@ -28,9 +29,9 @@ STYLE = Style.from_dict({"prompt": "bold", "bottom-toolbar": "noreverse #888888"
 class Editor:
     """`read()` gives what was typed, None at Ctrl-D, and raises KeyboardInterrupt at Ctrl-C; `left` is what stood in the line then."""
 
-    def __init__(self, output: TextIO | None, history: Path, status: Callable[[], list[str]],
+    def __init__(self, output: TextIO, plain: bool, history: Path, status: Callable[[], list[str]],
                  complete: Callable[[str], Iterable[tuple[str, str]]], remark: Callable[[str], None]) -> None:
-        """`output` None: the library's plain prompt, for a terminal that cannot move its cursor. `status` is asked before each line; it
+        """`plain`: the library's plain prompt, for a terminal that cannot move its cursor. `status` is asked before each line; it
         stands at the bottom of the screen while the line is typed, and is gone when it is sent."""
         self._status, self._remark = status, remark
         self._history = History(history)
@@ -38,10 +39,11 @@ class Editor:
         self.left = ""
         self.quoted = False  # the line that was read last: such a one is a message, however it begins
         self._shown: list[str] = []
-        self._session: PromptSession[str] = PromptSession(
-            multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,
-            prompt_continuation=lambda width, line, wrapped: [("class:more", "… ")], style=STYLE,
-            output=create_output(stdout=output) if output else None)
+        screen = create_output(stdout=output)
+        with create_app_session(output=screen):  # the plain prompt goes to the session's output: it is plain where none is given
+            self._session: PromptSession[str] = PromptSession(
+                multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,
+                prompt_continuation=lambda width, line, wrapped: [("class:more", "… ")], style=STYLE, output=None if plain else screen)
 
     def read(self) -> str | None:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .. import EffllmError, UsageError
+from .. import EffllmError, UsageError, typed
 
 if TYPE_CHECKING:
     from .options import AnswerFlags
@@ -122,6 +122,8 @@ def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:
     name, equals, value = word.partition("=")
     if name in known:
         return word
+    if len(name.split()) > 1 and word[:2] not in known and command.name == "run":
+        raise UsageError(f"no such option: {word}", f"a prompt that begins with a dash stands after two: effllm run MODEL -- {typed(word)}")
     if name.startswith("--"):
         dashed = name.replace("_", "-")
         meant = SAME.get(dashed, dashed)

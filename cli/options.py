@@ -209,6 +209,12 @@ class AnswerFlags(Group):
         return most_tokens(self.predict)
 
 
+def demand_room(tokens: int | None, hint: str) -> None:
+    """In a chat a limit of no tokens answers nothing, and a question without an answer is no part of it. Raises UsageError."""
+    if tokens == 0:
+        raise UsageError("-n 0 leaves no room for an answer", hint)
+
+
 def most_tokens(predict: int | None) -> int | None:
     """-n as a session takes it: None is no limit. Raises UsageError."""
     if predict is not None and predict < -1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .. import EffllmError, UsageError
 from .attachment import Attachment, completed_paths, named_path, read_text, written_in_editor
 from .flags import names_and_types
-from .options import SamplingFlags
+from .options import SamplingFlags, demand_room, most_tokens
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -39,12 +39,20 @@ class SlashCommand:
     meaning: str
     run: Callable[[Conversation, str], None]
 
+    @property
+    def takes_words(self) -> bool:
+        return any(" " in form for form in self.usage.split(", "))
+
 
 def show_help(chat: Conversation, rest: str) -> None:
-    width = max(len(command.usage) for command in COMMANDS)
+    """`/help`, `/help NAME`."""
+    shown = [named(rest.removeprefix("/"))] if rest else COMMANDS
+    width = max(len(command.usage) for command in shown)
     hang = 2 + width + 2 if chat.screen.environment.width >= 2 * (2 + width + 2) else 6
-    for command in COMMANDS:
+    for command in shown:
         chat.screen.note(f"  {command.usage:<{width}}  {command.meaning}", hang)
+    if rest:
+        return
     chat.screen.note("Alt-Enter or a \\ at the end of a line starts a new line; "
                      "\"\"\" begins and ends a block. Ctrl-C stops an answer.")
 
@@ -145,8 +153,9 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         if value == "on" and not chat.screen.markdown:
             raise UsageError("the answers go where no styles are shown", "a terminal other than TERM=dumb, without NO_COLOR")
     elif name == "predict":
-        tokens = converted(name, value, int)
-        session.max_tokens = None if tokens < 0 else tokens
+        tokens = most_tokens(converted(name, value, int))
+        demand_room(tokens, "/set predict -1 is no limit")
+        session.max_tokens = tokens
     else:
         field, kind = SETTINGS[name]
         free = name == "seed" and value in ("random", "-1")
@@ -299,7 +308,7 @@ def may_overwrite(chat: Conversation, called: str) -> bool:
 
 
 COMMANDS = (
-    SlashCommand("help", "/help", "this list", show_help),
+    SlashCommand("help", "/help [NAME]", "this list, or one line of it", show_help),
     SlashCommand("exit", "/exit, /bye", "leave (also Ctrl-D)", leave),
     SlashCommand("clear", "/clear", "forget the conversation", clear),
     SlashCommand("regen", "/regen, /retry", "answer the last question again", regenerate),
@@ -324,11 +333,19 @@ def run(chat: Conversation, line: str) -> None:
     """Carry out a line that begins with a slash."""
     words = line[1:].split(None, 1)
     name, rest = (*words, "", "")[:2]
-    name = ALIASES.get(name, name)
-    if name not in BY_NAME:
+    command = named(name)
+    if rest and not command.takes_words:
+        raise UsageError(f"/{name} takes no words after it, and {rest.strip()!r} stands there",
+                         f"/{name} alone; a space before the slash sends the line to the model")
+    command.run(chat, rest.strip())
+
+
+def named(name: str) -> SlashCommand:
+    found = BY_NAME.get(ALIASES.get(name, name))
+    if found is None:
         raise UsageError(f"there is no command /{name}{suggestion(name, [*BY_NAME, *ALIASES], '/')}",
                          "/help lists them; a space before the slash sends the line to the model")
-    BY_NAME[name].run(chat, rest.strip())
+    return found
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -54,7 +54,8 @@ class SamplerSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise UsageError(f"{field.name} must be a number, not {value!r}", HINT)
-        self._demand(self.temperature == 0 or self.temperature >= SMALLEST_TEMPERATURE, "temperature", "0 (greedy) or positive")
+        self._demand(self.temperature == 0 or self.temperature >= SMALLEST_TEMPERATURE, "temperature",
+                     f"0 (greedy) or at least {SMALLEST_TEMPERATURE:g}")
         self._demand(self.top_k >= 0, "top_k", "0 (off) or more")
         self._demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
         self._demand(0 <= self.min_p <= 1, "min_p", "between 0 (off) and 1")

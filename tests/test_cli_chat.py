@@ -281,6 +281,36 @@ def test_a_dumb_terminal_gets_plain_text(tmp_path: Path) -> None:
     assert running.leave(CTRL_D) == 0
 
 
+def test_a_dumb_terminal_shows_what_is_typed_and_the_answer_goes_where_it_was_sent(tmp_path: Path) -> None:
+    answer = tmp_path / "answer.txt"
+    line = f"exec '{sys.executable}' -P -m effllm chat fable -n 4 --temp 0 > '{answer}'"
+    terminal = pexpect.spawn("/bin/sh", ["-c", line], encoding="utf-8", timeout=TIMEOUT_S,
+                             env={**os.environ, "TERM": "dumb", "XDG_STATE_HOME": str(tmp_path)})
+    terminal.expect_exact("> ")
+    terminal.send(STORY + ENTER)
+    terminal.expect_exact("(-n)")
+    assert STORY in terminal.before
+    terminal.expect_exact("> ")
+    terminal.send("/exit" + ENTER)
+    terminal.expect(pexpect.EOF)
+    assert STORY not in answer.read_text() and ">" not in answer.read_text() and len(answer.read_text().split()) > 1
+
+
+def test_words_after_a_command_that_takes_none_are_answered(chat: Chat) -> None:
+    said = chat.say("/undo 2")
+    assert "/undo takes no words after it, and '2' stands there" in said and "nothing was said yet" not in said
+    assert "/exit takes no words" in chat.say("/exit now"), "it stays"
+    assert chat.say("/help set").split()[0] == "/set" and "there is no command /sett, did you mean /set?" in chat.say("/help sett")
+    assert "-n 0 leaves no room for an answer" in chat.say("/set predict 0") and "-n -5 is no number" in chat.say("/set predict -5")
+    assert "predict is 24" in chat.say("/set predict")
+
+
+def test_a_chat_of_empty_answers_does_not_begin(tmp_path: Path) -> None:
+    assert "-n 0 leaves no room for an answer" in (refused := Chat(tmp_path, "chat", "fable", "-n", "0")).terminal.read()
+    refused.terminal.close()
+    assert refused.terminal.exitstatus == 2
+
+
 def test_without_a_model_fable_is_offered(tmp_path: Path) -> None:
     asked = Chat(tmp_path, "run")
     asked.terminal.expect(r"fable is packaged with\s+effllm and works offline\. Use it\? \[Y/n\] ")

@@ -52,6 +52,12 @@ def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> No
         assert said.startswith(begin) and all(flag in said for flag in flags)
 
 
+@pytest.mark.parametrize("prompt", ["-5 degrees", "--hello there", "- a list"])
+def test_a_prompt_that_begins_with_a_dash_stands_after_two(prompt: str) -> None:
+    code, out, err = typed("run", "fable", prompt)
+    assert (code, out) == (2, "") and f"effllm run MODEL -- '{prompt}'" in err
+
+
 @pytest.mark.parametrize("words", [("run",), ("eval", "ppl"), ("session",)])
 def test_help_is_a_command_too(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert page(capsys, "help", *words) == page(capsys, *words, "--help") != ""
@@ -167,7 +173,8 @@ def test_ctrl_z_goes_to_the_shell_and_fg_comes_back(tmp_path: Path) -> None:
     """At the line of a chat, which reads every key itself."""
     program = tmp_path / "line.py"
     program.write_text("import sys\nfrom pathlib import Path\nfrom effllm.cli.editor import Editor\n"
-                       f"editor = Editor(sys.stdout, Path({str(tmp_path / 'history')!r}), lambda: ['ready'], lambda line: [], print)\n"
+                       f"history = Path({str(tmp_path / 'history')!r})\n"
+                       "editor = Editor(sys.stdout, False, history, lambda: ['ready'], lambda line: [], print)\n"
                        "print('said', repr(editor.read()))\n")
     pid, terminal = pty.fork()
     if pid == 0:
