@@ -25,6 +25,7 @@ from .deferred import inlined
 JOB, KERNEL, ARGS, ACTIVE, COUNTER = 0, 64, 72, 128, 192  # byte offsets
 STATES = COUNTER + COUNTERS_NBYTES
 RUNNING, PARKED = 0, 1
+AT_END = 0xFFFF  # in the place of a job's number: none is open
 MOST_WORKERS = 46  # their bits fit beside a job's number in one integer; memory is saturated long before
 SPINS = 20_000  # under a millisecond of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause
 
@@ -90,7 +91,7 @@ def _start(control, function, args, workers):
 
 @jit("int64(int64, int64, int64, int64, int64, int64)")
 def _start_list(control, jobs, first, count, workers, pause):
-    """Run jobs `first`... of a list of (kernel, args, share it?). Returns -1 at the end.
+    """Run jobs `first`... of a list of (kernel, args, share it?). Returns -1 at the end, or AT_END and a bit per worker to wake above it.
 
     Where workers must be woken, and at the first shared job if `pause` is 1, it returns the job (16 bits) and a bit per worker to wake
     above it, with that job open and worker 0's share of it still to do (`_finish`).
@@ -115,7 +116,7 @@ def _start_list(control, jobs, first, count, workers, pause):
         store(control + JOB, load(control + JOB) + 1)
         while load(control + ACTIVE) != 0:
             relax()
-    return -1
+    return -1 if lost == 0 else (lost << 16) | AT_END
 
 
 @jit("void(int64, int64, int64)")
@@ -169,12 +170,15 @@ class ThreadPool:
     def run(self, kernel: Kernel, address: int, parallel: bool = True) -> None:
         """`address` is that of the kernel's argument block; `parallel=False` keeps a job too small to share on this thread."""
         function = kernel.address
-        if not parallel or self.workers == 1:
-            self._wake(self._alone(self._control, function, address, self.workers))
-            return
-        if sleeping := self._start(self._control, function, address, self.workers):
-            self._wake(sleeping)
-            self._finish(self._control, function, address)
+        try:
+            if not parallel or self.workers == 1:
+                self._wake(self._alone(self._control, function, address, self.workers))
+            elif sleeping := self._start(self._control, function, address, self.workers):
+                self._wake(sleeping)
+                self._finish(self._control, function, address)
+        except BaseException:  # Ctrl-C, before the job was ended: who called frees what it reads
+            self.settle()
+            raise
 
     def run_list(self, jobs: np.ndarray, meanwhile: Callable[[], object] | None = None) -> None:
         """Run jobs one after the other without coming back to Python: int64 `[n, 3]`, kernel address, argument block, 1 to share it.
@@ -182,10 +186,19 @@ class ThreadPool:
 
         At most 65,535 jobs; the pool's workers are at most MOST_WORKERS.
         """
+        try:
+            self._run_list(jobs, meanwhile)
+        except BaseException:
+            self.settle()
+            raise
+
+    def _run_list(self, jobs: np.ndarray, meanwhile: Callable[[], object] | None) -> None:
         at, done, count = jobs.ctypes.data, 0, len(jobs)
         while (state := self._start_list(self._control, at, done, count, self.workers, meanwhile is not None)) != -1:
             index, sleeping = state & 0xFFFF, state >> 16
             self._wake(sleeping)
+            if index == AT_END:
+                break
             called, meanwhile = meanwhile, None
             try:
                 if called is not None:

@@ -207,9 +207,10 @@ class KVCache:
                 except (EffllmError, Interrupted):
                     self.truncate(before)
                     raise
-            self._release(self._slot_of.pop(page))
-            self.sealed += 1
+            free = self._slot_of.pop(page)
+            self.sealed += 1  # at once: giving memory back takes a while, and Ctrl-C may end that
             self._steps.clear()
+            self._release(free)
 
     def _stats(self, page: int) -> PageStats:
         """What a policy may know of a page that is about to be sealed."""

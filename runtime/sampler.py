@@ -171,7 +171,7 @@ class Sampler:
 
     def _survivors(self, values: np.ndarray) -> int:
         s = self.settings
-        count = sampling.survivors(address(values), len(values), s.top_k, s.temperature, s.top_p, s.min_p, s.typical_p,
+        count = sampling.survivors(address(values), len(values), min(s.top_k, len(values)), s.temperature, s.top_p, s.min_p, s.typical_p,
                                    *map(address, (self._ids, self._weights, self._keys, self._mass)))
         if count < 0:
             refuse_broken({sampling.FOUND_NAN: math.nan, sampling.FOUND_INFINITY: math.inf}.get(count, -math.inf))

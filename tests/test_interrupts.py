@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,43 @@ class Stopped:
         if self.left == 0:
             raise KeyboardInterrupt
         return self.usual(*given, **more)
+
+
+# A program whose prompts Ctrl-C ends where a job is open: workers have been woken, and this thread's share is still to do.
+OPEN_JOBS = """
+import sys, time
+from pathlib import Path
+from effllm.runtime.engine import open_engine
+from effllm.runtime.prepare import EngineOptions
+engine = list(open_engine(Path(sys.argv[1]), EngineOptions(device="cpu", ctx=700, threads=2, spec="off")))[-1]
+pool, interrupted = engine.backends["cpu"].pool, 0
+usual, armed = pool._wake, False
+def wake(sleeping):
+    global armed
+    usual(sleeping)
+    if sleeping and armed:
+        armed = False
+        raise KeyboardInterrupt
+pool._wake = wake
+for turn in range(12):
+    time.sleep(0.02)  # workers go to sleep, as between a person's messages
+    armed = True
+    try:
+        for _ in engine.prefill([5 + (turn + i) % 4000 for i in range(600)]):
+            pass
+    except KeyboardInterrupt:
+        interrupted += 1
+        engine.reset()
+armed = False
+engine.close()
+print(interrupted)
+"""
+
+
+def test_an_interrupt_in_an_open_job_frees_nothing_that_threads_still_read() -> None:
+    """They would find other numbers there, and some never come to an end of."""
+    done = subprocess.run([sys.executable, "-P", "-c", OPEN_JOBS, str(FABLE)], capture_output=True, text=True, timeout=MINUTE)
+    assert done.returncode == 0 and int(done.stdout) > 6, done.stderr[-1000:]
 
 
 @pytest.mark.parametrize("turn", ["ask", "regenerate", "continue_", "compact"])

@@ -66,7 +66,8 @@ def assert_same(ours: np.ndarray, theirs: np.ndarray) -> None:
 
 
 FILTERS = [
-    {}, {"temperature": 0.7}, {"top_k": 1}, {"top_k": 40}, {"top_k": 900}, {"top_k": 10**6}, {"top_p": 0.9}, {"top_p": 0.05},
+    {}, {"temperature": 0.7}, {"top_k": 1}, {"top_k": 40}, {"top_k": 900}, {"top_k": 10**6}, {"top_k": 2**64 + 1},
+    {"top_p": 0.9}, {"top_p": 0.05},
     {"top_p": 1e-9}, {"min_p": 0.05}, {"min_p": 1.0}, {"typical_p": 0.9}, {"typical_p": 0.2},
     {"repetition_penalty": 1.3}, {"repetition_penalty": 0.8},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},

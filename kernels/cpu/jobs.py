@@ -86,6 +86,8 @@ class Jobs:
             self.flush()
         finally:
             self._collected = self._making = self._again = None
+            # A job that Ctrl-C left open still reads what is kept; where a second one ends the wait for it, all stays until the next pass.
+            self.pool.settle()
             self._kept.clear()
 
     @contextmanager
