@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from functools import cache
 
 import llvmlite.binding as llvm
+
+# Features of a 64-bit ARM processor that LLVM may not tell, and their bits in what Linux says of the processor.
+HWCAP, ARM_BITS = 16, {"neon": 1, "dotprod": 20}
 
 
 @cache
@@ -13,8 +18,28 @@ def target() -> tuple[str, str]:
     """LLVM's name of the processor and its features as LLVM writes them, `+avx2,-avx512f`; the variables mean what they mean to Numba."""
     name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
     if features is None:
-        features = "" if name is not None and name.lower() == "generic" else llvm.get_host_cpu_features().flatten(sort=True)
+        generic = name is not None and name.lower() == "generic"
+        features = "" if generic else with_arm(llvm.get_host_cpu_features().flatten(sort=True), arm_features())
     return name or llvm.get_host_cpu_name(), features
+
+
+def with_arm(features: str, found: frozenset[str]) -> str:
+    """Features as LLVM writes them, with those `found` that it does not name."""
+    named = [flag for flag in features.split(",") if flag and flag[1:] not in found]
+    return ",".join(sorted([*named, *(f"+{name}" for name in found)], key=lambda flag: flag[1:])) if found else features
+
+
+def arm_features() -> frozenset[str]:
+    """Those of ARM_BITS that this processor has; none on another architecture."""
+    if sys.platform == "win32" or os.uname().machine not in ("aarch64", "arm64"):
+        return frozenset()
+    if sys.platform == "darwin":  # all processors that Apple sold with it have both
+        return frozenset(ARM_BITS)
+    ask = getattr(ctypes.CDLL(None), "getauxval", None)  # glibc and musl have it
+    if ask is None:
+        return frozenset()
+    ask.restype, ask.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)
+    return frozenset(name for name, bit in ARM_BITS.items() if ask(HWCAP) >> bit & 1)
 
 
 @cache

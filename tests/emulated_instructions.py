@@ -1,4 +1,5 @@
-"""The kernels of an instruction set that the machine lacks, run all the same: its intrinsics are replaced by code for AVX2.
+"""The kernels of an instruction set that the machine lacks, ARM's among them, run all the same: its intrinsics are replaced by code for
+AVX2.
 
 `pretend` must come before anything imports the kernels, so it belongs at the start of a child process. The vectors keep their width; LLVM
 cuts them for the machine. What this cannot show is that LLVM selects the real instructions: other tests read the assembly for that.
@@ -14,22 +15,23 @@ from numba.core import cgutils
 I8, I16, I32 = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
 FEATURES = {"avx512": AVX512, "avx512vbmi": AVX512 | {"avx512vbmi"}, "avx2vnni": {"avxvnni"}}
+ARM = {"neondot": frozenset({"neon", "dotprod"}), "neon": frozenset({"neon"})}  # and nothing of what this machine has
 
 
 def pretend(name: str) -> None:
     """Make the kernels that are imported from now on those of `name`."""
     from effllm.kernels import compile as compiling
 
-    features = frozenset(compiling.cpu_features() | FEATURES[name])
+    features = ARM[name] if name in ARM else frozenset(compiling.cpu_features() | FEATURES[name])
     compiling.cpu_features = lambda: features  # the cache folder is named after it too
     from effllm.kernels.cpu import int8_ir
 
     real = int8_ir.function
 
     def function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], wanted: str) -> ir.Function:
-        if not wanted.startswith("llvm.x86.avx512."):
+        short = wanted.removeprefix("llvm.x86.avx512.").removeprefix("llvm.aarch64.neon.")
+        if short == wanted:
             return real(builder, result, arguments, wanted)
-        short = wanted.removeprefix("llvm.x86.avx512.")
         return _defined(builder.module, f"emulated.{short}", result, arguments, EMULATED[short])
 
     int8_ir.function = function
@@ -119,7 +121,46 @@ def _chosen(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Valu
     return builder.or_(builder.and_(one, mask), builder.and_(other, builder.not_(mask)))
 
 
-EMULATED = {"permvar.qi.512": _permuted_bytes, "pternlog.d.512": _chosen,
+def _table(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
+    """tbl: entries of 16 bytes, zero for a place behind them."""
+    kind = ir.FunctionType(table.type, [table.type] * 2)
+    found = builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.ssse3.pshuf.b.128"), [table, places])
+    inside = builder.icmp_unsigned("<", places, ir.Constant(places.type, [16] * 16))
+    return builder.select(inside, found, ir.Constant(table.type, [0] * 16))
+
+
+def _signed_dots(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """sdot: to each 32-bit sum, the products of four signed bytes."""
+    wide = ir.VectorType(I32, 16)
+    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+    for i in range(4):
+        sums = builder.add(sums, _picked(builder, products, list(range(i, 16, 4))))
+    return sums
+
+
+def _neighbours(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """addp: sums of neighbours, those of `a` before those of `b`."""
+    count = 2 * a.type.count
+    return builder.add(*(builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, count // 2), list(range(i, count, 2))))
+                         for i in (0, 1)))
+
+
+def _long_neighbours(builder: ir.IRBuilder, a: ir.Value) -> ir.Value:
+    """saddlp: sums of neighbours in twice the width."""
+    wide = builder.sext(a, ir.VectorType(I32, 8))
+    return builder.add(*(_picked(builder, wide, list(range(i, 8, 2))) for i in (0, 1)))
+
+
+def _doubled_high(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """sqrdmulh, but for two times -2**15."""
+    wide = ir.VectorType(I32, 8)
+    product = builder.add(builder.mul(builder.sext(a, wide), builder.sext(b, wide)), ir.Constant(wide, [1 << 14] * 8))
+    return builder.trunc(builder.ashr(product, ir.Constant(wide, [15] * 8)), a.type)
+
+
+EMULATED = {"tbl1.v16i8": _table, "sdot.v4i32.v16i8": _signed_dots, "addp.v8i16": _neighbours, "addp.v4i32": _neighbours,
+            "saddlp.v4i32.v8i16": _long_neighbours, "sqrdmulh.v8i16": _doubled_high,
+            "permvar.qi.512": _permuted_bytes, "pternlog.d.512": _chosen,
             "vpdpbusd.512": _dot_product, "vpdpbusd.256": _dot_product, "vpdpwssd.512": _pairs, "vpdpwssd.256": _pairs,
             "permvar.si.512": _permuted, "permvar.sf.512": _permuted_floats, "pshuf.b.512": _halved("pshuf.b", I8, 32),
             "pmul.hr.sw.512": _halved("pmul.hr.sw", I16, 16),

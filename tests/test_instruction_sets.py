@@ -52,11 +52,13 @@ DOT["avx512vbmi"] = DOT["avx512"]
 LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("codebook2:16", "codebook"), ("symmetric8:32", "plain"),
          ("super4:32", "super"), ("super5:32", "super"), ("signed6:16", "signed"))
 
+ARM = ("neondot", "neon")  # which LLVM writes assembly for anywhere (`test_arm.py`)
+
 pytestmark = pytest.mark.skipif(not X86, reason="the sets that can be forced are those of x86")
 
 
 def runs_here(name: str) -> bool:
-    return set(TARGETS[name][2]) <= cpu_features()
+    return name not in ARM and set(TARGETS[name][2]) <= cpu_features()
 
 
 def child(code: str, folder: Path | None = None, forced: str | None = None, emulated: str | None = None) -> str:
@@ -154,8 +156,8 @@ def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
 
 
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "avx512" else pytest.mark.slow)
-                                  for name in ("avx512", "avx512vbmi", "avx2vnni") if not runs_here(name)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("avx512", "neondot") else pytest.mark.slow)
+                                  for name in ("avx512", "avx512vbmi", "avx2vnni", *ARM) if not runs_here(name)])
 def test_loops_are_right_with_emulated_instructions_of(name, tmp_path):
     child("import test_instruction_sets as t; t.check_loops()", tmp_path, emulated=name)
 
@@ -211,7 +213,7 @@ def test_several_columns_of_wide_vectors_keep_two_row_blocks_in_registers(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TARGETS if name != OWN])
+@pytest.mark.parametrize("name", [name for name in (*TARGETS, *ARM) if name != OWN])
 def test_every_format_has_the_same_bytes_on(name, tmp_path):
     """Few and many columns, gated pairs, outliers and embedding rows, against this machine's own set; emulated if it lacks the other. Many
     are multiplied in another way with AVX2 than elsewhere where the codes are of up to four bits."""

@@ -238,7 +238,7 @@ def test_with_fewer_instructions(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
-@pytest.mark.parametrize("name", [name for name in ("avx512", "avx2vnni") if not runs_here(name)])
+@pytest.mark.parametrize("name", [name for name in ("avx512", "avx2vnni", "neondot", "neon") if not runs_here(name)])
 def test_with_emulated_instructions(name, tmp_path):
     child("import kv_samples; kv_samples.check_all()", tmp_path, emulated=name)
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from ..deferred import intrinsic, types
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS
-from .gemm_tiles import HALVES, NARROW, PAIRS, ROUND, STEP, WHOLE, Form, Loop
+from .gemm_tiles import HALVES, NARROW, PAIRS, ROUND, SIGNED_BYTES, STEP, WHOLE, Form, Loop
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -37,10 +37,13 @@ from .int8_ir import (
     unpack_tile,
     widen_bytes,
 )
+from .int8_products import rounded_high
 from .intrinsics import I16, I32, I64
 from .packed_factors import byte_scales, exponent_scales, half_scales
 
-SCALED_SHIFT = 128  # what stripes of scaled weights are above their values with VNNI; those of levels LEVEL_SHIFT
+# What stripes of scaled weights are above their values where bytes are multiplied; those of levels LEVEL_SHIFT.
+SCALED_SHIFT = 0 if SIGNED_BYTES else 128
+LOWERED = 128 if SIGNED_BYTES else 0  # what codes of eight bits are then taken lower by
 CODEBOOK, LINEAR, BLOCKS, EXPONENTS = "codebook", "linear", "blocks", "exponents"
 QUADS = 8  # of a tile
 
@@ -129,19 +132,14 @@ def _four_times(builder: ir.IRBuilder, words: ir.Value) -> _Pair:
     return _interleave(builder, twice, twice)
 
 
-def _multiply_high(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """(a * b + 2**14) >> 15 of HALVES."""
-    if INSTRUCTION_SET == "portable":
-        wide = ir.VectorType(I32, WIDTH // 2)
-        product = builder.add(builder.mul(builder.sext(a, wide), builder.sext(b, wide)), constant(wide, 1 << 14))
-        return builder.trunc(builder.ashr(product, constant(wide, 15)), HALVES)
-    name = "llvm.x86.avx512.pmul.hr.sw.512" if WIDTH == 64 else "llvm.x86.avx2.pmul.hr.sw"
-    return builder.call(function(builder, HALVES, [HALVES] * 2, name), [a, b])
-
-
 def _put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: _Pair, shift: int) -> None:
-    """A quad's values of a piece's rows into the steps at `out`; with VNNI as bytes, `shift` above."""
+    """A quad's values of a piece's rows into the steps at `out`; where bytes are multiplied as such, `shift` above."""
     out = offset(builder, out, WIDTH * piece)
+    if SIGNED_BYTES:
+        places = ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH)))
+        both = builder.add(builder.shuffle_vector(*values, places), constant(ir.VectorType(I16, WIDTH), shift))
+        store(builder, builder.trunc(both, BYTES), offset(builder, out, STEP * quad))
+        return
     if not PAIRS:
         name = "llvm.x86.avx512.packuswb.512" if WIDTH == 64 else "llvm.x86.avx2.packuswb"
         shifted = _each(lambda each: builder.add(each, constant(HALVES, shift)), values)
@@ -203,7 +201,7 @@ def _scaled(way: str):
                     rounded = builder.fadd(builder.fmul(factors[half][piece], limit), constant(FLOATS, ROUND))
                     multiplier = _four_times(builder, builder.and_(builder.bitcast(rounded, WORDS), constant(WORDS, 0xFFFF)))
                     for quad in range(4 * half, 4 * half + 4):
-                        scaled = _each(lambda a, b: _multiply_high(builder, a, b), reader.values(quad, piece), multiplier)
+                        scaled = _each(lambda a, b: rounded_high(builder, a, b), reader.values(quad, piece), multiplier)
                         _put(builder, out, quad, piece, scaled, SCALED_SHIFT)
             return context.get_dummy_value()
 
@@ -291,6 +289,20 @@ def _largest(way: str):
         return types.void(*[types.int64] * 6), codegen
 
     return run
+
+
+@intrinsic
+def lowered_plain(typingctx, codes, zeros, out):
+    """`plain_linear` of codes of eight bits where bytes are multiplied: LOWERED less."""
+
+    def codegen(context, builder, signature, args):
+        for quad in range(QUADS):
+            for piece in range(PIECES):
+                raw = load(builder, offset(builder, args[0], 64 * quad + WIDTH * piece), BYTES)
+                store(builder, builder.xor(raw, constant(BYTES, LOWERED)), offset(builder, args[2], STEP * quad + WIDTH * piece))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
 
 
 @intrinsic

@@ -29,6 +29,7 @@ from ..tiles import (
 )
 from ..tiles import ROWS as TILE_ROWS
 from .gemm_expand import (
+    LOWERED,
     block_factors,
     codebook_factors,
     codes_of,
@@ -38,6 +39,7 @@ from .gemm_expand import (
     largest_step,
     levels_of,
     linear_factors,
+    lowered_plain,
     narrow_plain,
     plain_codebook,
     plain_linear,
@@ -220,12 +222,13 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
     tiles, groups = depth // TILE, depth // group
     parts = 2 if group == 16 else 1  # groups of a tile
     narrow, stepped = way == NARROW_CODES and AS_BYTES, way == STEPPED and AS_BYTES
+    lower = LOWERED if a[matrix + BITS] == 8 else 0
     if not _stores_zeros(scheme):
         shift = LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP else _constant_zero(a, matrix)
         _fill(zeros, shift)
         shifts = i32_at(scratch + SHIFTS_AT)
         for i in range(STRIPE):
-            shifts[i] = int32(shift)
+            shifts[i] = int32(shift - lower)
     for first in range(0, min(STRIPE, _stored_rows(a, matrix) - row), TILE_ROWS):
         block = (row + first) // TILE_ROWS
         limits = scratch + LIMITS_AT + 4 * (number * STRIPE + first)
@@ -275,6 +278,8 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                 else:
                     if narrow:
                         narrow_plain(codes, zeros, out)
+                    elif lower != 0:
+                        lowered_plain(codes, zeros, out)
                     else:
                         plain_linear(codes, zeros, out)
                     if _halves(scheme):
@@ -285,7 +290,7 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
                         linear_factors(second, 0, factors + 4 * STRIPE, 0)
                     if _stores_zeros(scheme) and (narrow or not PAIRS):
                         for i in range(TILE_ROWS):
-                            i32_at(shifts_at)[i] = int32(u8_at(zeros)[i])
+                            i32_at(shifts_at)[i] = int32(u8_at(zeros)[i]) - int32(lower)
             factors += 4 * parts * STRIPE
             shifts_at += 4 * STRIPE
             out += STEPPED_TILE if stepped else TILE // (NARROW_INPUTS if narrow else INPUTS) * STEP

@@ -4,6 +4,7 @@ A stripe of STRIPE rows lies as steps: one step is VECTORS vectors, each of LANE
 steps too: one 32-bit word per token. With VNNI a step is four inputs, weights are bytes shifted to be unsigned and `vpdpbusd` multiplies
 them; the shift is taken back by starting the sums from it. Without VNNI `vpmaddubsw` would saturate (a pair of products needs 17 bits), so
 a step is two inputs of 16 bits each and the instruction is `vpmaddwd`: as many products per cycle, since bytes need two instructions.
+ARM's `sdot` multiplies signed bytes, so weights need no shift, but for levels and for codes of eight bits.
 Codes of up to four bits are multiplied as bytes after all on AVX2 (NARROW): sixteen of their products fit 16 bits, so `vpmaddwd` is for a
 group what it else is for two inputs.
 
@@ -40,14 +41,19 @@ from .int8_ir import (
     offset,
     splat,
     store,
+    words_at,
 )
+from .int8_products import dot, pair_products
 from .intrinsics import F32, I16, I32, I64
 
-PAIRS = INSTRUCTION_SET in ("avx2", "portable")
+PAIRS = INSTRUCTION_SET in ("avx2", "neon", "portable")
+SIGNED_BYTES = INSTRUCTION_SET == "neondot"
 INPUTS = 2 if PAIRS else 4  # of a step
 ITEM = 4 // INPUTS  # bytes of an input in a step, on both sides
-# The register tile: 24 sums of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 where x has to be split as well.
-VECTORS, TOKENS = {"avx512": (4, 6), "avx2vnni": (2, 6), "avx2": (2, 6), "portable": (4, 2)}[INSTRUCTION_SET]
+# The register tile: 24 sums of 32 registers with AVX-512 and on ARM (16 where products take more), 12 of 16 with AVX2, 8 where x has to
+# be split as well.
+VECTORS, TOKENS = {"avx512": (4, 6), "avx2vnni": (2, 6), "avx2": (2, 6), "neondot": (4, 6), "neon": (4, 4),
+                   "portable": (4, 2)}[INSTRUCTION_SET]
 STRIPE = VECTORS * LANES  # rows
 STEP = VECTORS * WIDTH  # bytes of weights
 HEADER = 12 * TOKENS  # bytes
@@ -91,15 +97,8 @@ def multiply_add(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir
         # Else the compiler adds products to one another first, for which there are no registers.
         return builder.asm(ir.FunctionType(HALVES, [HALVES]), "", "=x,0", [sums], side_effect=False)
     if not PAIRS:
-        dot = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpbusd.{8 * WIDTH}")
-        return builder.call(dot, [sums, weights, x])
-    if INSTRUCTION_SET == "avx2":
-        pairs = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
-        return builder.add(sums, builder.call(pairs, [builder.bitcast(weights, HALVES), builder.bitcast(x, HALVES)]))
-    half = constant(WORDS, 16)
-    low = lambda value: builder.ashr(builder.shl(value, half), half)  # noqa: E731
-    high = lambda value: builder.ashr(value, half)  # noqa: E731
-    return builder.add(sums, builder.add(builder.mul(low(weights), low(x)), builder.mul(high(weights), high(x))))
+        return dot(builder, sums, builder.bitcast(weights, BYTES), builder.bitcast(x, BYTES), False)
+    return pair_products(builder, sums, weights, x)
 
 
 class Loop:
@@ -143,8 +142,7 @@ def _steps(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Val
         ask(builder, builder.add(x, ahead), 4 * TOKENS * form.unroll)
     for step in range(form.unroll):
         rows = [load(builder, offset(builder, weights, STEP * step + WIDTH * v), WORDS, 4) for v in range(VECTORS)]
-        for t in range(tokens):
-            word = splat(builder, load(builder, offset(builder, x, 4 * (TOKENS * step + t)), I32, 4), WORDS)
+        for t, word in enumerate(words_at(builder, offset(builder, x, 4 * TOKENS * step), tokens)):
             for v in range(VECTORS):
                 sums[VECTORS * t + v] = multiply_add(builder, sums[VECTORS * t + v], rows[v], word, form)
     weights, x, *sums = loop.end([builder.add(weights, I64(STEP * form.unroll)), builder.add(x, I64(4 * TOKENS * form.unroll)), *sums])

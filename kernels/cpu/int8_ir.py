@@ -5,6 +5,8 @@ One instruction set is chosen when this is imported, from the features that Numb
     avx512   64 bytes, vpdpbusd           (AVX-512 VNNI)
     avx2vnni 32 bytes, vpdpbusd           (AVX-VNNI, or the 256-bit form of AVX-512 VNNI)
     avx2     32 bytes, vpmaddubsw + vpmaddwd
+    neondot  16 bytes, sdot               (ARM's dot products: ARMv8.2 and later)
+    neon     16 bytes, smull + addp       (any other 64-bit ARM)
     portable 16 bytes, plain LLVM
 
 The unit is always a quad, 16 rows x 4 inputs = 64 bytes; narrower sets take it in pieces of fewer rows. Integer results are the same
@@ -13,7 +15,7 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable
 
 from llvmlite import ir
 
@@ -31,24 +33,32 @@ def _instruction_set() -> str:
         return "avx512"
     if "avx2" in features and ("avxvnni" in features or {"avx512vnni", "avx512vl"} <= features):
         return "avx2vnni"
-    return "avx2" if "avx2" in features else "portable"
+    if "avx2" in features:
+        return "avx2"
+    return "neondot" if {"neon", "dotprod"} <= features else "neon" if "neon" in features else "portable"
 
 
 INSTRUCTION_SET = _instruction_set()
-WIDTH = {"avx512": 64, "avx2vnni": 32, "avx2": 32, "portable": 16}[INSTRUCTION_SET]  # bytes of a vector
+NEON = INSTRUCTION_SET in ("neondot", "neon")
+WIDTH = {"avx512": 64, "avx2vnni": 32, "avx2": 32}.get(INSTRUCTION_SET, 16)  # bytes of a vector
 PIECES = 64 // WIDTH  # vectors of a quad
 LANES = WIDTH // 4  # rows of a piece
 BYTES, WORDS, FLOATS = ir.VectorType(I8, WIDTH), ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 HALVES = ir.VectorType(I16, WIDTH // 2)
-SPLIT_SEEDS = OFFSET_WHEN_WIDE = INSTRUCTION_SET == "avx2"
+SPLIT_SEEDS = INSTRUCTION_SET == "avx2"
+OFFSET_WHEN_WIDE = SPLIT_SEEDS or NEON  # where bytes are multiplied as signed ones
 SIX_BITS = INSTRUCTION_SET == "avx512" and "avx512vbmi" in cpu_features()  # is there a lookup that takes six bits of a byte as they are?
 assert ROWS == LANES * PIECES
-Emitting = Generator[None, None, ir.Value]  # gives a value; pauses where instructions of another such may come first
 
 
 def function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], name: str) -> ir.Function:
     """A declared external function or LLVM intrinsic."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def arm(builder: ir.IRBuilder, name: str, result: ir.Type, *values: ir.Value) -> ir.Value:
+    """One of ARM's vector instructions."""
+    return builder.call(function(builder, result, [value.type for value in values], f"llvm.aarch64.neon.{name}"), values)
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int = 1) -> ir.Value:
@@ -89,40 +99,27 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.VectorType) -> ir.Va
     return builder.shuffle_vector(single, blank, ir.Constant(ir.VectorType(I32, kind.count), [0] * kind.count))
 
 
+def words_at(builder: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
+    """`count` words at an address, each in every lane. ARM multiplies by a lane of a vector: there several are one load."""
+    if not NEON:
+        return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
+    found = []
+    while len(found) < count:
+        few = min(LANES, 1 << (count - len(found)).bit_length() - 1)
+        own = load(builder, offset(builder, address, 4 * len(found)), ir.VectorType(I32, few), 4)
+        found += [builder.shuffle_vector(own, own, ir.Constant(ir.VectorType(I32, LANES), [i] * LANES)) for i in range(few)]
+    return found
+
+
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     return builder.call(function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{LANES}f32"), [a, b, c])
 
 
-def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The larger of two floats in every lane; `b` where one is no number."""
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def across(builder: ir.IRBuilder, vectors: list[ir.Value], merge: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-    """The lanes of each vector merged into one: a lane for each. Parts of two vectors lie side by side from the first step on, so that all
-    together cost little more than one. Vectors: a power of two, no more than lanes."""
-    size = vectors[0].type.count
-    while size > 1:
-        count = vectors[0].type.count
-        parts = [[begin + size // 2 * part + i for begin in range(0, count, size) for i in range(size // 2)] for part in (0, 1)]
-        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], vectors[0])]
-        if len(vectors) > 1:
-            parts = [part + [count + place for place in part] for part in parts]
-        places = [ir.Constant(ir.VectorType(I32, len(part)), part) for part in parts]
-        vectors = [merge(*(builder.shuffle_vector(a, b, each) for each in places)) for a, b in pairs]
-        size //= 2
-    return vectors[0]
-
-
-def merged(vectors: list[ir.Value], merge: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-    """Vectors, a power of two, merged lane by lane: neighbours first."""
-    while len(vectors) > 1:
-        vectors = [merge(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
-    return vectors[0]
-
-
 def shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) -> ir.Value:
-    """Bytes shifted right, `keep` bits kept; by 16-bit lanes, since no instruction set shifts bytes."""
+    """Bytes shifted right, `keep` bits kept; by 16-bit lanes, since no other than ARM's instructions shift bytes."""
+    if NEON and bits:
+        value = builder.lshr(value, constant(BYTES, bits))
+        return value if bits + keep == 8 else builder.and_(value, constant(BYTES, (1 << keep) - 1))
     if bits:
         value = builder.bitcast(builder.lshr(builder.bitcast(value, HALVES), constant(HALVES, bits)), BYTES)
     return value if bits + keep == 8 and not bits else builder.and_(value, constant(BYTES, (1 << keep) - 1))
@@ -200,96 +197,10 @@ def look_up(builder: ir.IRBuilder, table: list[ir.Value], codes: ir.Value, bits:
         for code in range(1, 1 << bits):
             found = builder.select(builder.icmp_unsigned("==", codes, constant(BYTES, code)), table[code], found)
         return found
+    if NEON:
+        return arm(builder, "tbl1.v16i8", BYTES, table[0], codes)
     name = "llvm.x86.avx512.pshuf.b.512" if WIDTH == 64 else "llvm.x86.avx2.pshuf.b"
     return builder.call(function(builder, BYTES, [BYTES] * 2, name), [table[0], codes])
-
-
-def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, wide: bool) -> ir.Value:
-    """sums[i32 per row] + the four products of each row: unsigned bytes times signed bytes.
-
-    `wide`: weights above 127 occur; where `OFFSET_WHEN_WIDE` the weights are then taken 128 lower.
-    """
-    if INSTRUCTION_SET in ("avx512", "avx2vnni"):
-        dp = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpbusd.{8 * WIDTH}")
-        return builder.call(dp, [sums, builder.bitcast(weights, WORDS), builder.bitcast(x, WORDS)])
-    if wide and INSTRUCTION_SET == "avx2":  # pairs of products would overflow 16 bits: signed weights, as magnitude and sign of x
-        weights = builder.xor(weights, constant(BYTES, 128))
-        x = builder.call(function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.psign.b"), [x, weights])
-        weights = builder.call(function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8"), [weights, I1(0)])
-    if INSTRUCTION_SET == "avx2":
-        pairs = builder.call(function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw"), [weights, x])
-        fours = builder.call(function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd"), [pairs, constant(HALVES, 1)])
-        return builder.add(sums, fours)
-    halves, words = ir.VectorType(I16, WIDTH), ir.VectorType(I32, WIDTH)
-    products = builder.sext(builder.mul(builder.zext(weights, halves), builder.sext(x, halves)), words)
-    for i in range(4):
-        lanes = ir.Constant(ir.VectorType(I32, LANES), list(range(i, WIDTH, 4)))
-        sums = builder.add(sums, builder.shuffle_vector(products, products, lanes))
-    return sums
-
-
-def dots(builder: ir.IRBuilder, sums: ir.Value, weights: list[ir.Value], x: list[ir.Value], largest: int) -> ir.Value:
-    """`dot` of some quads one after the other, none of whose single products is larger than `largest` (half of 2**15 at most)."""
-    if INSTRUCTION_SET == "avx2":
-        return builder.add(sums, pairs_of(builder, weights, x, largest, constant(HALVES, 1)))
-    for quad, own in zip(weights, x, strict=True):
-        sums = dot(builder, sums, quad, own, False)
-    return sums
-
-
-def pairs_of(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], largest: int, steps: ir.Value) -> ir.Value:
-    """What two instructions make of every quad on AVX2, the second of which also multiplies by `steps`: one of those for as many quads as
-    16 bits hold the pairs of products of, the largest product being `largest`."""
-    pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
-    scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
-    per, total = 32767 // (2 * largest), None
-    for start in range(0, len(quads), per):
-        pairs = None
-        for quad, own in zip(quads[start : start + per], x[start : start + per]):
-            products = builder.call(pair_up, [quad, own])
-            pairs = products if pairs is None else builder.add(pairs, products)
-        part = builder.call(scale_up, [pairs, steps])
-        total = part if total is None else builder.add(total, part)
-    return total
-
-
-def side_by_side(emitting: Iterable[Emitting]) -> list[ir.Value]:
-    """What each gives, their instructions by turns. A chain of dot products waits five cycles for each link, and a processor looks only
-    some hundred instructions ahead: chains that follow one another run at four fifths of the rate of chains that lie side by side. Sixteen
-    registers have no room for them; there one follows the other.
-    """
-    turns = [list(emitting)] if INSTRUCTION_SET == "avx512" else [[each] for each in emitting]
-    given = []
-    for together in turns:
-        waiting, found = dict(enumerate(together)), {}
-        while waiting:
-            for index, each in list(waiting.items()):
-                try:
-                    next(each)
-                except StopIteration as end:
-                    found[index] = end.value
-                    del waiting[index]
-        given += [found[index] for index in range(len(together))]
-    return given
-
-
-def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value | None = None) -> Emitting:
-    """The products of some quads, summed per row, as floats; codes are up to `most` (above 127: see `dot`). Times `steps`, in their form,
-    if given: a whole number below 2**24 still.
-
-    Without a four-way dot product, pairs of products are summed in 16 bits for as many quads as fit, and one instruction for all of them
-    goes on to 32 bits, where it multiplies by the step at the same time.
-    """
-    if INSTRUCTION_SET == "avx2" and most <= 127:
-        return to_floats(builder, pairs_of(builder, quads, x, 127 * most, constant(HALVES, 1) if steps is None else steps))
-    # two chains: a dot product takes several cycles
-    parts = [constant(WORDS, 0)] * 2
-    for j, (quad, own) in enumerate(zip(quads, x)):
-        which = 2 * j // len(quads) if len(quads) > 4 else 0
-        parts[which] = dot(builder, parts[which], quad, own, most > 127)
-        yield
-    total = to_floats(builder, builder.add(*parts))
-    return total if steps is None else builder.fmul(total, steps)
 
 
 def step_form(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
@@ -315,6 +226,12 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
 
     At the address: a byte per row, the even group's code in the low nibble.
     """
+    if NEON:  # those of all rows at once, of which the compiler makes one for all pieces
+        codes = load(builder, address, BYTES)
+        places = ir.Constant(ir.VectorType(I32, LANES), [LANES * piece + i for i in range(LANES)])
+        steps = (look_up(builder, table, each, 4) for each in (builder.and_(codes, constant(BYTES, 15)),
+                                                               builder.lshr(codes, constant(BYTES, 4))))
+        return tuple(builder.uitofp(builder.shuffle_vector(each, each, places), FLOATS) for each in steps)
     address = offset(builder, address, LANES * piece)
     lane = ir.VectorType(I8, LANES)
     if INSTRUCTION_SET == "avx512":
@@ -341,35 +258,6 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
     keep = constant(kind, 255)  # a zero index finds the first step
     found = tuple(builder.and_(builder.bitcast(builder.call(look, [table[0], each]), kind), keep) for each in (even, odd))
     return found if INSTRUCTION_SET == "avx2" else tuple(to_floats(builder, each) for each in found)
-
-
-def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value],
-                 steps: tuple[ir.Value, ir.Value], halved: bool = False) -> Emitting:
-    """The sum over a tile's two groups of step * (levels . x), as floats, exact but for one rounding; `quads` hold levels + 64.
-
-    A group's product with its step is below 2**24, so floats hold it, and a fused multiply-add rounds the sum of two once, as converting
-    it from 32 bits would: three instructions in the place of two 32-bit multiplications (two micro-operations each) and three more. Where
-    there is no four-way dot product, the multiplication that sums pairs takes the step along and so costs nothing. `seeds` take the 64
-    back; `seed_of` makes them. `halved`: quads hold numbers up to 63 that are 32 above what they mean.
-    """
-    if INSTRUCTION_SET != "avx2":
-        parts = [builder.ashr(seed, constant(WORDS, 1)) if halved else seed for seed in seeds]
-        for j in range(4):
-            yield
-            parts = [dot(builder, part, quads[4 * group + j], x[4 * group + j], False) for group, part in enumerate(parts)]
-        yield
-        parts = [to_floats(builder, part) for part in parts]
-        yield
-        first = builder.fmul(parts[0], steps[0])
-        yield
-        return fma(builder, parts[1], steps[1], first)
-    scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
-    sums = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
-    sums = sums if halved else builder.shl(sums, constant(WORDS, 1))
-    for group in (0, 4):
-        own = pairs_of(builder, quads[group : group + 4], x[group : group + 4], 127 * (63 if halved else 127), steps[group // 4])
-        sums = builder.add(sums, own)
-    return to_floats(builder, sums)
 
 
 @inlined()

@@ -30,8 +30,6 @@ from .int8_ir import (
     WORDS,
     ask,
     constant,
-    dot,
-    dots,
     fma,
     in_register,
     load,
@@ -40,8 +38,9 @@ from .int8_ir import (
     splat,
     store,
 )
+from .int8_products import dot, dots, rounded_high
 from .intrinsics import F32, I16, I32, I64
-from .kv_loops import LEAST, field_at, high_product, largest, loop, pick, shorts
+from .kv_loops import LEAST, field_at, largest, loop, pick, shorts
 
 UNIT = 16  # tokens whose codes of a quad of channels are 64 bytes
 MOST_K, MOST_V = 6, 5  # bits of codes that may be multiplied as bytes
@@ -124,7 +123,7 @@ def scaled_queries(builder: ir.IRBuilder, queries: ir.Value, scales: ir.Value, r
     own = load(builder, builder.add(queries, place), HALVES)
     four = builder.shl(builder.udiv(place, I64(8 * rows)), I64(3))  # a quad of queries takes so many bytes
     factor = builder.bitcast(repeated(builder, builder.add(scales, four), I64, WIDTH // 8, rows), HALVES)
-    return place, high_product(builder, own, factor)
+    return place, rounded_high(builder, own, factor)
 
 
 def _scale_rows(rows: int):
@@ -323,7 +322,8 @@ def _dot_values(rows: int):
                         x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
                         for piece in range(PIECES):
                             place = (first_quad % chains) * count + PIECES * row + piece
-                            made[place] = dots(builder, made[place], x, [each[piece] for each in values], 255 * value_zero(width)[1])
+                            made[place] = dots(builder, made[place], x, [each[piece] for each in values], 255 * value_zero(width)[1],
+                                               above=True)
                 made = finish(made)
                 return [builder.add(*(made[chain * count + i] for chain in range(chains))) if chains > 1 else made[i] for i in range(count)]
 

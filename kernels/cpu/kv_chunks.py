@@ -9,8 +9,9 @@ from llvmlite import ir
 from ..deferred import intrinsic, types
 from ..layout import PAGE
 from .inner_loops import FLOATS, VECTOR
-from .int8_ir import across, constant, larger, load, merged, offset, splat, store
+from .int8_ir import constant, load, offset, splat, store
 from .intrinsics import F32, I32
+from .merging import across, larger, merged
 from .softmax import LOG2E, power_of_two
 
 CHUNK = 32  # tokens with one mean value

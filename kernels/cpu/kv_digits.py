@@ -24,21 +24,19 @@ from .int8_ir import (
     PIECES,
     WIDTH,
     WORDS,
-    across,
     constant,
-    dot,
     fma,
-    larger,
     load,
-    merged,
     offset,
     splat,
     store,
 )
+from .int8_products import dot, pair_products, rounded_high
 from .intrinsics import F32, I32, I64
 from .kv_bytes import ask_part, by_width, codes_of_keys, codes_of_values, scaled_queries, upper_bytes
-from .kv_loops import high_product, loop, multiply, pick, power, shorts
+from .kv_loops import loop, pick, power, shorts
 from .kv_weights import LN2, MAGIC, exp2
+from .merging import across, larger, merged
 
 DIGITS = INSTRUCTION_SET in ("avx512", "avx2vnni")
 # Asked for ahead while a group of K, for the tokens of a unit, or 32 tokens of a group of V are multiplied: their share of half a record,
@@ -79,7 +77,7 @@ def _products(builder: ir.IRBuilder, sums: list[ir.Value], codes: ir.Value, fact
         digits = [builder.bitcast(splat(builder, load(builder, each, I32), WORDS), BYTES) for each in factors]
         return [dot(builder, own, *((digit, codes) if signed else (codes, digit)), False) for own, digit in zip(sums, digits, strict=True)]
     four = builder.bitcast(splat(builder, load(builder, factors[0], I64, 2), ir.VectorType(I64, WIDTH // 8)), HALVES)
-    return [multiply(builder, own, part, four) for own, part in zip(sums, _wide(builder, codes, signed), strict=True)]
+    return [pair_products(builder, own, part, four) for own, part in zip(sums, _wide(builder, codes, signed), strict=True)]
 
 
 def _total(builder: ir.IRBuilder, sums: list[ir.Value], shift: int) -> ir.Value:
@@ -227,7 +225,7 @@ def _scaled(builder: ir.IRBuilder, weights: list[ir.Value], fractions: ir.Value,
     made = []
     for i, weight in enumerate(weights):
         fraction = builder.lshr(load(builder, offset(builder, fractions, WIDTH * i), HALVES), constant(HALVES, 1))
-        made.append(high_product(builder, weight, fraction))
+        made.append(rounded_high(builder, weight, fraction))
     if not DIGITS:
         for i, each in enumerate(made):
             store(builder, each, offset(builder, target, WIDTH * i))
@@ -251,7 +249,7 @@ def _zero_sums(builder: ir.IRBuilder, zeros: ir.Value, weights: tuple[ir.Value, 
                 own = [dot(builder, each, digit, zero, False) for each, digit in zip(own, digits, strict=True)]
             else:
                 words = [load(builder, offset(builder, weights[0], 2 * (PAGE * row + at) + WIDTH * i), HALVES) for i in (0, 1)]
-                own = [multiply(builder, *each) for each in zip(own, _wide(builder, zero, True), words, strict=True)]
+                own = [pair_products(builder, *each) for each in zip(own, _wide(builder, zero, True), words, strict=True)]
         sums.append(builder.add(builder.shl(own[0], constant(WORDS, 7)) if DIGITS else own[0], own[1]))
     return across(builder, sums, builder.add)
 

@@ -15,9 +15,7 @@ from ..layout import PAGE
 from .int8_ir import (
     BYTES,
     FLOATS,
-    HALVES,
     I8,
-    INSTRUCTION_SET,
     LANES,
     PIECES,
     WIDTH,
@@ -32,6 +30,7 @@ from .int8_ir import (
     splat,
     store,
 )
+from .int8_products import pair_products, rounded_high
 from .intrinsics import F32, I16, I32, I64
 
 SPAN = 32  # tokens that share a scale of K
@@ -117,16 +116,6 @@ def _four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.bitcast(splat(builder, single, ir.VectorType(I64, WIDTH // 8)), EIGHT)
 
 
-def high_product(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """a * b / 2^15, rounded."""
-    if WIDTH > 16:
-        name = "llvm.x86.avx512.pmul.hr.sw.512" if WIDTH == 64 else "llvm.x86.avx2.pmul.hr.sw"
-        return builder.call(function(builder, EIGHT, [EIGHT] * 2, name), [a, b])
-    wide = ir.VectorType(I32, WIDTH // 2)
-    product = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
-    return builder.trunc(builder.ashr(builder.add(product, constant(wide, 1 << 14)), constant(wide, 15)), EIGHT)
-
-
 @intrinsic
 def widen(typingctx, codes, a, b, out, nbytes):
     """Bytes at `codes`, in fours that share factors, -> 16-bit numbers at `out`: code * a + b, rounded, the code taken as a fraction of
@@ -141,26 +130,11 @@ def widen(typingctx, codes, a, b, out, nbytes):
             raw = load(builder, offset(builder, builder.add(codes, at), half * piece), ir.VectorType(I8, half))
             value = builder.shl(builder.zext(raw, EIGHT), constant(EIGHT, 7))
             where = offset(builder, builder.add(out, builder.shl(at, I64(1))), WIDTH * piece)
-            store(builder, builder.add(high_product(builder, value, factor), shift), where)
+            store(builder, builder.add(rounded_high(builder, value, factor), shift), where)
         finish([])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen
-
-
-def multiply(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """sums + the products of neighbouring pairs of 16-bit numbers."""
-    if INSTRUCTION_SET in ("avx512", "avx2vnni"):
-        dot = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpwssd.{8 * WIDTH}")
-        return builder.call(dot, [sums, builder.bitcast(a, WORDS), builder.bitcast(b, WORDS)])
-    if INSTRUCTION_SET == "avx2":
-        return builder.add(sums, builder.call(function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd"), [a, b]))
-    wide = ir.VectorType(I32, WIDTH // 2)
-    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
-    for first in (0, 1):
-        places = ir.Constant(ir.VectorType(I32, LANES), list(range(first, WIDTH // 2, 2)))
-        sums = builder.add(sums, builder.shuffle_vector(products, products, places))
-    return sums
 
 
 @intrinsic
@@ -179,7 +153,7 @@ def dot_keys(typingctx, opened, x, factor, out, quads):
             other = _four(builder, offset(builder, place, 8 * step))
             for i in range(vectors):
                 own = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
-                updated.append(multiply(builder, running[vectors * step + i], own, other))
+                updated.append(pair_products(builder, running[vectors * step + i], own, other))
         updated = finish(updated)
         sums = updated[:vectors]
         for step in range(1, unrolled):

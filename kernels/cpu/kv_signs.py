@@ -26,8 +26,8 @@ from .int8_ir import (
     WORDS,
     constant,
     fma,
-    function,
     load,
+    look_up,
     offset,
     shift_right,
     splat,
@@ -86,8 +86,7 @@ def _looked_up(builder: ir.IRBuilder, address: ir.Value, nibbles: list[ir.Value]
     table = load(builder, address, TABLE_LANE)
     if INSTRUCTION_SET != "portable":
         wide = builder.shuffle_vector(table, table, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))
-        name = "llvm.x86.avx512.pshuf.b.512" if WIDTH == 64 else "llvm.x86.avx2.pshuf.b"
-        return builder.call(function(builder, BYTES, [BYTES] * 2, name), [wide, nibbles[0]])
+        return look_up(builder, [wide], nibbles[0], 4)
     lowest = builder.extract_element(table, I32(0))
     found = splat(builder, lowest, BYTES)
     for bit, mask in enumerate(nibbles):

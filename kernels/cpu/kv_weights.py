@@ -22,22 +22,21 @@ from .int8_ir import (
     LANES,
     WIDTH,
     WORDS,
-    across,
     constant,
     fma,
     function,
-    larger,
     load,
     look_up,
-    merged,
     offset,
     splat,
     store,
 )
+from .int8_products import pair_products
 from .intrinsics import F32, I32, I64
 from .kv_bytes import upper_bytes
-from .kv_loops import loop, multiply
+from .kv_loops import loop
 from .kv_record import EIGHTHS
+from .merging import across, larger, merged
 
 MAGIC = 1.5 * 2**23  # added to a float32, it rounds to a whole number, which is then in the low bits
 # A weight 2^x is 65535 * 2^-(u / 256) with u = 2 - 256 x: dither added to the largest stays below 2^16. From 16 powers of two on it is 0.
@@ -174,7 +173,7 @@ def _weigh(rows: int):
                 total = constant(WORDS, 0)
                 for i, each in enumerate(weights):
                     half = builder.lshr(each, constant(HALVES, 1))
-                    total = multiply(builder, total, half, load(builder, offset(builder, up, WIDTH * i), HALVES))
+                    total = pair_products(builder, total, half, load(builder, offset(builder, up, WIDTH * i), HALVES))
                 sums.append(total)
                 at, carried, finish = loop(builder, groups, 1, [(I64, fractions), (I64, offset(builder, out, PAGE * row))])
                 _scaled(builder, weights, tables, *carried)

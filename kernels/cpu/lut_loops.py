@@ -27,7 +27,6 @@ from .int8_ir import (
     FLOATS,
     HALVES,
     I8,
-    INSTRUCTION_SET,
     WIDTH,
     WORDS,
     ask,
@@ -51,7 +50,7 @@ SEEDS_NBYTES = 8  # of a tile
 LOW = 5  # bits of a sum in the low table
 # The first low table of a tile is this much lower, so that its sum is a signed byte.
 BIAS = 128
-SHUFFLES = INSTRUCTION_SET != "portable"
+SHUFFLES = WIDTH > 16
 AHEAD = 2048  # bytes of software prefetch
 PER_LINE = WIDTH // 16
 VECTORS = ABREAST * PAIR // WIDTH

@@ -11,18 +11,16 @@ from .int8_ir import (
     LANES,
     OFFSET_WHEN_WIDE,
     WORDS,
-    Emitting,
-    codebook_sum,
     constant,
     fma,
     load,
     look_up_steps,
     offset,
     step_form,
-    sum_quads,
     to_floats,
     widen_bytes,
 )
+from .int8_products import Emitting, codebook_sum, sum_quads
 from .intrinsics import F16, HAS_HALF, I16, I32, I64
 
 # Ways of scaling: a codebook has two groups in a tile; the others at most one, and a zero that is stored or the same everywhere, but for

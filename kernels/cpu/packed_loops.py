@@ -17,6 +17,8 @@ What `single` became, read from the assembly, in instructions per 64 weights:
     avx2vnni          16.5  22.9  16.2   9.1    two of each, for half as many bytes
     avx2              15.3  19.4  15.0  18.6    two `vpmaddubsw`, and for codebooks (`packed_one.py`) one `vpmaddwd`; with 8 bits two of
                                                 that, two `vpsignb` and two `vpabsb`
+    neondot           22.9  38.9  24.2  19.9    four `sdot`, for a codebook four `tbl`, of 16 bytes each; two `and` and two `ushr`
+    neon              39.5  58.8  40.4  35.8    eight `smull`, four `addp` and four `sadalp` in the place of the four `sdot`
 
 At 4 bits with AVX-512 the rest is half a load, half a `vpsrlw`, half a load of activations and, per 512 weights, 16 for scales and sums.
 Sixteen registers do not hold a tile's activations beside two row blocks: here with 32-byte vectors up to one instruction in six goes to
@@ -33,8 +35,8 @@ from ..tiles import LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import (
     BYTES,
     FLOATS,
+    INSTRUCTION_SET,
     LANES,
-    OFFSET_WHEN_WIDE,
     PIECES,
     WIDTH,
     WORDS,
@@ -44,12 +46,13 @@ from .int8_ir import (
     load,
     load_table,
     offset,
-    side_by_side,
     splat,
     steps_table,
     store,
     unpack_tile,
+    words_at,
 )
+from .int8_products import side_by_side
 from .intrinsics import F32, I32, I64
 from .packed_factors import CODEBOOK, EXPONENTS, HALVES, SIGNED, places_of, tile_of
 
@@ -71,7 +74,7 @@ def seeds_of(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Valu
 
 
 def quads_of_x(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    return [builder.bitcast(splat(builder, load(builder, offset(builder, address, 4 * j), I32, 4), WORDS), BYTES) for j in range(8)]
+    return [builder.bitcast(each, BYTES) for each in words_at(builder, address, 8)]
 
 
 def begin_loop(builder: ir.IRBuilder, name: str, start: ir.Value, kinds: list[tuple[ir.Type, ir.Value]]) -> tuple[object, ir.Value, list]:
@@ -177,7 +180,7 @@ def expand(bits: int, way: str):
     @intrinsic
     def run(typingctx, codes, tables, tiles, out):
         """`tiles` tiles of a row block -> their quads, 512 bytes a tile, as unsigned bytes (codes, or levels + 64); codes of eight bits
-        128 lower where `OFFSET_WHEN_WIDE`."""
+        128 lower as `packed_turns.py` takes them."""
 
         def codegen(context, builder, signature, args):
             codes, tables, tiles, out = args
@@ -188,7 +191,7 @@ def expand(bits: int, way: str):
             ask(builder, offset(builder, at, NEXT), tile_nbytes(bits))
             for piece in range(PIECES):
                 for j, value in enumerate(weights_of(builder, way, levels, at, bits, piece)):
-                    if bits == 8 and OFFSET_WHEN_WIDE:
+                    if bits == 8 and INSTRUCTION_SET == "avx2":
                         value = builder.xor(value, constant(BYTES, 128))
                     store(builder, value, offset(builder, to, 64 * j + WIDTH * piece), WIDTH)
             end_loop(builder, blocks, tile, tiles, [], [])

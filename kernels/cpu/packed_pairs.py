@@ -20,7 +20,8 @@ from llvmlite import ir
 from ..deferred import intrinsic, types
 from ..target import target
 from ..tiles import tile_nbytes
-from .int8_ir import BYTES, FLOATS, INSTRUCTION_SET, WIDTH, ask, load, offset, side_by_side, splat, store
+from .int8_ir import BYTES, FLOATS, INSTRUCTION_SET, WIDTH, ask, load, offset, splat, store
+from .int8_products import side_by_side
 from .intrinsics import F32, I64
 from .packed_factors import places_of, tile_of
 from .packed_loops import MOST_LEVEL, SUMS_NBYTES, WITH_LEVELS, begin_loop, end_loop, quads_of_x, seeds_of, tables_of, weights_of

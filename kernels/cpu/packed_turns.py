@@ -34,7 +34,6 @@ from .int8_ir import (
     PIECES,
     WIDTH,
     WORDS,
-    Emitting,
     ask,
     constant,
     fma,
@@ -46,6 +45,7 @@ from .int8_ir import (
     store,
     to_floats,
 )
+from .int8_products import Emitting
 from .intrinsics import F32, I16, I32, I64
 from .packed_factors import places_of, tile_of
 from .packed_loops import begin_loop, end_loop, tables_of

@@ -10,8 +10,9 @@ from llvmlite import ir
 from ..deferred import intrinsic, types
 from ..layout import PAGE
 from .inner_loops import FLOATS, VECTOR
-from .int8_ir import across, constant, function, larger, load, merged, offset, splat, store
+from .int8_ir import constant, function, load, offset, splat, store
 from .intrinsics import I32
+from .merging import across, larger, merged
 
 LOG2E = 1.4426950408889634
 LOWEST = -126.0  # powers of two below it are taken for 0

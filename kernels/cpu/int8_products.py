@@ -1,0 +1,200 @@
+"""Products of bytes and of 16-bit numbers as LLVM instructions: the four-way dot product, or what an instruction set has in its place.
+
+Integer results are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+
+from llvmlite import ir
+
+from .int8_ir import (
+    BYTES,
+    HALVES,
+    I1,
+    INSTRUCTION_SET,
+    LANES,
+    NEON,
+    OFFSET_WHEN_WIDE,
+    WIDTH,
+    WORDS,
+    arm,
+    constant,
+    fma,
+    function,
+    to_floats,
+)
+from .intrinsics import I16, I32
+
+Emitting = Generator[None, None, ir.Value]  # gives a value; pauses where instructions of another such may come first
+
+
+def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, wide: bool) -> ir.Value:
+    """sums[i32 per row] + the four products of each row: unsigned bytes times signed bytes.
+
+    `wide`: weights above 127 occur; where `OFFSET_WHEN_WIDE` the weights are then taken 128 lower.
+    """
+    if INSTRUCTION_SET in ("avx512", "avx2vnni"):
+        dp = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpbusd.{8 * WIDTH}")
+        return builder.call(dp, [sums, builder.bitcast(weights, WORDS), builder.bitcast(x, WORDS)])
+    if wide and INSTRUCTION_SET == "avx2":  # pairs of products would overflow 16 bits: signed weights, as magnitude and sign of x
+        weights = builder.xor(weights, constant(BYTES, 128))
+        x = builder.call(function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.psign.b"), [x, weights])
+        weights = builder.call(function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8"), [weights, I1(0)])
+    if INSTRUCTION_SET == "avx2":
+        pairs = builder.call(function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw"), [weights, x])
+        fours = builder.call(function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd"), [pairs, constant(HALVES, 1)])
+        return builder.add(sums, fours)
+    if NEON:
+        return _signed_dot(builder, sums, builder.xor(weights, constant(BYTES, 128)) if wide else weights, x)
+    halves, words = ir.VectorType(I16, WIDTH), ir.VectorType(I32, WIDTH)
+    products = builder.sext(builder.mul(builder.zext(weights, halves), builder.sext(x, halves)), words)
+    for i in range(4):
+        lanes = ir.Constant(ir.VectorType(I32, LANES), list(range(i, WIDTH, 4)))
+        sums = builder.add(sums, builder.shuffle_vector(products, products, lanes))
+    return sums
+
+
+def _signed_dot(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """sums + the four products of signed bytes of each row, on ARM. Two products fit 16 bits: one side is never -128."""
+    if INSTRUCTION_SET == "neondot":
+        return arm(builder, "sdot.v4i32.v16i8", WORDS, sums, a, b)
+    pairs = _pair_sums(builder, a, b)
+    return builder.add(sums, arm(builder, "saddlp.v4i32.v8i16", WORDS, pairs))
+
+
+def _pair_sums(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The products of neighbouring pairs of signed bytes, or of 16-bit numbers, summed into a number of twice the width, on ARM."""
+    count, element = a.type.count, ir.IntType(2 * a.type.element.width)
+    half, products = ir.VectorType(element, count // 2), []
+    for part in (0, 1):
+        places = ir.Constant(ir.VectorType(I32, count // 2), [count // 2 * part + i for i in range(count // 2)])
+        products.append(builder.mul(*(builder.sext(builder.shuffle_vector(each, each, places), half) for each in (a, b))))
+    return arm(builder, f"addp.v{count // 2}i{element.width}", half, *products)
+
+
+def pair_products(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
+    """sums[i32 per row] + the two products of each row: signed 16-bit numbers."""
+    if INSTRUCTION_SET in ("avx512", "avx2vnni"):
+        two = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpwssd.{8 * WIDTH}")
+        return builder.call(two, [sums, builder.bitcast(a, WORDS), builder.bitcast(b, WORDS)])
+    a, b = builder.bitcast(a, HALVES), builder.bitcast(b, HALVES)
+    if INSTRUCTION_SET == "avx2":
+        return builder.add(sums, builder.call(function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd"), [a, b]))
+    if NEON:
+        return builder.add(sums, _pair_sums(builder, a, b))
+    half = constant(WORDS, 16)
+    for part in (lambda each: builder.ashr(builder.shl(each, half), half), lambda each: builder.ashr(each, half)):
+        sums = builder.add(sums, builder.mul(*(part(builder.bitcast(each, WORDS)) for each in (a, b))))
+    return sums
+
+
+def rounded_high(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """(a * b + 2**14) >> 15 of HALVES, which are not both -2**15."""
+    if NEON:
+        return arm(builder, "sqrdmulh.v8i16", HALVES, a, b)
+    if WIDTH > 16:
+        name = "llvm.x86.avx512.pmul.hr.sw.512" if WIDTH == 64 else "llvm.x86.avx2.pmul.hr.sw"
+        return builder.call(function(builder, HALVES, [HALVES] * 2, name), [a, b])
+    wide = ir.VectorType(I32, WIDTH // 2)
+    product = builder.add(builder.mul(builder.sext(a, wide), builder.sext(b, wide)), constant(wide, 1 << 14))
+    return builder.trunc(builder.ashr(product, constant(wide, 15)), HALVES)
+
+
+def dots(builder: ir.IRBuilder, sums: ir.Value, weights: list[ir.Value], x: list[ir.Value], largest: int,
+         above: bool = False) -> ir.Value:
+    """`dot` of some quads one after the other, none of whose single products is larger than `largest` (half of 2**15 at most). `above`:
+    weights above 127 occur, and are meant."""
+    if INSTRUCTION_SET == "avx2":
+        return builder.add(sums, pairs_of(builder, weights, x, largest, constant(HALVES, 1)))
+    for quad, own in zip(weights, x, strict=True):
+        sums = dot(builder, sums, quad, own, above)
+        if above and OFFSET_WHEN_WIDE:  # 128 times what they are multiplied by, which rows that share it have in common
+            alone = dot(builder, constant(WORDS, 0), constant(BYTES, 1), own, False)
+            sums = builder.add(sums, builder.shl(alone, constant(WORDS, 7)))
+    return sums
+
+
+def pairs_of(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], largest: int, steps: ir.Value) -> ir.Value:
+    """What two instructions make of every quad on AVX2, the second of which also multiplies by `steps`: one of those for as many quads as
+    16 bits hold the pairs of products of, the largest product being `largest`."""
+    pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
+    scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
+    per, total = 32767 // (2 * largest), None
+    for start in range(0, len(quads), per):
+        pairs = None
+        for quad, own in zip(quads[start : start + per], x[start : start + per]):
+            products = builder.call(pair_up, [quad, own])
+            pairs = products if pairs is None else builder.add(pairs, products)
+        part = builder.call(scale_up, [pairs, steps])
+        total = part if total is None else builder.add(total, part)
+    return total
+
+
+def side_by_side(emitting: Iterable[Emitting]) -> list[ir.Value]:
+    """What each gives, their instructions by turns. A chain of dot products waits five cycles for each link, and a processor looks only
+    some hundred instructions ahead: chains that follow one another run at four fifths of the rate of chains that lie side by side. Sixteen
+    registers have no room for them; there one follows the other.
+    """
+    turns = [list(emitting)] if INSTRUCTION_SET == "avx512" else [[each] for each in emitting]
+    given = []
+    for together in turns:
+        waiting, found = dict(enumerate(together)), {}
+        while waiting:
+            for index, each in list(waiting.items()):
+                try:
+                    next(each)
+                except StopIteration as end:
+                    found[index] = end.value
+                    del waiting[index]
+        given += [found[index] for index in range(len(together))]
+    return given
+
+
+def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value | None = None) -> Emitting:
+    """The products of some quads, summed per row, as floats; codes are up to `most` (above 127: see `dot`). Times `steps`, in their form,
+    if given: a whole number below 2**24 still.
+
+    Without a four-way dot product, pairs of products are summed in 16 bits for as many quads as fit, and one instruction for all of them
+    goes on to 32 bits, where it multiplies by the step at the same time.
+    """
+    if INSTRUCTION_SET == "avx2" and most <= 127:
+        return to_floats(builder, pairs_of(builder, quads, x, 127 * most, constant(HALVES, 1) if steps is None else steps))
+    # two chains: a dot product takes several cycles
+    parts = [constant(WORDS, 0)] * 2
+    for j, (quad, own) in enumerate(zip(quads, x)):
+        which = 2 * j // len(quads) if len(quads) > 4 else 0
+        parts[which] = dot(builder, parts[which], quad, own, most > 127)
+        yield
+    total = to_floats(builder, builder.add(*parts))
+    return total if steps is None else builder.fmul(total, steps)
+
+
+def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value],
+                 steps: tuple[ir.Value, ir.Value], halved: bool = False) -> Emitting:
+    """The sum over a tile's two groups of step * (levels . x), as floats, exact but for one rounding; `quads` hold levels + 64.
+
+    A group's product with its step is below 2**24, so floats hold it, and a fused multiply-add rounds the sum of two once, as converting
+    it from 32 bits would: three instructions in the place of two 32-bit multiplications (two micro-operations each) and three more. Where
+    there is no four-way dot product, the multiplication that sums pairs takes the step along and so costs nothing. `seeds` take the 64
+    back; `seed_of` makes them. `halved`: quads hold numbers up to 63 that are 32 above what they mean.
+    """
+    if INSTRUCTION_SET != "avx2":
+        parts = [builder.ashr(seed, constant(WORDS, 1)) if halved else seed for seed in seeds]
+        for j in range(4):
+            yield
+            parts = [dot(builder, part, quads[4 * group + j], x[4 * group + j], False) for group, part in enumerate(parts)]
+        yield
+        parts = [to_floats(builder, part) for part in parts]
+        yield
+        first = builder.fmul(parts[0], steps[0])
+        yield
+        return fma(builder, parts[1], steps[1], first)
+    scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
+    sums = builder.add(*(builder.call(scale_up, [steps[group], builder.bitcast(seeds[group], HALVES)]) for group in (0, 1)))
+    sums = sums if halved else builder.shl(sums, constant(WORDS, 1))
+    for group in (0, 4):
+        own = pairs_of(builder, quads[group : group + 4], x[group : group + 4], 127 * (63 if halved else 127), steps[group // 4])
+        sums = builder.add(sums, own)
+    return to_floats(builder, sums)

@@ -1,0 +1,110 @@
+"""Kernels for 64-bit ARM, which LLVM compiles anywhere: what becomes of the loops of decode, and how the processor is told.
+
+That they are right is shown with emulated instructions (`test_instruction_sets.py`, `test_kv_attention.py`, `test_kv_estimate.py`); here
+it is that LLVM finds the real ones. On an ARM machine every other test runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import llvmlite.binding as llvm
+import pytest
+from llvmlite import ir
+
+from effllm.kernels import target as of_target
+from effllm.kernels.target import arm_features, with_arm
+
+TRIPLE = "aarch64-unknown-linux-gnu"
+# Set -> features that kernels are told, a processor that has no more, what multiplies, and how often for a tile of 512 weights.
+SETS = {"neondot": ("neon,dotprod", "neoverse-n1", "sdot", 32), "neon": ("neon", "cortex-a72", r"smull2?|mul\tv\d+\.8h", 64)}
+# Way, bits: instructions for 64 weights at most, with dot products and without (where nothing but LLVM's own finds is: 140 to 453).
+MOST = {("codebook", 4): (24, 42), ("codebook", 3): (41, 62), ("codebook", 2): (26, 43), ("plain", 4): (20, 37), ("plain", 8): (21, 38),
+        ("blocks", 4): (19, 35), ("super", 4): (26, 44), ("signed", 6): (40, 57), ("exponents", 4): (24, 41)}
+
+
+def assembly(way: str, bits: int, processor: str) -> str:
+    """The decode loop of a format for a processor, alone in a function."""
+    from numba.core import types
+
+    from effllm.kernels.cpu import packed_formats
+
+    class Context:
+        def get_dummy_value(self) -> None:
+            return None
+
+    _, codegen = packed_formats.single_for(bits, way).body(None, *[types.int64] * 7)
+    module = ir.Module()
+    module.triple = TRIPLE
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7), "loop")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    codegen(Context(), builder, None, list(function.args))
+    builder.ret_void()
+    parsed = llvm.parse_assembly(str(module))
+    machine = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu=processor, opt=3)
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    return machine.emit_assembly(parsed)
+
+
+def loop_of(found: str) -> list[str]:
+    """The instructions between a label and the last jump back to it."""
+    lines = found.split("\n")
+    labels = {line.rstrip(":"): place for place, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
+    back = [(labels[jump[1]], place) for place, line in enumerate(lines)
+            if (jump := re.search(r"\tb\.\w+\t(\.L\w+)$", line)) and labels.get(jump[1], place) < place]
+    (begin, end), = back
+    return [line.strip() for line in lines[begin + 1 : end + 1] if re.match(r"\t[a-z]", line)]
+
+
+def all_loops(name: str) -> dict[str, list[str]]:
+    """In a process of its own, before kernels are imported: the loops of all formats of a set."""
+    features, processor, *_ = SETS[name]
+    from effllm.kernels import compile as compiling
+
+    compiling.cpu_features = lambda: frozenset(features.split(","))
+    from effllm.kernels.cpu import int8_ir
+
+    assert name == int8_ir.INSTRUCTION_SET
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return {f"{way} {bits}": loop_of(assembly(way, bits, processor)) for way, bits in MOST}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_loops_are_of_arms_own_instructions(name: str) -> None:
+    code = (f"import sys, json; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+            f"import test_arm as t; print(json.dumps(t.all_loops({name!r})))")
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    _, _, multiplies, often = SETS[name]
+    for text, loop in json.loads(done.stdout).items():
+        way, bits = text.split()
+        assert sum(bool(re.match(rf"({multiplies})\b", each)) for each in loop) == 2 * often, text  # two row blocks side by side
+        assert len(loop) / 16 <= MOST[way, int(bits)][name == "neon"], text
+        looked_up = sum(each.startswith("tbl\t") for each in loop)
+        assert looked_up >= (64 if way in ("codebook", "exponents") else 0), text
+
+
+def test_the_features_of_arm_are_told_where_llvm_is_silent(monkeypatch) -> None:
+    assert with_arm("-aes,-rand,-sve", frozenset({"neon", "dotprod"})) == "-aes,+dotprod,+neon,-rand,-sve"
+    assert with_arm("+neon,-dotprod", frozenset({"neon", "dotprod"})) == "+dotprod,+neon"
+    assert with_arm("", frozenset({"neon"})) == "+neon" and with_arm("+avx2", frozenset()) == "+avx2"
+    monkeypatch.setattr(of_target.os, "uname", lambda: os.uname_result(("Linux", "h", "r", "v", "x86_64")))
+    assert arm_features() == frozenset()
+
+
+@pytest.mark.parametrize(("bits", "found"), [(1 << 1, {"neon"}), (1 << 1 | 1 << 20, {"neon", "dotprod"}), (0, set())])
+def test_linux_says_what_an_arm_processor_has(bits: int, found: set[str], monkeypatch) -> None:
+    class Library:
+        class getauxval:
+            def __new__(cls, kind: int) -> int:
+                return bits if kind == 16 else 0
+
+    monkeypatch.setattr(of_target.os, "uname", lambda: os.uname_result(("Linux", "h", "r", "v", "aarch64")))
+    monkeypatch.setattr(of_target.ctypes, "CDLL", lambda name: Library)
+    assert arm_features() == found
