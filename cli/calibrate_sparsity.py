@@ -54,6 +54,8 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
     sparsity.demand(ref.folder)
+    if trace is not None:
+        sparsity.demand_free(Path(trace))
     engine = open_with_progress(ref.folder, EngineOptions(device="cpu", threads=threads, kv="32bit", ctx=None), screen)
     try:
         ids = Tokenizer.load(ref.folder, engine.config).encode(content)[: tokens or sparsity.TOKENS]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
@@ -23,9 +24,11 @@ from .events import Progress
 from .predictors import scaled
 from .sparsity_file import Sparsity, demand_writable
 from .whole_file import whole
+from .written import demand_folder
 
 TOKENS, LEAST = 2048, 256
 SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
+OTHER_TRACE = "give another place with --trace"
 WARM = 64  # tokens that fill a window before it is judged
 
 
@@ -68,6 +71,23 @@ def demand(folder: Path) -> None:
     cannot be kept."""
     demand_sparse(read_config(folder), None if is_gguf(folder) else read_container(folder))
     demand_writable(folder)
+
+
+def demand_free(path: Path) -> None:
+    """Before minutes of work: raises UsageError where a trace would take the place of anything but an older one. Pipes and devices stay."""
+    demand_folder(path.parent, OTHER_TRACE)
+    if path.is_dir() or (path.is_file() and not is_trace(path)):
+        what = "a folder" if path.is_dir() else "a file that holds no trace of neurons"
+        raise UsageError(f"--trace {path} is {what}, it stays as it is", OTHER_TRACE)
+
+
+def is_trace(path: Path) -> bool:
+    """Does a file hold what `Trace.save` writes?"""
+    try:
+        with ZipFile(path) as stored:
+            return set(stored.namelist()) == {"neurons.npy", "active.npy"}
+    except (OSError, BadZipFile, ValueError):
+        return False
 
 
 def demand_sparse(config: ModelConfig, container: Container | None) -> None:

@@ -26,7 +26,7 @@ def foreign(folder: Path) -> str | None:
                  or not any(fnmatch(entry.name, name) for name in NAMES) and not is_journal(entry)), None)
 
 
-def demand_folder(folder: Path) -> None:
+def demand_folder(folder: Path, elsewhere: str = "give another place with -o") -> None:
     """Raises UsageError unless there is this folder for a result to go into: where something else has its name, or that of a folder above
     it, making it cannot work either."""
     if folder.is_dir():
@@ -35,4 +35,4 @@ def demand_folder(folder: Path) -> None:
     if nearest.is_dir():
         raise UsageError(f"there is no folder {folder}", f"mkdir -p {folder}")
     what = "a link that leads nowhere" if nearest.is_symlink() and not nearest.exists() else "a file"
-    raise UsageError(f"{nearest} is {what}, not a folder", "give another place with -o")
+    raise UsageError(f"{nearest} is {what}, not a folder", elsewhere)

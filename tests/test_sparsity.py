@@ -154,6 +154,26 @@ def test_what_cannot_be_recorded_or_kept_is_refused_before_the_model_is_loaded(t
     assert ran.code == 1 and "sparsity.json cannot be written: Read-only file system" in ran.err
 
 
+def test_a_trace_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person typed by mistake, such as the text itself or a file of the model, stays."""
+    monkeypatch.setattr(calibrate_sparsity, "open_with_progress", lambda *_: pytest.fail("it was loaded"))
+    relu, text = random_model(tmp_path / "relu", hidden_act="relu"), tmp_path / "story.txt"
+    text.write_text("Once upon a time. " * 400)
+    np.savez(tmp_path / "mine.npz", other=np.zeros(3))
+    (tmp_path / "link").symlink_to(relu / "config.json")
+    for place in (text, relu / "config.json", relu / "model.safetensors", tmp_path / "mine.npz", tmp_path / "link"):
+        before = place.read_bytes()
+        ran = Ran("calibrate-sparsity", relu, "--text", text, "--trace", place)
+        assert ran.code == 2 and f"--trace {place} is a file that holds no trace of neurons" in ran.err and "hint: " in ran.err
+        assert place.read_bytes() == before
+    for place, said in ((tmp_path, "is a folder"), (tmp_path / "none" / "trace.npz", f"there is no folder {tmp_path / 'none'}")):
+        ran = Ran("calibrate-sparsity", relu, "--trace", place)
+        assert ran.code == 2 and said in ran.err
+    sparsity.Trace(8, (np.ones((2, 1), np.uint8),)).save(tmp_path / "trace.npz")
+    for place in (tmp_path / "trace.npz", tmp_path / "new.npz", Path("/dev/null")):
+        sparsity.demand_free(place)
+
+
 # -- the commands ------------------------------------------------------------------------------------------------------------------
 
 
