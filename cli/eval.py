@@ -17,7 +17,7 @@ from .screen import Screen
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
-    from ..runtime.engine import EngineOptions
+    from ..runtime.engine import Engine, EngineOptions
 
 WINDOW = 1024  # tokens, where -c does not say: long enough that most of them see a context
 TEXT = "text"
@@ -82,8 +82,7 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
 def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, against: Against = None,
         by_token: ByToken = False, json: Json = False) -> None:
     """KL divergence of the next-token distributions from a reference, token by token."""
-    from dataclasses import replace
-
+    from ..runtime.config import read_config
     from ..runtime.evaluate import KldResult
     from ..runtime.evaluate import kld as compare
 
@@ -92,8 +91,10 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     found = find_any(model, screen)
     reference_ref = find(against, screen) if against else found  # a model at --bits is held against itself as it is stored
     options = windowed(found, engine)
+    read_config(reference_ref.folder, options.strict)  # an unknown key may change its numbers
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        reference = open_with_progress(reference_ref.folder, replace(options, kv="32bit", kv_ram=None, kv_read="exact"), screen)
+        own = as_reference(options, at_hand.engine, reference_ref.folder == ref.folder)
+        reference = open_with_progress(reference_ref.folder, own, screen)
         try:
             comparing = compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text), by_token)
             result = last(follow(comparing, screen, KldResult))
@@ -145,8 +146,6 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
 def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, samples: Samples = 8,
            json: Json = False) -> None:
     """Numbers stated far back, asked for again: how many come right with this cache, and with an exact one."""
-    from dataclasses import replace
-
     from ..runtime.recall import RecallResult
     from ..runtime.recall import recall as ask
 
@@ -157,7 +156,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags
     found = find_any(model, screen)
     options = windowed(found, engine)
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        reference = open_with_progress(ref.folder, replace(options, kv="32bit", kv_ram=None, kv_read="exact"), screen)
+        reference = open_with_progress(ref.folder, as_reference(options, at_hand.engine, True), screen)
         try:
             asking = ask(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, samples, named(text))
             result = last(follow(asking, screen, RecallResult))
@@ -181,6 +180,17 @@ def windowed(ref: ModelRef, engine: EngineFlags) -> EngineOptions:
     if engine.ctx is not None:
         return engine.options()
     return engine.options(ctx=min(WINDOW, read_config(ref.folder).max_position_embeddings))
+
+
+def as_reference(options: EngineOptions, measured: Engine, same_weights: bool) -> EngineOptions:
+    """How the reference of an engine runs: with an exact cache, its text cut where that engine cuts it, which the ends of the cache decide.
+    Of what is asked of the other run, nothing is said, or refused, as useless to this one; `strict` neither: where its weights lie changes
+    none of its numbers."""
+    from dataclasses import replace
+
+    ends = {"kv_sink": measured.cache.shape.sinks, "kv_window": measured.prepared.window}
+    return replace(options, kv="32bit", **ends, kv_ram=None, kv_read="exact", strict=False, preset=options.preset | ends.keys(),
+                   kernel=options.kernel if same_weights else "auto")
 
 
 def read_text(source: str, screen: Screen, flag: str = "--text") -> str:

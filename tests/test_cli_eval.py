@@ -1,0 +1,63 @@
+"""`effllm eval`: which settings a reference shares with the run that is measured, and what is refused before either."""
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+SAMPLE = Path(effllm.__path__[0]) / "runtime" / "calibration.txt"
+
+
+class Ran:
+    """What a call of `main` wrote and returned."""
+
+    def __init__(self, *argv: object, **variables: str) -> None:
+        environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, **variables})
+        self.code = main([str(word) for word in argv], environment)
+        self.out, self.err = environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("texts") / "text.txt"
+    made.write_text(SAMPLE.read_text(encoding="utf-8")[:3000], encoding="utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "fable-4bit"
+    assert Ran("quantize", FABLE, "-o", folder, "--spec", "affine4:64", "--no-kv-profile").code == 0
+    return folder
+
+
+@pytest.mark.parametrize("words", (("kld", "--kv", "4bit"), ("recall", "--kv", "4bit", "--samples", "1")))
+def test_exact_ends_of_a_packed_cache_are_no_matter_of_the_reference(words: tuple[str, ...], text: Path) -> None:
+    ran = Ran("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv-sink", "8", "--kv-window", "16", "--strict")
+    assert ran.code == 0 and "changes nothing" not in ran.err, ran.err
+
+
+def test_a_kernel_of_low_bit_weights_is_no_matter_of_a_reference_with_other_weights(text: Path, quantized: Path) -> None:
+    words = ("eval", "kld", quantized, "--text", text, "-c", "128", "--kernel", "lut", "--strict", "--against")
+    ran = Ran(*words, FABLE)
+    assert ran.code == 0 and "changes nothing" not in ran.err, ran.err
+
+
+def test_strict_still_means_the_run_that_is_measured_and_what_is_known_of_the_reference(text: Path, tmp_path: Path) -> None:
+    words = ("eval", "kld", FABLE, "--text", text, "-c", "128", "--strict")
+    ran = Ran(*words, "--kv-sink", "8")
+    assert ran.code == 2 and "--kv-sink changes nothing: at --kv 16bit" in ran.err
+    odd = tmp_path / "odd"
+    shutil.copytree(FABLE, odd)
+    (odd / "config.json").write_text(json.dumps({**json.loads((FABLE / "config.json").read_text()), "tilted_attention": True}))
+    assert Ran(*words[:-1], "--against", odd).code == 0
+    ran = Ran(*words, "--against", odd)
+    assert ran.code == 2 and "tilted_attention" in ran.err
