@@ -10,7 +10,7 @@ import typer
 from .. import UsageError
 from .flags import add_command, flag
 from .help import PlainGroup
-from .loading import at_bits, find, find_any, follow, last, loaded, open_with_progress
+from .loading import at_bits, find, find_any, follow, last, loaded
 from .options import COMPUTE, EngineFlags, Json, Model, WeightFlags
 from .prompt import read_file, read_stream
 from .screen import Screen
@@ -83,7 +83,8 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
         by_token: ByToken = False, json: Json = False) -> None:
     """KL divergence of the next-token distributions from a reference, token by token."""
     from ..runtime.config import read_config
-    from ..runtime.evaluate import KldResult
+    from ..runtime.engine import Engine
+    from ..runtime.evaluate import KldResult, open_reference
     from ..runtime.evaluate import kld as compare
 
     screen = Screen(context.obj)
@@ -94,7 +95,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     read_config(reference_ref.folder, options.strict)  # an unknown key may change its numbers
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         own = as_reference(options, at_hand.engine, reference_ref.folder == ref.folder)
-        reference = open_with_progress(reference_ref.folder, own, screen)
+        reference = last(follow(open_reference(reference_ref.folder, own, at_hand.engine), screen, Engine))
         try:
             comparing = compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text), by_token)
             result = last(follow(comparing, screen, KldResult))
@@ -146,6 +147,8 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
 def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, samples: Samples = 8,
            json: Json = False) -> None:
     """Numbers stated far back, asked for again: how many come right with this cache, and with an exact one."""
+    from ..runtime.engine import Engine
+    from ..runtime.evaluate import open_reference
     from ..runtime.recall import RecallResult
     from ..runtime.recall import recall as ask
 
@@ -156,7 +159,8 @@ def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags
     found = find_any(model, screen)
     options = windowed(found, engine)
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        reference = open_with_progress(ref.folder, as_reference(options, at_hand.engine, True), screen)
+        own = as_reference(options, at_hand.engine, True)
+        reference = last(follow(open_reference(ref.folder, own, at_hand.engine), screen, Engine))
         try:
             asking = ask(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, samples, named(text))
             result = last(follow(asking, screen, RecallResult))

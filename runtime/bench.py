@@ -1,8 +1,8 @@
 """Tokens per second of a model: reading a prompt (pp) and writing an answer (tg), at a depth, as llama-bench defines them.
 
 Its field names come first in a row, in its order, those that have a meaning here; ours after: bytes read per forward pass, the share of
-the machine's read bandwidth, which is measured in the same run over memory as large as the weights (at most 1 GiB), and what `effllm plan`
-would have predicted.
+the machine's read bandwidth, which is measured in the same run over memory as large as the weights (at most 1 GiB; over the weights
+themselves where --ram has no room beside them), and what `effllm plan` would have predicted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from .. import UsageError, __version__
-from ..kernels.cpu.roof import read_bandwidth
+from ..kernels.cpu.roof import BLOCK, read_bandwidth
 from ..kernels.layout import PAGE
 from ..offload import hardware, predict
 from ..offload.gpu import gpus
@@ -27,6 +27,7 @@ from .demands import LOGIT_ROWS
 from .engine import Engine
 from .events import Progress
 from .model import parameters
+from .outcome import LEAST_NBYTES
 from .prepare import EngineOptions, Prepared, prepare_with
 from .sampler import Sampler, SamplerSettings
 from .synthetic import SyntheticStore, synthetic_config
@@ -252,14 +253,18 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _roof(engine: Engine) -> float:
-    """Read bandwidth of this machine with the engine's threads; in a budget that weights or cache do not fit, of as much memory as
-    is left."""
-    size = min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes))
-    if not engine.model.pager.resident or engine.placement.kv_pages is not None:
-        size = max(4 << 20, min(size, engine.placement.budget.ram - hardware.rss() - (8 << 20)))
+    """Read bandwidth of this machine with the engine's threads, over memory as large as the weights. Where the budget has no room for that
+    it is the rate at which the weights in memory are read, and where those are few, that of as much as is left."""
+    pool, size = engine.backends["cpu"].pool, min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes))
+    left = engine.placement.budget.ram - hardware.rss() - (8 << 20)
+    if size > left:
+        weights = [array[: array.nbytes // BLOCK * BLOCK] for array in engine.model.pager.resident_arrays() if array.nbytes >= BLOCK]
+        if sum(array.nbytes for array in weights) >= LEAST_NBYTES:
+            return read_bandwidth(pool, *weights)
+        size = max(4 << 20, left)
     memory = anonymous(size)
     memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
-    return read_bandwidth(engine.backends["cpu"].pool, memory)
+    return read_bandwidth(pool, memory)
 
 
 def context_for(options: EngineOptions, bench_options: BenchOptions) -> EngineOptions:

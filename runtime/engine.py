@@ -327,7 +327,7 @@ class Engine:
 
     def demand_finite(self, logits: np.ndarray) -> None:
         """Raises EffllmError for logits float32 [n, V] that hold NaN or infinity, as sampling from them would."""
-        if not np.isfinite(logits).all():
+        if not all(np.isfinite(row).all() for row in logits):  # at once they would take a quarter of the memory of the logits
             with self._explained(logits):
                 refuse_broken(math.nan if np.isnan(logits).any() else math.inf)
 
@@ -351,7 +351,7 @@ class Engine:
 
         `pages` cuts the text into chunks of so many pages instead of the engine's. The logits of the first `known` positions are not
         asked for: as many of them as the cache already holds are not run again. `by_token` runs one token at a time, as an answer is
-        written; what is yielded is cut the same way.
+        written, and yields them so.
         """
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
@@ -363,13 +363,20 @@ class Engine:
         for piece in self._passes(len(ids) - held, pages or self.prepared.chunk // PAGE):
             start = len(self.tokens)
             if by_token or self.cache.pool.picks:  # pages are picked for an answer alone
-                for row in range(start, start + piece, LOGIT_ROWS):
-                    made = [self.forward_logits([token])[0].copy() for token in ids[row : min(row + LOGIT_ROWS, start + piece)]]
-                    yield row, np.stack(made)
+                for row in range(start, start + piece):
+                    yield row, self.forward_logits(ids[row : row + 1])
                 continue
             x = self._forward(ids[start : start + piece])
             for row in range(0, piece, LOGIT_ROWS):
                 yield start + row, self.model.logits(x[row : row + LOGIT_ROWS])
+
+    def states(self, ids: Sequence[int], pages: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) pass by pass, views: the model makes logits of
+        them, LOGIT_ROWS rows at once."""
+        self.reset()
+        for piece in self._passes(len(ids), pages or self.prepared.chunk // PAGE):
+            start = len(self.tokens)
+            yield start, self._forward(ids[start : start + piece])
 
 
 def replace_error(error: EffllmError, message: str) -> EffllmError:

@@ -1,7 +1,8 @@
 """What a model, a weight format or a cache costs in quality: perplexity, and KL divergence from a reference run.
 
 Texts are cut into windows of `ctx` tokens that share nothing (`windows` says how they begin). Every token after a window's first is
-scored, through the same kernels, chunks and cache that answer people. Log-probabilities are float64.
+scored, through the same kernels, chunks and cache that answer people. Log-probabilities are float64, of one token at a time: a table of
+them would take more memory than all else, which no plan counts.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
 from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
-from .engine import Engine
-from .events import Progress
+from .demands import LOGIT_ROWS
+from .engine import Engine, EngineOptions, open_prepared
+from .events import Notice, Progress
+from .prepare import folder_kinds, prepare
 from .text import Tokenizer
 
 LARGEST_LOSS = 700.0  # nats: its exponential is the last that a float holds, nearly
-FLOOR_TOKENS = 256  # both tables of log-probabilities are held at once: half a GB for a vocabulary of 128k
+ROWS_AT_ONCE = 4  # of log-probabilities: two, and what a sum over one of them takes; one to spare
+FLOOR_TOKENS = 256  # the reference runs them twice more
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Log-probabilities of logits [n, V], float64."""
     wide = logits.astype(np.float64)
     wide -= wide.max(-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    wide -= np.log(np.exp(wide).sum(-1, keepdims=True))
+    return wide
+
+
+def loss_of(logits: np.ndarray, target: int) -> float:
+    """Nats at which a model with these logits [V] is surprised by a token."""
+    return -float(log_softmax(logits)[target])
 
 
 def exponential(loss: np.ndarray) -> float:
@@ -94,19 +105,27 @@ def exponential(loss: np.ndarray) -> float:
 def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
                source: str = "the text") -> Iterator[Progress | PerplexityResult]:
     """Score a text; yields Progress per piece and the result last."""
-    losses: list[np.ndarray] = []
+    losses: list[float] = []
     cut = windows(tokenizer, text, min(ctx, engine.n_ctx), source)
     done, total = 0, sum(map(len, cut))
     for window in cut:
         for start, logits in engine.score(window):
             engine.demand_finite(logits)
-            targets = np.array(window[start + 1 : start + 1 + len(logits)], np.int64)
-            losses.append(-log_softmax(logits[: len(targets)])[np.arange(len(targets)), targets])
+            losses += map(loss_of, logits, window[start + 1 : start + 1 + len(logits)])
             done += len(logits)
             yield Progress("scoring", done, total, "tokens")
-    loss = np.concatenate(losses)
+    loss = np.array(losses)
     ppl = exponential(loss)
     yield PerplexityResult(len(loss), ppl, ppl * float(loss.std(ddof=1)) / math.sqrt(len(loss)) if len(loss) > 1 else 0.0)
+
+
+def open_reference(folder: Path, options: EngineOptions, measured: Engine) -> Iterator[Progress | Notice | Engine]:
+    """`open_engine` for an engine that runs by turns with `measured`: what that one plans to hold and has not touched yet is counted, and
+    what it takes to compare them."""
+    plan, config = measured.placement, measured.config
+    untouched = plan.kv_bytes - plan.card.kv_bytes + plan.workspace_bytes
+    compared = ROWS_AT_ONCE * 8 * config.vocab_size + FLOOR_TOKENS * 4 * config.hidden_size
+    return open_prepared(lambda: prepare(folder, options, untouched + compared), folder_kinds(folder, options))
 
 
 def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int,
@@ -131,36 +150,51 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
     divergence, loss, loss_ref, same = [], [], [], []
     bits = 0.0
     for window in cut:
-        scored = engine.score(window, pages, by_token=by_token)
-        for (start, logits), (_, wanted) in zip(scored, reference.score(window, pages), strict=True):
-            engine.demand_finite(logits)
-            reference.demand_finite(wanted)
-            targets = np.array(window[start + 1 : start + 1 + len(logits)], np.int64)
-            done += len(logits)
+        scored = _rows(engine, engine.score(window, pages, by_token=by_token))
+        for (at, own), (_, wanted) in zip(scored, _rows(reference, reference.score(window, pages)), strict=True):
+            done += 1
             yield Progress("scoring", done, total, "tokens")
-            skip = max(0, first - start)
-            if skip >= len(targets):
+            if at < first or at + 1 == len(window):
                 continue
-            targets, logits, wanted = targets[skip:], logits[skip:], wanted[skip:]
-            at = np.arange(len(targets))
-            here, there = log_softmax(logits[: len(targets)]), log_softmax(wanted[: len(targets)])
-            divergence.append((np.exp(there) * (there - here)).sum(-1))
-            loss.append(-here[at, targets])
-            loss_ref.append(-there[at, targets])
-            same.append(here.argmax(-1) == there.argmax(-1))
+            here, there, target = log_softmax(own), log_softmax(wanted), window[at + 1]
+            loss.append(-here[target])
+            loss_ref.append(-there[target])
+            same.append(here.argmax() == there.argmax())
+            divergence.append(_divergence(here, there))
         if len(window) == len(cut[0]):  # a short last window would count its exact tokens too heavily
             bits = engine.cache.bits_per_value
+    packed_bits = engine.cache.packed_bits
+    engine.reset()  # its cache makes room
     floor = _floor(reference, cut[0][:FLOOR_TOKENS])
-    each = np.concatenate(divergence)
+    each = np.array(divergence)
     yield KldResult(
-        tokens=len(each), ppl=exponential(np.concatenate(loss)), ppl_ref=exponential(np.concatenate(loss_ref)),
+        tokens=len(each), ppl=exponential(np.array(loss)), ppl_ref=exponential(np.array(loss_ref)),
         kld_mean=float(each.mean()), kld_median=float(np.median(each)), kld_p99=float(np.quantile(each, 0.99)),
-        kld_p999=float(np.quantile(each, 0.999)), same_top=float(np.concatenate(same).mean()), kv_bits_per_value=bits,
-        packed_bits=engine.cache.packed_bits, weight_bits_per_value=engine.model.bits_per_value, floor_kld_mean=floor)
+        kld_p999=float(np.quantile(each, 0.999)), same_top=float(np.mean(same)), kv_bits_per_value=bits,
+        packed_bits=packed_bits, weight_bits_per_value=engine.model.bits_per_value, floor_kld_mean=floor)
+
+
+def _rows(engine: Engine, scored: Iterator[tuple[int, np.ndarray]]) -> Iterator[tuple[int, np.ndarray]]:
+    """Every position and its logits [V], which are numbers."""
+    for start, logits in scored:
+        engine.demand_finite(logits)
+        yield from enumerate(logits, start)
+
+
+def _divergence(here: np.ndarray, there: np.ndarray) -> float:
+    """KL divergence from the log-probabilities `there` [V] to `here`, which is written over."""
+    np.subtract(there, here, out=here)
+    here *= np.exp(there)
+    return float(here.sum())
 
 
 def _floor(reference: Engine, window: list[int]) -> float:
     """The reference against itself on the beginning of a window, the prompt cut into single pages the second time."""
-    whole = np.concatenate([log_softmax(logits) for _, logits in reference.score(window)])
-    cut = np.concatenate([log_softmax(logits) for _, logits in reference.score(window, pages=1)])
-    return float((np.exp(whole) * (whole - cut)).sum(-1).mean())
+    whole = np.concatenate([x.copy() for _, x in reference.states(window)])  # a table of logits would be far larger
+    found, step = [], LOGIT_ROWS // 2
+    for start, x in reference.states(window, pages=1):
+        for row in range(0, len(x), step):
+            cut = x[row : row + step]
+            logits = reference.model.logits(np.concatenate([whole[start + row : start + row + len(cut)], cut]))
+            found += [_divergence(log_softmax(other), log_softmax(own)) for own, other in zip(logits, logits[len(cut) :])]
+    return float(np.mean(found))

@@ -161,16 +161,16 @@ class Prepared:
     window: int = CacheShape.window
 
 
-def prepare(folder: Path, options: EngineOptions) -> Prepared:
+def prepare(folder: Path, options: EngineOptions, beside: int = 0) -> Prepared:
     """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists, with `strict` UsageError
-    for one that falls back on anything."""
+    for one that falls back on anything. `beside`: as for `prepare_with`."""
     config = read_config(folder, strict=options.strict)
     if options.load == "mmap" and "load" not in options.preset:
         check_mapping(folder)
     store, container = open_weights(folder)
     with ExitStack() as unless_planned:
         unless_planned.callback(store.close)
-        made = prepare_with(folder, config, store, options, container, unless_planned=unless_planned)
+        made = prepare_with(folder, config, store, options, container, beside, unless_planned=unless_planned)
         unless_planned.pop_all()
     return made
 

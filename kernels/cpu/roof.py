@@ -30,13 +30,14 @@ def read_only(args, worker, counter):
         i64_at(a[RESULT])[worker] = i64_at(a[RESULT])[worker] ^ total
 
 
-def read_bandwidth(pool: ThreadPool, memory: np.ndarray, passes: int = 5) -> float:
-    """Bytes per second of the fastest pass over `memory` (uint8, weight-sized: larger than the caches, filled)."""
+def read_bandwidth(pool: ThreadPool, *memories: np.ndarray, passes: int = 5) -> float:
+    """Bytes per second over `memories` (uint8, together weight-sized: larger than the caches, filled), of each its fastest pass."""
     sums = np.zeros(pool.workers, np.int64)
-    args = np.array([memory.ctypes.data, memory.nbytes, sums.ctypes.data], np.int64)
-    fastest = float("inf")
+    args = [np.array([memory.ctypes.data, memory.nbytes, sums.ctypes.data], np.int64) for memory in memories]
+    fastest = [float("inf")] * len(memories)
     for _ in range(passes):
-        started = time.perf_counter()
-        pool.run(read_only, args.ctypes.data)
-        fastest = min(fastest, time.perf_counter() - started)
-    return memory.nbytes // BLOCK * BLOCK / fastest
+        for index, own in enumerate(args):
+            started = time.perf_counter()
+            pool.run(read_only, own.ctypes.data)
+            fastest[index] = min(fastest[index], time.perf_counter() - started)
+    return sum(memory.nbytes // BLOCK * BLOCK for memory in memories) / sum(fastest)
