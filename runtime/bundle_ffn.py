@@ -68,7 +68,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
         raise UsageError(f"the neurons of {folder} are bundled already ({given.spec_text})", ORIGINAL)
     config = read_config(folder)
     _check(config, gate_sparsity)
-    check_target(out, replace)
+    check_target(out, replace, folder)
     found: tuple[np.ndarray, ...] = ()
     if gate_sparsity is not None:
         for item in gate_thresholds(folder, gate_sparsity, text, gate_rule):
@@ -93,7 +93,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
             store.check_unchanged()
             texts |= {INDEX: index_json(files)} if len(files) > 1 else {}
             made = _container(jobs, writer, config, given, source or {}, gate_sparsity, gate_rule).with_files(copies, texts)
-            check_target(out, replace)  # it may have been filled meanwhile
+            check_target(out, replace, folder)  # it may have been filled meanwhile
             writer.commit(copies, {**texts, FILE: made.to_json()}, replace)
     rows = tuple(ClassResult(row, None) for row in _rows(jobs))
     yield Converted(out, sum(prod(tensor.shape) for job in jobs for tensor in job.sources), sum(job.before for job in jobs),

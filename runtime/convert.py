@@ -43,7 +43,7 @@ from .events import Notice, Progress
 from .hub import COMPANIONS
 from .small_file import TOKENIZER_NBYTES
 from .source import folder_files
-from .written import demand_folder, foreign
+from .written import demand_folder, foreign, what_lies_at
 
 OTHER_FOLDER = "give another folder with -o"
 
@@ -192,13 +192,16 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
     yield chosen
 
 
-def check_target(out: Path, replace: bool) -> None:
-    """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that holds what effllm wrote and nothing else."""
+def check_target(out: Path, replace: bool, source: Path | None = None) -> None:
+    """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that holds what effllm wrote and nothing else, and
+    is not the `source`."""
     demand_folder(out.parent)
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
     if out.is_symlink() or not out.is_dir():
-        raise UsageError(f"{out} exists and is not a folder", OTHER_FOLDER)
+        raise UsageError(f"{out} is {what_lies_at(out)}, which nothing replaces", OTHER_FOLDER)
+    if source is not None and os.path.samefile(out, source):
+        raise UsageError(f"{out} is the model itself", OTHER_FOLDER)
     try:
         made = read_container(out)
     except CheckpointError:

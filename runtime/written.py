@@ -34,5 +34,14 @@ def demand_folder(folder: Path, elsewhere: str = "give another place with -o") -
     nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if nearest.is_dir():
         raise UsageError(f"there is no folder {folder}", f"mkdir -p {folder}")
-    what = "a link that leads nowhere" if nearest.is_symlink() and not nearest.exists() else "a file"
+    what = what_lies_at(nearest) if nearest.is_symlink() and not nearest.exists() else "a file"
     raise UsageError(f"{nearest} is {what}, not a folder", elsewhere)
+
+
+def what_lies_at(place: Path) -> str:
+    """In words, of a place that is in the way of a result."""
+    kinds = (("a folder", Path.is_dir), ("a file", Path.is_file), ("something else than a file", Path.exists))
+    what = next((name for name, holds in kinds if holds(place)), None)
+    if not place.is_symlink():
+        return what or "nothing"
+    return "a link that leads nowhere" if what is None else f"a link to {what}"

@@ -320,6 +320,8 @@ def test_neurons_of_a_quantized_model_are_bundled_beside_its_codes(family: str, 
     quantized, out = tmp_path / "quantized", tmp_path / "out"
     written(Case(family, sizes, dtype="bfloat16"), tmp_path / "model")
     convert_run(tmp_path / "model", quantized, conversion("4bit", rules=(rule,)))
+    with pytest.raises(UsageError, match="quantized is the model itself"):
+        bundled(quantized, quantized, replace=True)
     made, _ = bundled(quantized, out)
     assert list(verify(out))[-1].damaged == ()
     before, after = read_container(quantized), read_container(out)

@@ -225,8 +225,9 @@ def test_force_deletes_nothing_that_effllm_did_not_write(tmp_path: Path) -> None
     nested = tmp_path / "nested"
     run(source, nested)
     (nested / "tokenizer").mkdir()
-    for out in (source, tmp_path / "file", tmp_path / "link", with_notes, nested):
-        with pytest.raises(UsageError) as caught:
+    for out, said in ((source, "not a model that effllm quantized"), (tmp_path / "file", "file is a file"),
+                      (tmp_path / "link", "link is a link to a folder"), (with_notes, "notes.txt"), (nested, "tokenizer")):
+        with pytest.raises(UsageError, match=said) as caught:
             run(source, out, options(replace=True))
         assert "--force" not in caught.value.hint
     assert (with_notes / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"

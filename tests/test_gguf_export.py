@@ -218,6 +218,34 @@ def test_nothing_is_overwritten_or_left_half(tmp_path: Path) -> None:
     assert not (tmp_path / "n.gguf").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_a_model_is_never_written_over_with_itself(tmp_path: Path) -> None:
+    """Whatever --force says: an export loses something, and the original would be gone."""
+    source, link = tmp_path / "m.gguf", tmp_path / "link.gguf"
+    exported(FABLE, source, "Q8_0")
+    before = source.read_bytes()
+    link.symlink_to(source)
+    for model, out in ((source, source), (source, tmp_path / "." / "m.gguf"), (link, source), (source, link)):
+        for replace in (False, True):
+            with pytest.raises(UsageError, match="is of the model that is exported"):
+                exported(model, out, "Q4_0", replace=replace)
+    assert source.read_bytes() == before
+
+
+def test_what_lies_in_the_way_is_said(tmp_path: Path) -> None:
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "other.gguf").write_text("mine")
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "other.gguf")
+    (tmp_path / "nowhere.gguf").symlink_to(tmp_path / "absent")
+    for name, said in (("folder", "is a folder"), ("link", "is a link to a file"), ("nowhere", "is a link that leads nowhere")):
+        for replace in (False, True):
+            with pytest.raises(UsageError, match=said) as refused:
+                exported(FABLE, tmp_path / f"{name}.gguf", replace=replace)
+            assert "--force" not in refused.value.hint
+    with pytest.raises(UsageError, match="exists") as refused:
+        exported(FABLE, tmp_path / "other.gguf")
+    assert "--force replaces it" in refused.value.hint and (tmp_path / "other.gguf").read_text() == "mine"
+
+
 def test_what_gguf_cannot_say_is_refused(tmp_path: Path) -> None:
     for file in FABLE.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

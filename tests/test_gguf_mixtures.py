@@ -153,12 +153,15 @@ def test_any_part_of_a_split_model_stands_for_it(tmp_path: Path) -> None:
 def test_a_split_model_is_run_shown_quantized_and_exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from effllm.cli.app import main
 
-    first, *_ = split(tmp_path)
+    first, _, third = split(tmp_path)
     for words in (["run", str(first), "Hello", "-n", "3", "--temp", "0"], ["plan", str(first)], ["show", str(first)]):
         assert main(words) == 0, capfd.readouterr().err
     assert capfd.readouterr().out.strip()
     assert main(["quantize", str(first), "-o", str(tmp_path / "four"), "--bits", "4"]) == 0
     assert main(["export", str(first), "-o", str(tmp_path / "one.gguf"), "--type", "Q8_0"]) == 0
+    before = third.read_bytes()
+    assert main(["export", str(first), "-o", str(third), "--force"]) == 2
+    assert "is of the model that is exported" in capfd.readouterr().err and third.read_bytes() == before
     ids = list(range(30))
     one = logits(tmp_path / "one.gguf", ids)
     assert np.abs(one - logits(first, ids)).max() < 0.02 * np.abs(one).max()

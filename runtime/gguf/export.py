@@ -33,12 +33,13 @@ from ..model import ModelTensor, check_tensors
 from ..outliers import check_outliers
 from ..source import open_store
 from ..text import Tokenizer
-from ..written import demand_folder
+from ..written import demand_folder, what_lies_at
 from .architectures import BY_FAMILY, Architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import sampling_metadata
 from .store import separated
 
+OTHER_PLACE = "give another place with -o"
 BLOCK, HEADS = 32, ("embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 HEADED = ("olmo2", "olmoe")  # their files hold a head, also where it is the embedding
@@ -72,15 +73,17 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     """Write the model in `source` to the file `out`, matrices as `kind`; `name` becomes its title. The result comes last. `tokenizer`: its
     keys in the file, those of `source`'s own if None.
 
-    Raises UsageError where `out` exists or `kind` is unknown, EffllmError for what GGUF cannot express.
+    Raises UsageError where `out` exists or `kind` is unknown, and where `out` is of the source, whatever `replace` says; EffllmError for
+    what GGUF cannot express.
     """
     if kind not in TYPES:
         raise UsageError(f"no GGUF type {kind!r} is written", f"known: {', '.join(TYPES)}")
     out = Path(os.path.abspath(out))
-    _check_target(out, replace)
+    _check_name(out)
     config, container = read_config(source), read_container(source)
     found = exported_as(config)
     with open_store(source, wide="f32") as store:
+        _check_target(out, replace, store)
         tensors = check_tensors(config, store, container)
         check_outliers(tensors, store)
         jobs = list(_jobs(tensors, config, found, kind))
@@ -113,18 +116,27 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
                 file.write(bytes(gap))
                 done += gap
             store.check_unchanged()
-            _check_target(out, replace)  # it may have been made meanwhile
+            _check_target(out, replace, store)  # it may have been made meanwhile
             file.commit()
     counts = {each: sum(tensor.type == each for tensor in planned) for each in dict.fromkeys(tensor.type for tensor in planned)}
     yield Exported(out, total, len(planned), counts)
 
 
-def _check_target(out: Path, replace: bool) -> None:
+def _check_name(out: Path) -> None:
     demand_folder(out.parent)
     if not is_gguf(out):
         raise UsageError(f"{out.name or out} does not end in .gguf, by which such files are known", f"-o {out.name or 'model'}.gguf")
-    if os.path.lexists(out) and not (replace and out.is_file() and not out.is_symlink()):
-        raise UsageError(f"{out} exists", "--force replaces a file, or give another place with -o")
+
+
+def _check_target(out: Path, replace: bool, store: TensorStore) -> None:
+    if not os.path.lexists(out):
+        return
+    if any(out.exists() and os.path.samefile(out, file) for file in store.files):
+        raise UsageError(f"{out} is of the model that is exported", OTHER_PLACE)
+    if out.is_symlink() or not out.is_file():
+        raise UsageError(f"{out} is {what_lies_at(out)}, which nothing replaces", OTHER_PLACE)
+    if not replace:
+        raise UsageError(f"{out} exists", f"--force replaces it, or {OTHER_PLACE}")
 
 
 def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
