@@ -69,7 +69,7 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     screen = Screen(context.obj)
     content = read_text(text, screen)
     found = find_any(model, screen)
-    options = windowed(found, engine)
+    options = windowed(found, engine, screen)
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         result = last(follow(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
                              PerplexityResult))
@@ -91,7 +91,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
     content = read_text(text, screen)
     found = find_any(model, screen)
     reference_ref = find(against, screen) if against else found  # a model at --bits is held against itself as it is stored
-    options = windowed(found, engine)
+    options = windowed(found, engine, screen)
     read_config(reference_ref.folder, options.strict)  # an unknown key may change its numbers
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         own = as_reference(options, at_hand.engine, reference_ref.folder == ref.folder)
@@ -157,7 +157,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags
         raise UsageError(f"--samples {samples} asks nothing", "at least 1")
     content = read_text(text, screen)
     found = find_any(model, screen)
-    options = windowed(found, engine)
+    options = windowed(found, engine, screen)
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         own = as_reference(options, at_hand.engine, True)
         reference = last(follow(open_reference(ref.folder, own, at_hand.engine), screen, Engine))
@@ -177,13 +177,14 @@ def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags
     screen.pairs((*rows, ("cache", f"{result.packed_bits:.3g} bits a value packed, {result.kv_bits_per_value:.3g} over all")))
 
 
-def windowed(ref: ModelRef, engine: EngineFlags) -> EngineOptions:
+def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:
     """Engine options whose context is the window: -c, else WINDOW or what the model has if that is less."""
-    from ..runtime.config import read_config
+    from ..runtime.evaluate import in_windows
 
-    if engine.ctx is not None:
-        return engine.options()
-    return engine.options(ctx=min(WINDOW, read_config(ref.folder).max_position_embeddings))
+    options, notices = in_windows(engine.options(), ref.folder, WINDOW)
+    for each in notices:
+        screen.note(each)
+    return options
 
 
 def as_reference(options: EngineOptions, measured: Engine, same_weights: bool) -> EngineOptions:

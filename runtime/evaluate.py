@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
+from ..offload.notes import refuse_fallbacks
+from .config import read_config
 from .demands import LOGIT_ROWS
 from .engine import Engine, EngineOptions, open_prepared
 from .events import Notice, Progress
-from .prepare import folder_kinds, prepare
+from .prepare import fitted, folder_kinds, prepare
 from .text import Tokenizer
 
 LARGEST_LOSS = 700.0  # nats: its exponential is the last that a float holds, nearly
@@ -78,6 +80,16 @@ def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text")
     if not cut or ctx < 2:
         raise UsageError(f"{source} has {len(ids)} tokens: nothing to score in windows of {ctx}", "a longer --text, or --ctx of at least 2")
     return cut
+
+
+def in_windows(options: EngineOptions, folder: Path, usual: int) -> tuple[EngineOptions, list[str]]:
+    """The options with a context to cut a text by, `usual` or the model's own if it is less where none was asked for; and what to say where
+    that of a person's settings gives way to it, which `strict` refuses."""
+    config, notices = read_config(folder), []
+    asked = fitted(replace(options, preset=options.preset & {"ctx"}), folder, config, None, notices)
+    if options.strict:
+        refuse_fallbacks(notices)
+    return replace(options, ctx=asked.ctx or min(usual, config.max_position_embeddings)), notices
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -19,8 +19,8 @@ SAMPLE = Path(effllm.__path__[0]) / "runtime" / "calibration.txt"
 class Ran:
     """What a call of `main` wrote and returned."""
 
-    def __init__(self, *argv: object, **variables: str) -> None:
-        environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, **variables})
+    def __init__(self, *argv: object) -> None:
+        environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
         self.code = main([str(word) for word in argv], environment)
         self.out, self.err = environment.stdout.getvalue(), environment.stderr.getvalue()
 
@@ -61,3 +61,18 @@ def test_strict_still_means_the_run_that_is_measured_and_what_is_known_of_the_re
     assert Ran(*words[:-1], "--against", odd).code == 0
     ran = Ran(*words, "--against", odd)
     assert ran.code == 2 and "tilted_attention" in ran.err
+
+
+def test_a_context_of_the_settings_that_the_model_cannot_have_gives_way_to_the_usual_window(tmp_path: Path,
+                                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    words = ("eval", "ppl", FABLE, "--text", tmp_path / "text.txt", "--json")
+    usual = Ran(*words)
+    monkeypatch.setenv("EFFLLM_CTX_SIZE", "256")
+    assert Ran(*words).out != usual.out
+    monkeypatch.setenv("EFFLLM_CTX_SIZE", "99999")
+    ran = Ran(*words)
+    assert usual.code == ran.code == 0 and ran.out == usual.out
+    assert ran.err.count("a context of 99999 is more") == 1 and "left out" in ran.err
+    refused = Ran(*words, "--strict")
+    assert refused.code == 2 and "--strict refuses" in refused.err
