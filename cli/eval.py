@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .. import UsageError
-from .flags import add_command, flag
+from .flags import add_command, flag, token_count
 from .help import PlainGroup
 from .loading import at_bits, find, find_any, follow, last, loaded
-from .options import COMPUTE, EngineFlags, Json, Model, WeightFlags
+from .options import COMPUTE, MEMORY, EngineFlags, Json, Model, WeightFlags
 from .prompt import read_file, read_stream
 from .screen import Screen
 
@@ -53,6 +54,14 @@ Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference 
 ByToken = Annotated[bool, flag(TEXT, "--by-token", "", "one token at a time, as an answer is written; slower than a prompt's pages")]
 
 
+@dataclass(frozen=True)
+class WindowFlags(EngineFlags):
+    """Where and how a model runs that reads a text in windows."""
+
+    ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
+                                    "tokens of context and of a window, 16k is 16384 (1024, or the model's if less)"), token_count] = None
+
+
 def register(app: typer.Typer) -> None:
     group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Measure quality on a text.")
     add_command(group, "ppl", "commands", ppl, PPL_EXAMPLES)
@@ -62,7 +71,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="eval", rich_help_panel="measure")
 
 
-def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, json: Json = False) -> None:
+def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, json: Json = False) -> None:
     """Perplexity over windows of -c tokens (1024) that share nothing."""
     from ..runtime.evaluate import PerplexityResult, perplexity
 
@@ -79,7 +88,7 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: EngineFlags, w
         screen.pairs((("tokens", str(result.tokens)), ("perplexity", f"{result.ppl:.4f} ± {result.ppl_error:.4f}")))
 
 
-def kld(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, against: Against = None,
+def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, against: Against = None,
         by_token: ByToken = False, json: Json = False) -> None:
     """KL divergence of the next-token distributions from a reference, token by token."""
     from ..runtime.config import read_config
@@ -144,7 +153,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
          else "16bit: nothing was checked, for which a second window of text is needed (a longer --text)")))
 
 
-def recall(context: typer.Context, model: Model, text: Text, engine: EngineFlags, weights: WeightFlags, samples: Samples = 8,
+def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, samples: Samples = 8,
            json: Json = False) -> None:
     """Numbers stated far back, asked for again: how many come right with this cache, and with an exact one."""
     from ..runtime.engine import Engine
