@@ -123,6 +123,10 @@ class TensorStore:
         """The files that have to be here for a tensor to be read; several where it is made of parts."""
         return frozenset((info.file,))
 
+    def stored_nbytes(self, info: TensorInfo) -> int:
+        """Bytes that a tensor takes in its files, which are fewer than are read where it is widened on the way in."""
+        return info.nbytes
+
     def descriptor(self, file: Path) -> int:
         """The open descriptor of one of `files` (for mapping it); it belongs to the store."""
         if file not in self._opened:

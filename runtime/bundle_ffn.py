@@ -12,7 +12,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -53,6 +53,7 @@ class BundleJob:
 
     @property
     def before(self) -> int:
+        """Bytes that are read for it."""
         return sum(tensor.nbytes for tensor in self.sources)
 
 
@@ -92,11 +93,12 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
                 yield Progress("bundling", done, total, "bytes")
             store.check_unchanged()
             texts |= {INDEX: index_json(files)} if len(files) > 1 else {}
-            made = _container(jobs, writer, config, given, source or {}, gate_sparsity, gate_rule).with_files(copies, texts)
+            origin = {**(source or {}), "nbytes": _stored(jobs, store)}
+            made = _container(jobs, writer, config, given, origin, gate_sparsity, gate_rule).with_files(copies, texts)
             check_target(out, replace, folder)  # it may have been filled meanwhile
             writer.commit(copies, {**texts, FILE: made.to_json()}, replace)
-    rows = tuple(ClassResult(row, None) for row in _rows(jobs))
-    yield Converted(out, sum(prod(tensor.shape) for job in jobs for tensor in job.sources), sum(job.before for job in jobs),
+    rows = tuple(ClassResult(row, None) for row in _rows(jobs, store))
+    yield Converted(out, sum(prod(tensor.shape) for job in jobs for tensor in job.sources), _stored(jobs, store),
                     sum(job.stored.nbytes for job in jobs), sum(file.size for file in files), rows, time.monotonic() - started)
 
 
@@ -200,7 +202,7 @@ def _container(jobs: tuple[BundleJob, ...], writer: FolderWriter, config: ModelC
     kept = layout.scheme if given is None else f"{given.spec_text}, {layout.scheme}"
     before = {} if given is None else dict(given.source)
     return Container(f"{kept}, neurons bundled{lossy}", 8 * after / weights, tensors,
-                     {**before, **source, "dtype": config.dtype, "nbytes": sum(job.before for job in jobs)},
+                     {**before, **source, "dtype": config.dtype},
                      {"name": "effllm", "version": __version__}, method | ({} if given is None else {"weights": dict(given.method)}),
                      {} if given is None else given.calibration)
 
@@ -215,9 +217,14 @@ def _notices(layout: BundleLayout, config: ModelConfig, gate_sparsity: float | N
         yield f"{layout.together} neurons fill a block of the disk and are read together: models as small as this one gain nothing"
 
 
-def _rows(jobs: tuple[BundleJob, ...]) -> Iterator[SizeRow]:
+def _stored(jobs: Iterable[BundleJob], store: TensorStore) -> int:
+    """Bytes of what goes into them, in the source's files."""
+    return sum(store.stored_nbytes(tensor.info) for job in jobs for tensor in job.sources)
+
+
+def _rows(jobs: tuple[BundleJob, ...], store: TensorStore) -> Iterator[SizeRow]:
     for name in (*MATRICES, OTHER, ROLE):
         own = [job for job in jobs if (kind if (kind := kind_of(job.role)) in (*MATRICES, ROLE) else OTHER) == name]
         if own:
-            yield SizeRow(name, len(own), sum(prod(tensor.shape) for job in own for tensor in job.sources), sum(job.before for job in own),
+            yield SizeRow(name, len(own), sum(prod(tensor.shape) for job in own for tensor in job.sources), _stored(own, store),
                           sum(job.stored.nbytes for job in own), tuple(dict.fromkeys(job.stored.spec.scheme for job in own)))

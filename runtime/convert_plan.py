@@ -33,7 +33,8 @@ ORIGINAL = "quantize the original 16-bit checkpoint"
 
 @dataclass(frozen=True)
 class Job:
-    """One tensor: where it comes from and what it becomes. `key` is its layer, or "outer"."""
+    """One tensor: where it comes from and what it becomes. `key` is its layer, or "outer"; `stored_nbytes` what it takes in the source's
+    files, which for weights that are widened as they are read is less than `info` says."""
 
     name: str
     key: int | str
@@ -41,6 +42,7 @@ class Job:
     info: TensorInfo
     source: QuantSpec
     spec: QuantSpec
+    stored_nbytes: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,6 +105,11 @@ class ConversionPlan:
 
     @property
     def before(self) -> int:
+        """Bytes of the tensors in the source's files; `read_nbytes` are those that are read of it."""
+        return sum(job.stored_nbytes for job in self.jobs)
+
+    @property
+    def read_nbytes(self) -> int:
         return sum(job.info.nbytes for job in self.jobs)
 
     @property
@@ -163,7 +170,7 @@ def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True) -> Conversi
     stays = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
     store = open_store(folder, wide="f32", kept=lambda name: stays and recipe.ruled(name) is None)
     try:
-        jobs = tuple(_jobs(check_tensors(config, store, getattr(store, "container", None)), recipe))
+        jobs = tuple(_jobs(check_tensors(config, store, getattr(store, "container", None)), recipe, store))
         _check_rules(recipe, jobs)
     except BaseException:
         store.close()
@@ -180,7 +187,7 @@ def _check_rules(recipe: Recipe, jobs: Sequence[Job]) -> None:
             raise UsageError(f"no matrix of this model has a name that {pattern!r} matches", f"names are like {names[-1]}")
 
 
-def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe) -> Iterable[Job]:
+def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe, store: TensorStore) -> Iterable[Job]:
     outer = dict(tensors["outer"])
     groups: list[tuple[int | str, dict[str, ModelTensor]]] = [("outer", {"embed": outer.pop("embed")})]
     groups += [(key, dict(roles)) for key, roles in tensors.items() if key != "outer"] + [("outer", outer)]
@@ -188,7 +195,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe
         for role in sorted(roles, key=_place):
             tensor = roles[role]
             info = replace(tensor.info, shape=tensor.shape)  # of codes, the weight's
-            yield Job(tensor.name, key, role, info, tensor.spec, _spec(tensor.name, role, tensor.shape, tensor.spec, recipe))
+            spec = _spec(tensor.name, role, tensor.shape, tensor.spec, recipe)
+            yield Job(tensor.name, key, role, info, tensor.spec, spec, store.stored_nbytes(tensor.info))
 
 
 def _place(role: str) -> tuple[int, int, int, str]:
@@ -216,5 +224,5 @@ def _files(jobs: Sequence[Job]) -> tuple[PlannedFile, ...]:
 def _size_row(name: str, jobs: Sequence[Job]) -> SizeRow | None:
     if not jobs:
         return None
-    return SizeRow(name, len(jobs), sum(prod(job.shape) for job in jobs), sum(job.info.nbytes for job in jobs),
+    return SizeRow(name, len(jobs), sum(prod(job.shape) for job in jobs), sum(job.stored_nbytes for job in jobs),
                    sum(job.nbytes for job in jobs), tuple(dict.fromkeys(str(job.spec) for job in jobs)))

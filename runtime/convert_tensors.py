@@ -33,7 +33,7 @@ class Converter:
         self.todo = [job for job in plan.jobs if job.name not in writer.finished]
         self._pool = pool
         self._method, self._plain = methods.get(method), methods.get(PLAIN)
-        self._done = plan.before - sum(job.info.nbytes for job in self.todo)
+        self._done = plan.read_nbytes - sum(job.info.nbytes for job in self.todo)
 
     def announce(self, formats: str) -> Iterator[Notice]:
         """How long it will take; `formats` is what the person asked for."""
@@ -85,7 +85,7 @@ class Converter:
 
         for moved in stream(self.plan.store, self.writer, jobs, quantize, changed):
             self._done += moved.nbytes
-            yield Progress("quantizing", self._done, self.plan.before, "bytes", moved.job.name)
+            yield Progress("quantizing", self._done, self.plan.read_nbytes, "bytes", moved.job.name)
 
     def _quantize(self, job: Job, rows: np.ndarray, stats: Stats | None) -> Codes:
         unseen = self.ids and stats is None and not job.spec.outliers  # a method that keeps outliers needs no text for them

@@ -180,6 +180,12 @@ class ExpertStore(MadeStore):
         part = self._parts.get(info.name)
         return super().files_of(info) if part is None else frozenset(each.file for each in (part.joint, part.scales) if each is not None)
 
+    def stored_nbytes(self, info: TensorInfo) -> int:
+        if (part := self._parts.get(info.name)) is None:
+            return info.nbytes
+        held = part.joint.nbytes + (0 if part.scales is None else part.scales.nbytes)
+        return held // (part.joint.shape[0] * part.step)
+
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         part = self._parts[info.name]
         if part.scales is not None:

@@ -159,6 +159,11 @@ class ImportedStore(TensorStore):
         name = self._weight(info)
         return super().files_of(info) if name is None else frozenset(part.file for part in self._parts[name].values())
 
+    def stored_nbytes(self, info: TensorInfo) -> int:
+        if (name := self._weight(info)) is None:
+            return info.nbytes
+        return sum(part.nbytes for part in self._parts[name].values()) * info.nbytes // self.tensors[name].nbytes
+
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         name = self._weight(info)
         if name is None:

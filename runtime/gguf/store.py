@@ -114,6 +114,9 @@ class GgufStore(MadeStore):
         self.container = _container(file, stored, self._sources) if stored else None
         self.notices = tuple(self._said(wide, stored))
 
+    def stored_nbytes(self, info: TensorInfo) -> int:
+        return self._sources[info.name].nbytes if info.name in self._sources else info.nbytes
+
     def _parts(self, tensor: GgufTensor, names: tuple[str, ...], config: ModelConfig, found: Architecture) -> Iterator[tuple[str, Source]]:
         """What lies in a tensor of the file, by name: all of it, or one part after the other."""
         heights = [tensor.shape[0] // len(names)] * len(names)
