@@ -30,7 +30,7 @@ from .events import Notice, Progress
 from .families import kind_of
 from .import_config import LINEARS
 from .model import ModelTensor, check_tensors
-from .source import folder_files, open_store
+from .source import folder_files, is_rounded, open_store
 
 KINDS = {"INT4": 4, "INT8": 8}
 GROUP = 128
@@ -64,12 +64,13 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
         raise UsageError(f"no compressed-tensors type {kind!r} is written", f"known: {', '.join(KINDS)}")
     out = Path(os.path.abspath(out))
     check_target(out, False)
-    if (made := read_container(source)) is not None:
-        raise UsageError(f"{source} is quantized already ({made.spec_text})", "export the original checkpoint")
     config, bits = read_config(source), KINDS[kind]
     if config.family == "gpt_oss":
         raise UsageError("gpt_oss models are not written as compressed-tensors: other tools want their experts joined",
                          "effllm quantize makes a folder for effllm")
+    if (made := read_container(source)) is not None or is_rounded(source):
+        how = "by another tool" if made is None else made.spec_text
+        raise UsageError(f"{source} is quantized already ({how})", "export the original checkpoint")
     texts = folder_files(source)
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
     if raw["model_type"] != config.family:

@@ -89,6 +89,17 @@ def is_low_bit(path: Path, low_bit: bool = True) -> bool:
         return False
 
 
+def is_rounded(path: Path) -> bool:
+    """Whether somebody has rounded a model's weights to few bits, which run from their codes or not: what is rounded anew loses twice."""
+    if is_gguf(path):
+        from ..quant.imports.gguf import DECODERS
+        from .gguf.store import read_header
+
+        return any(tensor.type in DECODERS for tensor in read_header(path).tensors.values())
+    made = read_container(path)
+    return quantization_of(path) is not None if made is None else made.is_low_bit
+
+
 def _imports_codes(path: Path) -> bool:
     from .import_config import is_quantized
 

@@ -20,10 +20,13 @@ from effllm.offload.writer import JOURNAL, partial_folder
 from effllm.quant.imports.compressed_tensors import pack_words, quantize_groups, unpack_words
 from effllm.quant.weight import to_f32
 from effllm.runtime.compressed import CompressedFolder, export_compressed
+from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Notice, Progress
+from effllm.runtime.gguf.export import export_gguf
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, weights
+from gguf_samples import FABLE, fable_gguf, weights
+from test_imported import written
 
 
 def exported(out: Path, kind: str) -> CompressedFolder:
@@ -135,3 +138,20 @@ def test_the_command_and_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFi
     assert main(words) == 2 and "exists" in capfd.readouterr().err
     with pytest.raises(UsageError, match="INT3"):
         exported(tmp_path / "other", "INT3")
+
+
+@pytest.mark.parametrize("kind", ("Q8_0", "Q4_1", "awq", "fp8 rows", "effllm"))
+def test_what_was_rounded_before_is_not_rounded_again_without_a_word(kind: str, tmp_path: Path) -> None:
+    """Whoever did it, and whether or not it runs from those codes: integers are refused, a GGUF file says so."""
+    source = tmp_path / ("m.gguf" if kind.startswith("Q") else "model")
+    if kind == "effllm":
+        list(convert(FABLE, source, ConvertOptions(recipe_of("4bit", (), "rtn"), "4bit")))
+    elif source.suffix:
+        fable_gguf(source, kind)
+    else:
+        written(source, kind)
+    with pytest.raises(UsageError, match="is quantized already") as refused:
+        list(export_compressed(source, tmp_path / "out", "INT4"))
+    assert refused.value.hint == "export the original checkpoint" and not (tmp_path / "out").exists()
+    said = [item.text for item in export_gguf(source, tmp_path / "out.gguf", "Q8_0", "a name") if isinstance(item, Notice)]
+    assert "the source is quantized already: its errors and those of the new type add up" in said

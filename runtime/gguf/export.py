@@ -31,7 +31,7 @@ from ..families import expert_of, kind_of
 from ..generation_config import read_generation_config
 from ..model import ModelTensor, check_tensors
 from ..outliers import check_outliers
-from ..source import open_store
+from ..source import is_rounded, open_store
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
 from .architectures import BY_FAMILY, Architecture, file_part
@@ -93,7 +93,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         metadata = config_metadata(config, name, kind) | sampling_metadata(settings) | dict(keys)
         factors = rotary_tensors(config)
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
-        yield from _notices(config, jobs, kind, container is not None)
+        yield from _notices(config, jobs, kind, is_rounded(source))
         head = gguf_head(metadata, planned)
         total = len(head) + sum(padded(tensor.nbytes) for tensor in planned)
         done = len(head)
