@@ -93,7 +93,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     """KL divergence of the next-token distributions from a reference, token by token."""
     from ..runtime.config import read_config
     from ..runtime.engine import Engine
-    from ..runtime.evaluate import KldResult, open_reference
+    from ..runtime.evaluate import KldResult, open_reference, refuse_other_tokenizer
     from ..runtime.evaluate import kld as compare
 
     screen = Screen(context.obj)
@@ -102,6 +102,8 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     reference_ref = find(against, screen) if against else found  # a model at --bits is held against itself as it is stored
     options = windowed(found, engine, screen)
     read_config(reference_ref.folder, options.strict)  # an unknown key may change its numbers
+    if against:
+        refuse_other_tokenizer(found.folder, reference_ref.folder)
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         own = as_reference(options, at_hand.engine, reference_ref.folder == ref.folder)
         reference = last(follow(open_reference(reference_ref.folder, own, at_hand.engine), screen, Engine))

@@ -26,6 +26,7 @@ from .text import Tokenizer
 
 LARGEST_LOSS = 700.0  # nats: its exponential is the last that a float holds, nearly
 ROWS_AT_ONCE = 4  # of log-probabilities: two, and what a sum over one of them takes; one to spare
+ONE_TOKENIZER = "compare models of one tokenizer"
 FLOOR_TOKENS = 256  # the reference runs them twice more
 
 
@@ -131,6 +132,16 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
     yield PerplexityResult(len(loss), ppl, ppl * float(loss.std(ddof=1)) / math.sqrt(len(loss)) if len(loss) > 1 else 0.0)
 
 
+def refuse_other_tokenizer(folder: Path, against: Path) -> None:
+    """Raises UsageError, naming the first token that differs, for models that cut a text differently: their distributions are over
+    different things, however many. A token that one of them has no name for is no difference: GGUF files name also what pads a table."""
+    own, other = (Tokenizer.load(each, read_config(each)).plain_tokens() for each in (folder, against))
+    number = min((number for number in own.keys() & other.keys() if own[number] != other[number]), default=None)
+    if number is not None:
+        raise UsageError(f"{against} has another tokenizer than {folder}: token {number} is {other[number]!r} and {own[number]!r}",
+                         ONE_TOKENIZER)
+
+
 def open_reference(folder: Path, options: EngineOptions, measured: Engine) -> Iterator[Progress | Notice | Engine]:
     """`open_engine` for an engine that runs by turns with `measured`: what that one plans to hold and has not touched yet is counted, and
     what it takes to compare them."""
@@ -149,7 +160,7 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
     """
     if engine.config.vocab_size != reference.config.vocab_size:
         raise UsageError(f"vocabularies differ: {engine.config.vocab_size} and {reference.config.vocab_size} tokens",
-                         "compare models of one tokenizer")
+                         ONE_TOKENIZER)
     cut = windows(tokenizer, text, min(ctx, engine.n_ctx, reference.n_ctx), source)
     shape, packed = engine.cache.shape, engine.cache.is_packed
     first, pages = (shape.sinks + shape.window + PAGE, 1) if packed else (0, None)

@@ -101,6 +101,10 @@ class Tokenizer:
         """Every token's text, added tokens included, and its number."""
         return self._backend.get_vocab(with_added_tokens=True)
 
+    def plain_tokens(self) -> dict[int, str]:
+        """Number -> text of the tokens that a text is cut into, without those that were added: a fine-tune may rename some."""
+        return {number: token for token, number in self.vocabulary().items() if token not in self._added}
+
     @cached_property
     def _added(self) -> dict[str, int]:
         return {token.content: number for number, token in self._backend.get_added_tokens_decoder().items()}

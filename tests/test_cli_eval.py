@@ -76,3 +76,21 @@ def test_a_context_of_the_settings_that_the_model_cannot_have_gives_way_to_the_u
     assert ran.err.count("a context of 99999 is more") == 1 and "left out" in ran.err
     refused = Ran(*words, "--strict")
     assert refused.code == 2 and "--strict refuses" in refused.err
+
+
+def test_models_of_other_tokenizers_are_not_compared(tmp_path: Path, text: Path) -> None:
+    """As many tokens, of which two have changed places; a name that a fine-tune has given one is no difference, nor is another format."""
+    other, named = (shutil.copytree(FABLE, tmp_path / name) for name in ("other", "named"))
+    raw = (FABLE / "tokenizer.json").read_text(encoding="utf-8")
+    content = json.loads(raw)
+    one, two = (next(token for token, number in content["model"]["vocab"].items() if number == own) for own in (4094, 4095))
+    content["model"]["vocab"] |= {one: 4095, two: 4094}
+    (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    words = ("eval", "kld", FABLE, "--text", text, "-c", "128", "--against")
+    ran = Ran(*words, other)
+    assert ran.code == 2 and f"{other} has another tokenizer than {FABLE}: token 4094 is {two!r} and {one!r}" in ran.err
+    special = json.loads(raw)["added_tokens"][-1]["content"]
+    (named / "tokenizer.json").write_text(raw.replace(json.dumps(special), '"<|another|>"'), encoding="utf-8")
+    (named / "tokenizer_config.json").unlink()
+    assert Ran(*words, named).code == 0
+    assert Ran("export", FABLE, "-o", tmp_path / "m.gguf").code == 0 and Ran(*words, tmp_path / "m.gguf").code == 0
