@@ -225,7 +225,7 @@ def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Ite
         if isinstance(item, Progress):
             screen.progress(item)
         elif isinstance(item, Notice):
-            screen.note(item.text)
+            screen.note_once(item.text)
         elif isinstance(item, wanted):
             screen.clear()
             yield item

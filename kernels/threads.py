@@ -143,6 +143,11 @@ def _alone(control, function, args, workers):
     return sleeping
 
 
+def beyond(threads: int | None) -> list[str]:
+    """What to say of more threads than a pool takes."""
+    return [f"-t {threads}: at most {MOST_WORKERS} threads, using {MOST_WORKERS}"] if (threads or 0) > MOST_WORKERS else []
+
+
 class ThreadPool:
     """`workers` threads, the caller included. `run(kernel, args)` returns when every block is done. One job at a time."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import DoesNotFit, UsageError, __version__
-from ..kernels.threads import MOST_WORKERS, ThreadPool
+from ..kernels.threads import MOST_WORKERS, ThreadPool, beyond
 from ..offload import hardware
 from ..offload.checkpoint import CheckpointError
 from ..offload.shards import INDEX, index_json
@@ -140,7 +140,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 plan = item
             else:
                 yield item
-        yield from (Notice(text) for text in (*plan.config.warnings, *plan.notices()))
+        yield from (Notice(text) for text in (*plan.config.warnings, *plan.notices(), *beyond(options.threads)))
         started = time.monotonic()
         pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
         copies = copied(plan.folder)

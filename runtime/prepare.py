@@ -180,8 +180,10 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
                  unless_planned: ExitStack | None = None) -> Prepared:
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
     what it was weighed at before. `unless_planned` is told what else was opened."""
+    from ..kernels.threads import beyond
+
     tensors = check_tensors(config, store, container)
-    notices = [*config.warnings, *store.notices]
+    notices = [*config.warnings, *store.notices, *map(Fallback, beyond(options.threads))]
     options = fitted(options, folder, config, store, notices)
     card = devices.gpu(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)

@@ -50,6 +50,21 @@ def test_a_setting_without_its_effect(person: Person, words: tuple[str, ...], na
     assert named in person.types(*typed, "--strict").refused(2)
 
 
+def test_more_threads_than_a_pool_takes(person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typed or set for all models, and by every command once."""
+    said = "-t 64: at most 46 threads, using 46"
+    words = ("plan", "fable", "--no-probe", "--device", "cpu")
+    (tmp_path / "text.txt").write_text("The fox ran to the wood. " * 40)
+    scored = person.types("eval", "kld", "fable", "--text", tmp_path / "text.txt", "-c", "64", "--device", "cpu", "-t", "64")
+    made = person.types("quantize", "fable", "-o", tmp_path / "out", "--bits", "4", "--no-kv-profile", "-t", "64")
+    for ran in (person.types(*words, "-t", "64"), scored, made):
+        assert ran.code == 0 and ran.err.count(said) == 1, ran.err
+    assert "threads, using" not in person.types(*words, "-t", "46", "--strict").err
+    assert said in person.types(*words, "-t", "64", "--strict").refused(2)
+    monkeypatch.setenv("EFFLLM_THREADS", "64")
+    assert said in person.types(*words).err and said in person.types(*words, "--strict").refused(2)
+
+
 @pytest.mark.parametrize(("name", "fits"), [("fp8 rows", False), ("gptq 4, act order", False), ("awq", True)])
 def test_weights_in_another_type_than_stored(person: Person, tmp_path: Path, name: str, fits: bool) -> None:
     """Widened ones cost memory and speed; those that are only put in order do not."""
