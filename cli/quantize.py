@@ -63,7 +63,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
              no_kv_profile: NoKvProfile = False,
              threads: Threads = None, dry_run: DryRun = False, force: Force = False, json: Json = False) -> None:
     """Make a smaller copy of a model, ready to run."""
-    from ..runtime.convert import Converted, calibration, convert, decided
+    from ..runtime.convert import Converted, calibration, check_target, convert, decided
     from ..runtime.convert_plan import ConversionPlan, plan_conversion
 
     screen = Screen(context.obj)
@@ -72,7 +72,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
     if dry_run and eval is not None:
         raise UsageError("--dry-run makes nothing that --eval could score", "leave one of them away")
-    text = None if eval is None else read_text(eval, screen, "--eval")
+    text = None if eval is None else to_score(eval, ref, screen)
     if gate_rule is not None and gate_sparsity is None:
         raise UsageError("--gate-rule says which gates --gate-sparsity leaves out", "give both, with --bundle-ffn")
     if bundle_ffn:
@@ -89,6 +89,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     options = conversion_options(ref, bits, spec, tensor_type, target, method=method, threads=threads, replace=force or None,
                                  calibration_text=sample, calibration_tokens=calib_tokens)
     if dry_run:
+        check_target(Path(out).absolute(), force)
         plan = plan_conversion(ref.folder, options.recipe, options.target is None)
         with plan.store:
             calibration(plan, options)  # what a run would refuse, its plan refuses
@@ -183,6 +184,17 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
     except KeyboardInterrupt:
         screen.note(f"the model is whole; effllm eval kv-profile {typed(folder)} records the profile for --kv")
         raise
+
+
+def to_score(source: str, ref: ModelRef, screen: Screen) -> str:
+    """The text of --eval. Raises UsageError for one in which nothing can be scored, before the work and not after it."""
+    from ..runtime.config import read_config
+    from ..runtime.evaluate import windows
+    from ..runtime.text import Tokenizer
+
+    content, config = read_text(source, screen, "--eval"), read_config(ref.folder)
+    windows(Tokenizer.load(ref.folder, config), content, min(WINDOW, config.max_position_embeddings), named(source), "--eval")
+    return content
 
 
 def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, screen: Screen) -> KldResult | None:

@@ -17,6 +17,7 @@ import numpy as np
 from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..offload.notes import refuse_fallbacks
+from ..offload.size import several
 from .config import read_config
 from .demands import LOGIT_ROWS
 from .engine import Engine, EngineOptions, open_prepared
@@ -66,8 +67,9 @@ class KldResult:
         return asdict(self)
 
 
-def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text") -> list[list[int]]:
-    """The text in windows of `ctx` tokens; a last window of fewer than two tokens is dropped. `source` names the text in errors.
+def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text", flag: str = "--text") -> list[list[int]]:
+    """The text in windows of `ctx` tokens; a last window of fewer than two tokens is dropped. `source` names the text in errors, `flag`
+    what gives it.
 
     Where the tokenizer begins a text with a token for it, every window does, and that token is not scored: a window shares nothing with
     the one before, so the model meets it as a text of its own. llama.cpp does so too; transformers' recipe has the token in the first
@@ -79,7 +81,8 @@ def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text")
     cut = [begin + body[start : start + width] for start in range(0, len(body), width)] if width > 0 else []
     cut = [window for window in cut if len(window) > 1]
     if not cut or ctx < 2:
-        raise UsageError(f"{source} has {len(ids)} tokens: nothing to score in windows of {ctx}", "a longer --text, or --ctx of at least 2")
+        raise UsageError(f"{source} has {several(len(ids), 'token')}: nothing to score in windows of {ctx}",
+                         f"a longer {flag}" + (", or --ctx of at least 2" if ctx < 2 else ""))
     return cut
 
 
