@@ -57,9 +57,10 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         said = f"kept in {own_file(variables)}"
     own = own_aliases(variables)
     if json:
-        screen.json({"file": str(own_file(variables)), "aliases": {entry.alias: entry.to_yaml() for entry in own}})
+        entries = {entry.alias: entry.to_yaml() | {"licence": entry.licence} for entry in own}
+        screen.json({"file": str(own_file(variables)), "aliases": entries})
         return
     if name is None:
         screen.table(("alias", "model", "licence"),
-                     [(entry.alias, str(entry.packaged or entry.repo or entry.path), entry.licence) for entry in own])
+                     [(entry.alias, str(entry.packaged or entry.repo or entry.path), entry.licence or "") for entry in own])
     screen.note(said)

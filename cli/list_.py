@@ -64,7 +64,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     if absent:
         screen.line()
         screen.table(("not here", "repository", "parameters", "size", "licence", ""),
-                     [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), entry.licence,
+                     [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), entry.licence or "",
                        "gated" if entry.gated else "") for entry in absent], right=(2, 3))
     else:
         screen.note("`effllm list --all` also shows the names of models that are not here; `effllm pull MODEL` fetches one")

@@ -20,6 +20,7 @@ from . import hub, storage
 from .config_reader import ConfigError, Keys, show
 from .small_file import JSON_NBYTES, read_whole
 
+NOT_STATED = "not stated"  # how a file, whose entries all have a licence, says that there is none
 KEYS = frozenset({"repo", "path", "revision", "licence", "gated", "params", "size_gb", "default_bits", "exclude", "note", "alternative"})
 OWN_KEYS = KEYS | {"packaged"}
 ALIAS = re.compile(r"[a-z0-9][a-z0-9.-]*")
@@ -34,15 +35,15 @@ SAME_SIZE = 1.6  # times as large, at most
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One alias. Exactly one of `repo` and `path` (a folder inside the package, or an absolute one) is set. `alternative` is an alias of
-    about the same size that nobody has to be asked for. `own`: the person's, not the package's; `packaged`: the alias of the package that
-    one of these stands for, whose `path` is where this installation has it."""
+    """One alias. Exactly one of `repo` and `path` (a folder inside the package, or an absolute one) is set. `licence`: None where none is
+    stated. `alternative` is an alias of about the same size that nobody has to be asked for. `own`: the person's, not the package's;
+    `packaged`: the alias of the package that one of these stands for, whose `path` is where this installation has it."""
 
     alias: str
     repo: str | None
     path: str | None
     revision: str
-    licence: str
+    licence: str | None
     gated: bool
     params: str
     size_bytes: int
@@ -60,9 +61,13 @@ class CatalogEntry:
         keys: dict[str, object] = {place: getattr(self, place)}
         if self.revision != "main":
             keys["revision"] = self.revision
-        keys |= {"licence": self.licence, "gated": self.gated, "params": self.params, "size_gb": self.size_bytes / 1e9,
+        keys |= {"licence": self.licence or NOT_STATED, "gated": self.gated, "params": self.params, "size_gb": self.size_bytes / 1e9,
                  "default_bits": self.default_bits}
         return keys | {name: value for name in ("exclude", "note", "alternative") if (value := getattr(self, name))}
+
+
+def _licence(said: str) -> str | None:
+    return None if said == NOT_STATED else said
 
 
 def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[CatalogEntry, ...]:
@@ -110,7 +115,7 @@ def _entry(alias: object, values: object, file: str, own: bool) -> CatalogEntry:
         raise keys.fail("params", "a count such as 135M or 8.0B")
     if bits not in BITS:
         raise keys.fail("default_bits", f"one of {BITS}")
-    return CatalogEntry(alias, repo, path, revision, keys.text("licence"), keys.flag("gated"), params,
+    return CatalogEntry(alias, repo, path, revision, _licence(keys.text("licence")), keys.flag("gated"), params,
                         round(keys.number("size_gb") * 1e9), bits, keys.text("exclude", ""), keys.text("note", ""),
                         keys.text("alternative", ""), own, known)
 

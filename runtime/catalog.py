@@ -11,7 +11,7 @@ from .. import EffllmError, ModelNotFound, UsageError, typed
 from ..offload.header import is_gguf
 from ..offload.size import format_size
 from . import hub, storage, unfinished
-from .aliases import CatalogEntry, catalog, entry_folder, parse_catalog
+from .aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
 from .gguf import names
 from .reference import LOOK, Reference, exists, parse_reference
@@ -174,7 +174,7 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
     kept = storage.find_kept(env, repo, found.commit if found else revision, reference.variant)
     missing = hub.missing_files(found.folder) if found else ()
     if found is not None and not missing and not (reference.variant and kept):
-        own = facts or {"licence": storage.stated_licence(env, found)}
+        own = {**facts, "licence": facts.get("licence") or storage.stated_licence(env, found)}
         return ModelRef(reference.text, found.folder, repo=repo, revision=found.commit, variant=reference.variant, **own)
     if kept:
         usual = f"{facts.get('default_bits')}bit"
@@ -241,7 +241,7 @@ def _absent_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, s
     label = entry.repo if entry.repo == reference.name else f"{entry.alias} ({entry.repo})"
     at = f" at {reference.revision}" if reference.revision else ""
     return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {entry.size_bytes / 1e9:.3g} GB to load, licence "
-                   f"{entry.licence}" + (", gated" if entry.gated else ""), pull_hint(entry, reference.to_pull), entry)
+                   f"{entry.licence or NOT_STATED}" + (", gated" if entry.gated else ""), pull_hint(entry, reference.to_pull), entry)
 
 
 def pull_hint(entry: CatalogEntry, text: str = "") -> str:

@@ -264,7 +264,7 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
     # A file of a repository is a path too: its link, because a blob's own name ends in no .gguf.
     cached = ref.repo is not None and reference.file is None and hub.cache_folder(env) in ref.folder.parents
     place = {"repo": ref.repo, "path": None} if cached else {"repo": None, "path": os.path.abspath(ref.folder)}
-    return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence or "not stated", gated=False,
+    return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence, gated=False,
                         params=params, size_bytes=model.size_bytes, default_bits=16, exclude="", note="", own=True)
 
 

@@ -8,6 +8,8 @@ from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
 from pulls import FABLE, Person
 
+from effllm.runtime.aliases import own_file
+
 REPO = "org/name"
 SILENT = {path.name: path.read_bytes() for path in FABLE.iterdir() if path.name != "README.md"}
 
@@ -79,3 +81,18 @@ def test_a_note_that_cannot_be_written_or_read_costs_no_more_than_the_licence(hu
     pulled = person.types("pull", REPO)
     assert pulled.code == 0 and "will not state the licence, cc-by-4.0" in pulled.err and told(person) == (None, None)
     assert person.types("rm", REPO, "-y").code == 0 and place.read_text() == "in the way"
+
+
+def test_where_none_is_stated_every_command_says_so_alike(person: Person) -> None:
+    """A file of aliases has to name a licence and says that none is stated, which is no licence of that name."""
+    model = person.home / "silent"
+    model.mkdir()
+    for name, content in SILENT.items():
+        (model / name).write_bytes(content)
+    assert person.types("alias", "mute", model).code == 0
+    assert "licence: not stated" in own_file(person.env).read_text()
+    assert told(person, "mute") == (None, None)
+    assert person.types("alias", "--json").json["aliases"]["mute"]["licence"] is None
+    assert "not stated" in person.types("show", "mute").out and "not stated" not in person.types("list").out
+    assert person.types("quantize", "mute", "-o", person.home / "made", "--bits", "4").code == 0
+    assert told(person, str(person.home / "made")) == (None, None)

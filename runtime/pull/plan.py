@@ -134,7 +134,7 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
                              "effllm list shows the models that are here")
     repository = _described(wish, client, env)
     place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
-    licence = wish.entry.licence if wish.entry else repository.licence
+    licence = (wish.entry and wish.entry.licence) or repository.licence
     if wish.reference.file is not None:
         files = named_files(repository, wish.reference.file)
     else:
