@@ -31,6 +31,7 @@ from .families import kind_of
 from .import_config import LINEARS
 from .model import ModelTensor, check_tensors
 from .source import folder_files, is_rounded, open_store
+from .tied_head import outer_rules
 
 KINDS = {"INT4": 4, "INT8": 8}
 GROUP = 128
@@ -94,6 +95,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                 yield Progress("exporting", done, total, "bytes", item.name)
             store.check_unchanged()
             described = {key: value for key, value in text_alone(raw).items() if key not in LEFT_OUT}
+            if any(item.roles == ("head",) for item in items):
+                described["tie_word_embeddings"] = False
             described["architectures"] = described.get("architectures") or [reader(config.family)]
             described["quantization_config"] = quantization_config(bits, _ignored(items))
             files = {name: path for name, path in copied(source).items() if name != MARKER}
@@ -130,7 +133,7 @@ def _items(config: ModelConfig, store: TensorStore, bits: int) -> Iterator[_Item
     """The model's tensors by the names and in the joined forms in which its family is published, whatever they are in `store`."""
     family = families.get(config.family)
     for key, found in check_tensors(config, store).items():
-        rules = family.outer_tensors(config) if key == "outer" else family.layer_tensors(config, key)
+        rules = outer_rules(config, store.tensors) if key == "outer" else family.layer_tensors(config, key)
         joined: dict[str, list[tuple[int, str]]] = {}
         for role in found:
             name, first, _ = rules[role].part_of or (rules[role].name, 0, 0)

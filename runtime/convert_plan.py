@@ -156,10 +156,10 @@ class ConversionPlan:
         return replace(self, recipe=recipe, jobs=jobs, files=_files(jobs))
 
 
-def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True) -> ConversionPlan:
+def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool = True) -> ConversionPlan:
     """Read headers and decide. Codes that a checkpoint holds in four bits are not rounded to as many or more, unless a rule says so or
-    `keep` is False. Raises UsageError for what is quantized already and for a rule that no matrix's name matches, CheckpointError for what
-    is damaged.
+    `keep` is False. Not `whole`: weights are still to come, so that a head beside the embedding of a tied model stays, whatever it will be.
+    Raises UsageError for what is quantized already and for a rule that no matrix's name matches, CheckpointError for what is damaged.
 
     The store of the plan stays open.
     """
@@ -168,7 +168,7 @@ def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True) -> Conversi
         raise UsageError(f"{folder} is quantized already ({made.spec_text})", ORIGINAL)
     config = read_config(folder)
     stays = keep and not recipe.base.is_raw and recipe.base.bits >= KEPT_BITS
-    store = open_store(folder, wide="f32", kept=lambda name: stays and recipe.ruled(name) is None)
+    store = open_store(folder, wide="f32", kept=lambda name: stays and recipe.ruled(name) is None, whole=whole)
     try:
         jobs = tuple(_jobs(check_tensors(config, store, getattr(store, "container", None)), recipe, store))
         _check_rules(recipe, jobs)

@@ -12,11 +12,14 @@ from ..offload.header import is_gguf
 from .config_reader import read_json
 from .container import FILE, Container, made_here, read_container
 from .hub import stated_licence
+from .tied_head import leave_out_copy
 
 
-def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None) -> TensorStore:
+def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None,
+               whole: bool = True) -> TensorStore:
     """The weights of a model as raw values; blocks of a GGUF file become `wide`, f16 or f32. With `low_bit` what kernels multiply stays
-    codes, and the store has a `container` that lists it; of a folder, where `kept` is given, what it says of the tensor's name.
+    codes, and the store has a `container` that lists it; of a folder, where `kept` is given, what it says of the tensor's name. Not
+    `whole`: headers are here, weights are still to come.
 
     Raises CheckpointError, ModelNotFound.
     """
@@ -29,7 +32,10 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
             return TensorStore.open(path)
     store = TensorStore.open(path)
     try:
-        return _rearranged(store, wide, low_bit, kept)
+        store = _rearranged(store, wide, low_bit, kept)
+        if whole:
+            leave_out_copy(store)
+        return store
     except BaseException:
         store.close()
         raise

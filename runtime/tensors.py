@@ -12,6 +12,7 @@ from .bundles import bundled_rules
 from .config import ModelConfig
 from .container import REMADE, Container
 from .families import TensorRule
+from .tied_head import outer_rules
 
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -40,7 +41,7 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
     """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type."""
     family = families.get(config.family)
     low_bit = {} if container is None else {name: stored for name, stored in container.tensors.items() if not stored.spec.is_raw}
-    groups: dict[int | str, dict[str, TensorRule]] = {"outer": family.outer_tensors(config)}
+    groups: dict[int | str, dict[str, TensorRule]] = {"outer": outer_rules(config, store.tensors)}
     groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
     found: dict[int | str, dict[str, ModelTensor]] = {}
     for key, plain in groups.items():

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from math import prod
 from pathlib import Path
 
@@ -81,10 +82,11 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     out = Path(os.path.abspath(out))
     _check_name(out)
     config, container = read_config(source), read_container(source)
-    found = exported_as(config)
     with open_store(source, wide="f32") as store:
         _check_target(out, replace, store)
         tensors = check_tensors(config, store, container)
+        config = replace_fields(config, tie_word_embeddings="head" not in tensors["outer"])
+        found = exported_as(config)
         check_outliers(tensors, store)
         jobs = list(_jobs(tensors, config, found, kind))
         settings, remarks = read_generation_config(source)

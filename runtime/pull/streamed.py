@@ -192,7 +192,7 @@ def _head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
 def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], client: Client,
                     before: int) -> Iterator[Progress | Notice]:
     options = options_of(plan)
-    planned = plan_conversion(source.path, options.recipe)
+    planned = plan_conversion(source.path, options.recipe, whole=False)
     with planned.store:
         for item in decided(planned, options):
             if not isinstance(item, ConversionPlan):
