@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .. import DoesNotFit, EffllmError, UsageError, typed
 from ..kernels.layout import PAGE
+from ..kernels.threads import MOST_WORKERS, beyond
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
@@ -38,6 +39,7 @@ from .predictors import load as load_predictors
 from .source import check_mapping, is_low_bit, open_weights, quantization_of
 from .speculating import Speculating, decide
 from .streamed import Streams
+from .unread import unread_notices
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
@@ -180,10 +182,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
                  unless_planned: ExitStack | None = None) -> Prepared:
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
     what it was weighed at before. `unless_planned` is told what else was opened."""
-    from ..kernels.threads import beyond
-
     tensors = check_tensors(config, store, container)
-    notices = [*config.warnings, *store.notices, *map(Fallback, beyond(options.threads))]
+    notices = [*config.warnings, *store.notices, *map(Fallback, beyond(options.threads)), *unread_notices(config, store, tensors)]
     options = fitted(options, folder, config, store, notices)
     card = devices.gpu(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)
@@ -335,8 +335,6 @@ def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotF
 
 def worker_count(options: EngineOptions) -> int:
     """Threads of the pool: as asked, else one per core; never more than the pool takes."""
-    from ..kernels.threads import MOST_WORKERS
-
     return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
 
 

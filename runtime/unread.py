@@ -1,0 +1,49 @@
+"""Tensors of a checkpoint that its config does not ask for: more layers than it says, biases or norms that it leaves out.
+
+One of them says that config and weights do not belong together, and then a model runs as another than was trained. What is known to change
+nothing is passed over: buffers that old checkpoints kept, scales of caches and activations that are not rounded here, biases of zeros,
+what fills gaps between tensors, and of a model that takes images all that is not its text part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..offload.checkpoint import TensorStore
+from ..offload.header import TensorInfo, shown
+from ..offload.notes import Fallback
+from ..offload.shards import PAD
+from .config import ModelConfig
+from .families import COMPOSITE
+from .imported import IGNORED
+from .model import ModelTensor
+
+HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|decoder\.version|position_ids|"
+                      rf"(?:{'|'.join(IGNORED)}))")
+SIGHT = re.compile(r"(?:.*\.)?(?:vision_tower|multi_modal_projector)\..+")
+MOST_NBYTES = 1 << 20  # of a bias that is looked into
+
+
+def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) -> tuple[str, ...]:
+    """Names of the tensors of a folder that are in none of `read` and might mean something."""
+    used = {(info.file, info.offset) for info in read}  # the first part of a tensor that is split begins where it does
+    left = [info for info in store.tensors.values() if (info.file, info.offset) not in used]
+    left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
+    if config.family in COMPOSITE.values():
+        left = [info for info in left if not SIGHT.fullmatch(info.name)]
+    return tuple(info.name for info in left if not _adds_nothing(store, info))
+
+
+def unread_notices(config: ModelConfig, store: object, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Sequence[str]:
+    """What has to be said of a store whose `tensors` are read; a made up one has no others."""
+    if not isinstance(store, TensorStore):
+        return ()
+    names = unread(config, store, (tensor.info for roles in tensors.values() for tensor in roles.values()))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (Fallback(f"not used, because config.json does not ask for it: {shown(names[0])}{more}"),) if names else ()
+
+
+def _adds_nothing(store: TensorStore, info: TensorInfo) -> bool:
+    """Whether a tensor is a bias of zeros, which some tools write beside every matrix."""
+    return info.name.endswith(".bias") and info.nbytes <= MOST_NBYTES and not store.read(info).any()

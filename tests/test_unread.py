@@ -1,0 +1,76 @@
+"""Tensors of a checkpoint that its config does not ask for are said, and refused by --strict; what is known to change nothing is not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conversions import odd_model, options, run
+from family_models import CASES, written
+
+from effllm import UsageError
+from effllm.runtime.prepare import EngineOptions, prepare
+
+SAID = "not used, because config.json does not ask for it"
+LAYER = "model.layers.1."
+
+
+def notices(folder: Path) -> list[str]:
+    prepared = prepare(folder, EngineOptions(device="cpu", ctx=64))
+    prepared.store.close()
+    return [line for line in prepared.notices if SAID in line]
+
+
+def with_tensors(folder: Path, **more: np.ndarray) -> Path:
+    return odd_model(folder, change=lambda tensors: tensors.update(more))
+
+
+def fewer_layers(folder: Path) -> Path:
+    raw = json.loads((odd_model(folder) / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+MEANT: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "more layers": (fewer_layers, f"'{LAYER}input_layernorm.weight' and 8 more"),
+    "a bias": (lambda folder: with_tensors(folder, **{f"{LAYER}self_attn.q_proj.bias": np.ones(48, np.float32)}),
+               f"'{LAYER}self_attn.q_proj.bias'"),
+    "a norm": (lambda folder: with_tensors(folder, **{f"{LAYER}self_attn.q_norm.weight": np.ones(12, np.float32)}),
+               f"'{LAYER}self_attn.q_norm.weight'"),
+    "an encoder of images that the config does not have": (
+        lambda folder: with_tensors(folder, **{"vision_tower.patch.weight": np.ones((2, 2), np.float32)}), "'vision_tower.patch.weight'"),
+}
+
+
+@pytest.mark.parametrize("what", MEANT)
+def test_what_the_config_does_not_ask_for_is_said(what: str, tmp_path: Path) -> None:
+    make, named = MEANT[what]
+    folder = make(tmp_path / "model")
+    assert notices(folder) == [f"{SAID}: {named}"]
+    with pytest.raises(UsageError, match="--strict refuses"):
+        prepare(folder, EngineOptions(device="cpu", ctx=64, strict=True))
+    made, _ = run(folder, tmp_path / "made", options())
+    assert not notices(made.folder)  # it is not there any more
+
+
+@pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "self_attn.rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.k_scale",
+                                  "self_attn.q_proj.input_scale"])
+def test_what_changes_nothing_is_passed_over(name: str, tmp_path: Path) -> None:
+    folder = with_tensors(tmp_path / "model", **{LAYER + name: np.ones(4, np.float32)})
+    assert not notices(folder)
+
+
+def test_a_bias_of_zeros_adds_nothing(tmp_path: Path) -> None:
+    """Some tools write one beside every matrix."""
+    folder = with_tensors(tmp_path / "model", **{f"{LAYER}self_attn.q_proj.bias": np.zeros(48, np.float32)})
+    assert not notices(folder)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "gpt_oss", "qwen3_moe", "opt"])
+def test_no_model_has_tensors_that_are_not_used(name: str, tmp_path: Path) -> None:
+    """An encoder of images, matrices that are stored as one, experts that are taken apart; nor has what is made of them."""
+    written(CASES[name], tmp_path / "model")
+    assert not notices(tmp_path / "model")
+    made, _ = run(tmp_path / "model", tmp_path / "made", options())
+    assert not notices(made.folder)
