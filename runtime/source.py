@@ -9,6 +9,7 @@ from pathlib import Path
 from .. import EffllmError, UsageError
 from ..offload.checkpoint import TensorStore
 from ..offload.header import is_gguf
+from .config import text_alone
 from .config_reader import read_json
 from .container import FILE, Container, made_here, read_container
 from .hub import stated_licence
@@ -43,7 +44,7 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
 
 def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None) -> TensorStore:
     """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
-    raw = read_json(store.folder / "config.json")
+    raw = text_alone(read_json(store.folder / "config.json"))
     if raw.get("model_type") == "gpt_oss":
         from .expert_store import ExpertStore
 
@@ -68,7 +69,7 @@ def _parted(path: Path) -> frozenset[str]:
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:
     """The `quantization_config` of a folder, where its config has one; it has been judged when the config was read."""
-    raw = read_json(path / "config.json")
+    raw = text_alone(read_json(path / "config.json"))
     section = raw.get("quantization_config")
     return section if isinstance(section, dict) else None
 

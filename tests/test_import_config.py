@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from family_models import Case
+from family_models import written as random_model
 from gguf_samples import FABLE
 from test_imported import CASES, GROUP, plain, written
 
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import families
+from effllm.runtime.compressed import export_compressed
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.import_config import block_of, expected_formats
-from effllm.runtime.source import open_weights
+from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,3 +84,21 @@ def test_the_older_name_of_the_section_is_named(tmp_path: Path) -> None:
         parse_config(raw)
     assert "compression_config" in caught.value.message and "quantization_config" in caught.value.hint
     assert parse_config(raw | {"quantization_config": section}, strict=True).warnings == ()
+
+
+def test_the_text_part_of_a_composite_may_say_how_it_is_quantized(tmp_path: Path) -> None:
+    """Its weights are what they are where the whole model says it."""
+    random_model(Case("gemma3_text", {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}), tmp_path / "model")
+    *_, made = export_compressed(tmp_path / "model", tmp_path / "words", "INT4")
+    path = made.folder / "config.json"
+    inner = json.loads(path.read_text())
+    weights = {}
+    for where in ("outer", "inner"):
+        raw = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": dict(inner)}
+        if where == "outer":
+            raw["quantization_config"] = raw["text_config"].pop("quantization_config")
+        path.write_text(json.dumps(raw))
+        assert quantization_of(made.folder) == inner["quantization_config"] and is_low_bit(made.folder)
+        with open_store(made.folder) as store:
+            weights[where] = {name: store.read(info).tobytes() for name, info in store.tensors.items()}
+    assert weights["outer"] == weights["inner"] and "model.layers.0.self_attn.q_proj.weight" in weights["inner"]

@@ -18,7 +18,7 @@ from ...quant.spec import QuantSpec
 from .. import half_made, hub, storage
 from ..aliases import CatalogEntry, catalog, open_alternative
 from ..catalog import find_entry, near_names
-from ..config import ModelConfig, parse_config
+from ..config import ModelConfig, parse_config, text_alone
 from ..config_reader import show
 from ..expected import ExpectedStore
 from ..reference import Reference
@@ -211,8 +211,8 @@ def _config(wish: Wish, repository: Repository, client: Client) -> tuple[ModelCo
         raw = None
     if not isinstance(raw, dict):
         raise DownloadFailed(f"config.json of {repository.repo} is not a JSON object", "the hub or something on the way alters it")
-    section = raw.get("quantization_config")
-    return parse_config(raw), section if isinstance(section, dict) else None, len(text)
+    config, section = parse_config(raw), text_alone(raw).get("quantization_config")
+    return config, section if isinstance(section, dict) else None, len(text)
 
 
 def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client, env: Mapping[str, str]) -> PullPlan:
