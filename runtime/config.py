@@ -48,9 +48,9 @@ KEYS_HARMLESS = frozenset({
 REFUSED_UNLESS: Mapping[str, object] = {
     "add_cross_attention": False, "attention_multiplier": 1.0, "attn_logit_softcapping": None, "auto_map": None,
     "compression_config": None, "cross_attention_hidden_size": None,
-    "embedding_multiplier": 1.0, "final_logit_softcapping": None, "is_encoder_decoder": False, "logits_scaling": 1.0, "num_experts": None,
-    "num_local_experts": None, "partial_rotary_factor": 1.0, "per_layer_config": None, "pruned_heads": {}, "quantization_config": None,
-    "query_pre_attn_scalar": None, "residual_multiplier": 1.0, "rope_interleaved": False, "use_qk_norm": False,
+    "embedding_multiplier": 1.0, "final_logit_softcapping": None, "is_causal": True, "is_encoder_decoder": False, "logits_scaling": 1.0,
+    "num_experts": None, "num_local_experts": None, "partial_rotary_factor": 1.0, "per_layer_config": None, "pruned_heads": {},
+    "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0, "rope_interleaved": False, "use_qk_norm": False,
 }
 # Of a composite model: what the outer object says of the text part, and what is not about it.
 OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
@@ -60,6 +60,7 @@ OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", 
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
+    "is_causal": "a model that sees what comes after a token completes no text",
     "compression_config": "this is the older name of quantization_config: give it that name in config.json, or take a newer upload",
     "quantization_config": "this version reads unquantized weights: take the original 16-bit checkpoint",
 }
@@ -191,6 +192,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
         check_method(section)
         refused["quantization_config"] = section
         refused["compression_config"] = raw.get("compression_config")  # some say it twice
+    if _full_attention_alone(raw):
+        refused["layer_types"] = raw["layer_types"]
     for key, default in refused.items():
         if raw.get(key) is not None and raw[key] != default:
             why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")
@@ -199,6 +202,13 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     unknown = sorted(raw.keys() - KEYS_USED - KEYS_HARMLESS - refused.keys() - family.KEYS_USED - family.KEYS_HARMLESS)
     unknown += unknown_rope_keys(raw, config.ropes)
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))
+
+
+def _full_attention_alone(raw: Mapping[str, object]) -> bool:
+    """Whether `layer_types` says of every layer what holds of a family without them: neither another kind nor a window."""
+    windows = raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False
+    kinds, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
+    return isinstance(kinds, list) and len(kinds) == layers and not windows and all(kind == "full_attention" for kind in kinds)
 
 
 def text_alone(raw: Mapping[str, object]) -> dict[str, object]:

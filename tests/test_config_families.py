@@ -1,12 +1,13 @@
 """config.json, family by family: biases, windows, heads, rotary positions, multipliers, and what each refuses."""
 
+import copy
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import Gemma3Config, Gemma3TextConfig
+from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
@@ -110,6 +111,29 @@ def test_the_factor_of_the_embedding_is_rounded_to_the_type_of_the_weights() -> 
         return parse_config({**LLAMA, "model_type": "gemma2", "hidden_size": 3072, "dtype": dtype}).embedding_multiplier
 
     assert factor("bfloat16") == 55.5 and factor("float16") == 55.4375 and factor("float32") == float(np.float32(3072**0.5))
+
+
+@pytest.mark.parametrize("family", [name for name in families.FAMILIES if "layer_types" in families.get(name).REFUSED_UNLESS])
+def test_full_attention_may_be_said_of_every_layer(family: str) -> None:
+    """Newer writers say it of families that know nothing else; not where it contradicts a window."""
+    plain = {**LLAMA, "model_type": family, "sliding_window": None}
+    named = {**plain, "layer_types": ["full_attention"] * 4}
+    assert parse_config(named, strict=True) == parse_config(plain, strict=True)
+    refused({**named, "layer_types": ["full_attention"] * 3}, "layer_types")
+    refused({**named, "layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "layer_types")
+    refused({**named, "sliding_window": 32}, "is not supported")
+
+
+@pytest.mark.parametrize("inside", [None, 64, 8192])
+def test_phi_was_trained_with_4096_positions_unless_it_says_otherwise(inside: int | None) -> None:
+    """As in transformers, where a value beside the rotary section goes before one in it, also if it is the default."""
+    section = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    section |= {} if inside is None else {"original_max_position_embeddings": inside}
+    raw = {**LLAMA, "model_type": "phi3", "max_position_embeddings": 131_072, "rope_scaling": section}
+    for outer in ({}, {"original_max_position_embeddings": 2048}):
+        theirs = AutoConfig.for_model(**copy.deepcopy({**raw, **outer})).rope_parameters
+        ours = parse_config({**raw, **outer}, strict=True).rope.params
+        assert ours["original_max_position_embeddings"] == theirs["original_max_position_embeddings"] == (2048 if outer else 4096)
 
 
 def test_a_part_of_every_head_may_be_rotated() -> None:

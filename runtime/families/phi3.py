@@ -22,6 +22,7 @@ KEYS_HARMLESS = frozenset({"embd_pdrop"})
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "layer_types": None,
                                         "lm_head_bias": False, "mlp_bias": False}
 FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
+TRAINED = 4096  # positions, by transformers' default, which goes before what a rotary section says
 LONGROPE = {"su": "longrope", "yarn": "longrope"}  # what it was called before it had a name
 
 
@@ -33,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, partial=True, aliases=LONGROPE),) * layers
+        return (rope_config(keys, head_dim, positions, partial=True, aliases=LONGROPE, trained=TRAINED),) * layers
 
     base = Defaults(max_position_embeddings=4096, bos=1, eos=(32_000,), norm_eps=1e-5)
     return decoder_config(keys, base, ropes, windows=(keys.integer("sliding_window", None),) * layers)

@@ -206,17 +206,17 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
     if (LONG in factors) != (SHORT in factors):
         damaged(header.path, f"holds {LONG if LONG in factors else SHORT} alone, expected {LONG} and {SHORT}")
     if LONG in factors:
-        section = {"rope_type": "longrope", "short_factor": _list(factors[SHORT]), "long_factor": _list(factors[LONG]),
-                   "original_max_position_embeddings": original}
+        section = {"rope_type": "longrope", "short_factor": _list(factors[SHORT]), "long_factor": _list(factors[LONG])}
         scale = stated("attn_factor")
-        return {"rope_scaling": section | ({} if scale is None else {"attention_factor": scale})}
+        return {"rope_scaling": section | ({} if scale is None else {"attention_factor": scale}),
+                "original_max_position_embeddings": original}
     if FACTORS in factors:
         if kind not in ("none", "linear") or stated("factor", 1.0) not in (0.0, 1.0):
             raise CheckpointError(f"{header.path} holds {FACTORS} and states {name}.rope.scaling.type {shown_value(kind)}",
                                   "one of the two can be")
         divisors = _list(factors[FACTORS])
         return {"rope_scaling": {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "factor": 1.0,
-                                 "attention_factor": 1.0, "original_max_position_embeddings": positions}}
+                                 "attention_factor": 1.0}, "original_max_position_embeddings": positions}
     if kind == "none" or kind == "linear" and factor in (None, 0.0, 1.0):
         return {}
     if kind == "linear":
