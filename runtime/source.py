@@ -13,6 +13,7 @@ from .config import text_alone
 from .config_reader import read_json
 from .container import FILE, Container, made_here, read_container
 from .hub import stated_licence
+from .stored_names import give_names
 from .tied_head import leave_out_copy
 
 
@@ -45,6 +46,7 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
 def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None) -> TensorStore:
     """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
     raw = text_alone(read_json(store.folder / "config.json"))
+    give_names(store, raw.get("model_type"))
     if raw.get("model_type") == "gpt_oss":
         from .expert_store import ExpertStore
 

@@ -23,7 +23,7 @@ KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_acti
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "original_max_position_embeddings"})
 REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
-PREFIXES = ("language_model.model.", "model.language_model.")  # of checkpoints that take images, older and newer
+PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
 HEADS = ("language_model.lm_head.weight",)
 # A checkpoint that takes images states of its text part only what differs from these.
 SIZES = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}

@@ -1,0 +1,50 @@
+"""Tensors of a folder under the names that families ask for, where writers call or join them otherwise.
+
+A model that was saved without its head has no `model.` before its names. transformers 5 may save the experts of a layer together: all their
+gates and ups [E, 2F, D] in one tensor, all downs [E, D, F] in another. An expert's rows follow one another there, so that its matrices are
+ranges of the file like any other's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ..offload.checkpoint import TensorStore
+from ..offload.header import TensorInfo, damaged, shown
+from . import families
+from .families.mixtral import MOST_EXPERTS
+
+BASE, INSIDE = "model.", ("layers.", "embed_tokens.", "norm.")
+EXPERTS = {"mixtral": "block_sparse_moe", "olmoe": "mlp", "qwen3_moe": "mlp"}  # family -> where it has router and experts
+JOINT = re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)")
+PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+
+
+def give_names(store: TensorStore, model_type: object) -> None:
+    """Name the tensors of a store as the family of a `model_type` does. Raises CheckpointError."""
+    if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
+        names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type in EXPERTS and any(JOINT.fullmatch(name) for name in store.tensors):
+        store.tensors = {info.name: info for info in _apart(store.tensors, str(model_type))}
+
+
+def _apart(tensors: Mapping[str, TensorInfo], family: str) -> Iterator[TensorInfo]:
+    """Every expert's matrices by themselves, and the router beside them."""
+    place, names = EXPERTS[family], families.get(family).NAMES
+    layers = {found.group(1) for name in tensors if (found := JOINT.fullmatch(name))}
+    for name, info in tensors.items():
+        found = JOINT.fullmatch(name)
+        if found is None:
+            layer = name.removesuffix("mlp.gate.weight")
+            yield replace(info, name=f"{layer}{place}.gate.weight") if layer != name and layer in layers else info
+            continue
+        parts, shape = PARTS[found.group(2)], info.shape
+        if len(shape) != 3 or 0 in shape or shape[0] > MOST_EXPERTS or shape[1] % len(parts) or info.nbytes % (shape[0] * shape[1]):
+            damaged(info.file, f"holds {shown(name)} as {info.dtype} {list(shape)}")
+        rows, nbytes = shape[1] // len(parts), info.nbytes // (shape[0] * len(parts))
+        for i in range(shape[0] * len(parts)):
+            own = f"{found.group(1)}{place}.experts.{i // len(parts)}.{names[parts[i % len(parts)]]}.weight"
+            yield TensorInfo(own, info.dtype, (rows, shape[2]), info.file, info.offset + i * nbytes, nbytes)

@@ -1,0 +1,73 @@
+"""Checkpoints whose writers name or join tensors otherwise than a family does: the same logits as transformers reads of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conversions import options, run
+from family_models import CASES, Case, oracle, text, written
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from effllm.offload.checkpoint import CheckpointError
+from effllm.runtime.engine import EngineOptions, open_engine
+from effllm.runtime.source import open_store
+
+TOLERANCE = 1e-4  # of the largest logit
+
+
+def scored(folder: Path, ids: list[int]) -> np.ndarray:
+    *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=256, strict=True, exact=True))
+    try:
+        return np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    finally:
+        engine.close()
+
+
+def assert_close(ours: np.ndarray, expected: np.ndarray) -> None:
+    assert ours.shape == expected.shape and np.abs(ours - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe, some layers dense", "qwen3_moe, bfloat16", "olmoe"])
+def test_experts_that_are_stored_together(name: str, tmp_path: Path) -> None:
+    model = written(CASES[name], tmp_path / "apart")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "apart", dtype="auto")
+    stored.save_pretrained(tmp_path / "joint", save_original_format=False)
+    with safe_open(tmp_path / "joint" / "model.safetensors", "np") as file:
+        assert any(each.endswith("mlp.experts.gate_up_proj") for each in file.keys())
+    contents = {}
+    for folder in ("apart", "joint"):
+        with open_store(tmp_path / folder) as store:
+            contents[folder] = {name: (info.shape, store.read(info).tobytes()) for name, info in store.tensors.items()}
+    assert contents["joint"] == contents["apart"]
+    ids = text(model, 150)
+    assert_close(scored(tmp_path / "joint", ids), oracle(model, ids))
+    made, said = run(tmp_path / "joint", tmp_path / "low", options("8bit"))
+    assert made.weights == model.num_parameters() and not any("left out" in line for line in said)
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (5, 175, 64), (5, 0, 64), (70_000, 2, 1)])
+def test_experts_together_in_no_form_that_there_is(shape: tuple[int, ...], tmp_path: Path) -> None:
+    written(CASES["mixtral"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(shape)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="mlp.experts.gate_up_proj"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize("case", [CASES["qwen3"], CASES["opt"], Case("phi3", {"tie_word_embeddings": True}),
+                                  Case("gemma3_text", {"head_dim": 16}, images=True), Case("gemma3_text", {"head_dim": 16})],
+                         ids=lambda case: case.family + ", images" * case.images)
+def test_a_model_that_was_saved_without_its_head(case: Case, tmp_path: Path) -> None:
+    model = written(case, tmp_path)
+    model.model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text((tmp_path / "config.json").read_text())
+    with safe_open(tmp_path / "base" / "model.safetensors", "np") as file:
+        assert not any(each.startswith("model.") for each in file.keys())
+    kind = AutoModelForImageTextToText if case.images else AutoModelForCausalLM
+    ids = text(model, 150)
+    expected = oracle(kind.from_pretrained(tmp_path / "base", attn_implementation="eager").eval(), ids)
+    assert_close(expected, oracle(model, ids))
+    assert_close(scored(tmp_path / "base", ids), expected)
