@@ -33,6 +33,8 @@ class PartKind:
 
 
 WORDS, GROUP_SCALES, SCALES = PartKind(("I32",), (2,)), PartKind(FLOATS, (2,)), PartKind(FLOATS, (0, 1, 2))
+EXPONENTS = "F8_E8M0"  # scales that are powers of two
+FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2), needed=False)
 ORDER = PartKind(INTEGERS, (1, 2), needed=False)
 # Layout -> the ending of the tensor that holds a weight's codes, and those of the others.
 ENDINGS = {
@@ -42,7 +44,7 @@ ENDINGS = {
                                  "weight_zero_point": replace(WORDS, needed=False), "weight_g_idx": ORDER}),
     "integers": ("weight", {"weight_scale": SCALES, "weight_zero_point": PartKind(("I8",), (0, 1, 2), needed=False),
                             "weight_g_idx": ORDER}),
-    "fp8": ("weight", {"weight_scale_inv": replace(SCALES, needed=False), "weight_scale": replace(SCALES, needed=False)}),
+    "fp8": ("weight", {"weight_scale_inv": FP8_SCALES, "weight_scale": FP8_SCALES}),
 }
 # Layout -> the dimension along which parts hold outputs, and whether as bits in words; scales of the others may be of several outputs.
 CUTS = {

@@ -31,10 +31,11 @@ from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import CODES, CUTS, ENDINGS, FLOATS, bits_of, block_of, layout_of, may_run_from_codes, order_of
+from .import_config import CODES, CUTS, ENDINGS, EXPONENTS, FLOATS, ORIGINAL, bits_of, block_of, layout_of, may_run_from_codes, order_of
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
+EXPONENT_BIAS, NO_EXPONENT = 127, 255  # of a scale that is a power of two: 2**(code - 127), or NaN
 Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
 WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
@@ -144,7 +145,8 @@ class ImportedStore(TensorStore):
     def _shape(self, info: TensorInfo) -> tuple[int, int]:
         """The weight's, from that of its codes."""
         if len(info.shape) != 2 or 0 in info.shape or info.dtype != CODES.get(self._layout, "I32"):
-            damaged(info.file, f"holds {shown(info.name)} as {info.dtype} {list(info.shape)}")
+            base, _, codes = info.name.rpartition(".")
+            raise _unfit(info, f"{base}.weight", f"{codes} is {info.dtype} {list(info.shape)}")
         rows, columns = info.shape
         if self._layout in CODES:
             return rows, columns
@@ -337,9 +339,13 @@ class ImportedStore(TensorStore):
         return lambda name: self._typed(parts[name], TensorStore.read(self, parts[name])) if name in parts else None
 
     def _typed(self, info: TensorInfo, raw: np.ndarray) -> np.ndarray:
-        """Bytes of a part: words as int32, scales as float32, codes as they are."""
+        """Bytes of a part: words as int32, scales as float32, also those that are powers of two, codes as they are."""
         if info.dtype in FLOATS:
             return to_f32(raw.view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
+        if info.dtype == EXPONENTS:
+            if (raw == NO_EXPONENT).any():
+                damaged(info.file, f"has tensor {shown(info.name)} with a scale of NaN")
+            return np.ldexp(np.float32(1), raw.astype(np.int32) - EXPONENT_BIAS).reshape(info.shape)
         if info.dtype not in WHOLE:
             damaged(info.file, f"holds {shown(info.name)} as {info.dtype}")
         return raw.view(WHOLE[info.dtype]).reshape(info.shape)
@@ -395,4 +401,5 @@ def _check_stated(array: Array, shape: tuple[int, ...]) -> None:
 
 
 def _unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{info.file} holds parts of {shown(weight)} that do not fit: {why}", "download the model again")
+    return CheckpointError(f"{info.file} holds parts of {shown(weight)} that do not fit: {why}",
+                           f"if it is as published, this form is not read: {ORIGINAL}; else download the model again")

@@ -112,15 +112,18 @@ def as_bytes(values: np.ndarray, bits: int, kind: str, asymmetric: bool = False)
     return parts, (spread(scales) * (codes - spread(zeros)).astype(np.float32)).astype(np.float32)
 
 
-def as_fp8(values: np.ndarray, kind: str, name: str = ""):
+def as_fp8(values: np.ndarray, kind: str, name: str = "", powers: bool = False):
     n, k = values.shape
     shape = {"blocks": (-(-n // 128), -(-k // 128)), "rows": (n, 1), "one": (1, 1)}[kind]
     scales = (np.random.default_rng(1).random(shape, np.float32) + 0.5) / 512
+    if powers:
+        scales = np.exp2(np.rint(np.log2(scales) * 2)).astype(np.float32) * 256
     high, wide = (128, 128) if kind == "blocks" else (-(-n // shape[0]), k)
     spread = np.repeat(np.repeat(scales, high, 0)[:n], wide, 1)[:, :k]
     codes = torch.from_numpy(np.clip(values / spread, -448, 448)).to(torch.float8_e4m3fn)
     name = name or ("weight_scale_inv" if kind == "blocks" else "weight_scale")
-    return {"weight": codes, name: scales if kind != "one" else scales.reshape(())}, codes.float().numpy() * spread
+    stored = torch.from_numpy(scales).to(torch.float8_e8m0fnu) if powers else scales
+    return {"weight": codes, name: stored if kind != "one" else stored.reshape(())}, codes.float().numpy() * spread
 
 
 def plain(written: str, **weights: object) -> dict[str, object]:
@@ -155,6 +158,8 @@ CASES = {
     "int8, a scale per row": (plain("pack-quantized", num_bits=8), lambda v: as_compressed(v, 8, False, "row")),
     "int8": (plain("pack-quantized", num_bits=8, group_size=GROUP), lambda v: as_compressed(v, 8, False)),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda v: as_fp8(v, "blocks")),
+    "fp8 blocks, powers of two": ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+                                  lambda v: as_fp8(v, "blocks", powers=True)),
     "fp8 rows": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "rows")),
     "fp8, one scale": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "one")),
 }

@@ -164,3 +164,22 @@ def test_the_config_states_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(CASES, "wide blocks", ({"quant_method": "fp8", "weight_block_size": [96, 96]}, None))
     values = read(tmp_path, "wide blocks", parts, False).view(np.float32).reshape(96, 192)
     assert (values[:, :96] == 1).all() and (values[:, 96:] == 2).all()
+
+
+def test_a_power_of_two_that_is_no_number_is_named(tmp_path: Path) -> None:
+    name = "fp8 blocks, powers of two"
+    parts = parts_of(name)
+    scales = parts["weight_scale_inv"].view(torch.uint8)
+    assert len(set(scales.flatten().tolist())) > 1 and read(tmp_path, name, parts, False).any()
+    scales[0, 0] = 255
+    with pytest.raises(CheckpointError, match="scale of NaN"):
+        read(tmp_path, name, parts, False)
+
+
+@pytest.mark.parametrize(("name", "key", "changed"), [("int4", "weight_scale", torch.ones(1)),
+                                                      ("gptq 4", "qweight", torch.zeros(64, 192, dtype=torch.int16))])
+def test_a_form_that_is_not_read_is_no_broken_download(tmp_path: Path, name: str, key: str, changed: torch.Tensor) -> None:
+    """One scale for a weight, words of 16 bits: other tools write those."""
+    with pytest.raises(CheckpointError, match=f"{key} is ") as caught:
+        read(tmp_path, name, parts_of(name) | {key: changed}, True)
+    assert caught.value.hint.startswith("if it is as published") and "16-bit checkpoint" in caught.value.hint
