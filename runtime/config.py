@@ -50,7 +50,8 @@ REFUSED_UNLESS: Mapping[str, object] = {
     "compression_config": None, "cross_attention_hidden_size": None,
     "embedding_multiplier": 1.0, "final_logit_softcapping": None, "is_causal": True, "is_encoder_decoder": False, "logits_scaling": 1.0,
     "num_experts": None, "num_local_experts": None, "partial_rotary_factor": 1.0, "per_layer_config": None, "pruned_heads": {},
-    "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0, "rope_interleaved": False, "use_qk_norm": False,
+    "quantization": None, "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0,
+    "rope_interleaved": False, "use_qk_norm": False,
 }
 # Of a composite model: what the outer object says of the text part, and what is not about it.
 OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
@@ -62,6 +63,7 @@ REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
     "is_causal": "a model that sees what comes after a token completes no text",
     "compression_config": "this is the older name of quantization_config: give it that name in config.json, or take a newer upload",
+    "quantization": "weights that MLX quantized are not read: take the original 16-bit checkpoint, or a GGUF file",
     "quantization_config": "this version reads unquantized weights: take the original 16-bit checkpoint",
 }
 
@@ -186,7 +188,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     family = families.get(keys.text("model_type"))
     own = family.KEYS_USED | family.KEYS_HARMLESS
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
-    if "quantization_config" not in own and isinstance(section := raw.get("quantization_config"), dict):
+    section = raw.get("quantization_config") if raw.get("quantization") is None else None  # MLX writes both
+    if "quantization_config" not in own and isinstance(section, dict):
         from .import_config import check_method
 
         check_method(section)

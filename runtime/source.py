@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .. import EffllmError, UsageError
-from ..offload.checkpoint import TensorStore
-from ..offload.header import is_gguf
+from ..offload.checkpoint import CheckpointError, TensorStore
+from ..offload.header import is_gguf, shown
 from .config import text_alone
 from .config_reader import read_json
 from .container import FILE, Container, made_here, read_container
+from .double_store import DoubleStore, has_doubles
 from .hub import stated_licence
 from .stored_names import give_names
 from .tied_head import leave_out_copy
@@ -55,7 +56,19 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
         from .imported import ImportedStore
 
         return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else ())
-    return store
+    _refuse_undescribed(store)
+    return DoubleStore(store) if has_doubles(store) else store
+
+
+def _refuse_undescribed(store: TensorStore) -> None:
+    """Raises CheckpointError for weights in words of which config.json says nothing, as older tools left them."""
+    words = next((name for name in store.tensors if name.endswith((".qweight", ".weight_packed"))), None)
+    if words is None:
+        return
+    beside = next((name for name in ("quantize_config.json", "quant_config.json") if (store.folder / name).exists()), None)
+    raise CheckpointError(f"{store.folder} holds {shown(words)}, quantized weights that its config.json says nothing of",
+                          f"put what {beside} says into config.json as quantization_config, with its quant_method (gptq or awq); or take "
+                          "the original checkpoint" if beside else "take the original 16-bit checkpoint, or an upload that says it")
 
 
 def _parted(path: Path) -> frozenset[str]:
@@ -120,7 +133,10 @@ def _imports_codes(path: Path) -> bool:
 
 
 def _is_rearranged(path: Path) -> bool:
-    return quantization_of(path) is not None or read_json(path / "config.json").get("model_type") == "gpt_oss"
+    if quantization_of(path) is not None or read_json(path / "config.json").get("model_type") == "gpt_oss":
+        return True
+    with TensorStore.open(path) as store:
+        return has_doubles(store)
 
 
 def settings_of(path: Path) -> dict[str, object] | None:

@@ -14,6 +14,7 @@ from .container import REMADE, Container
 from .families import TensorRule
 from .tied_head import outer_rules
 
+CODES = "codes of a quantized checkpoint whose config.json says nothing of them: take the original 16-bit checkpoint"
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -53,7 +54,7 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
             if shape != tuple(rule.shape):
                 raise _other_shape(info.name, shape, rule.shape)
             if stored is None and info.dtype not in SCHEMES:
-                raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}")
+                raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}", CODES)
             if stored is not None and info.nbytes != stored.nbytes:
                 raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
                                       REMADE)

@@ -124,6 +124,13 @@ def test_full_attention_may_be_said_of_every_layer(family: str) -> None:
     refused({**named, "sliding_window": 32}, "is not supported")
 
 
+def test_weights_of_mlx_are_named() -> None:
+    """It writes the same section under two names."""
+    section = {"group_size": 64, "bits": 4}
+    for more in ({}, {"quantization_config": section}):
+        assert "MLX" in refused({**LLAMA, "quantization": section, **more}, "quantization = ").hint
+
+
 @pytest.mark.parametrize("inside", [None, 64, 8192])
 def test_phi_was_trained_with_4096_positions_unless_it_says_otherwise(inside: int | None) -> None:
     """As in transformers, where a value beside the rotary section goes before one in it, also if it is the default."""

@@ -12,6 +12,7 @@ from family_models import written as random_model
 from gguf_samples import FABLE
 from test_imported import CASES, GROUP, plain, written
 
+from effllm.offload.checkpoint import CheckpointError
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import families
 from effllm.runtime.compressed import export_compressed
@@ -102,3 +103,18 @@ def test_the_text_part_of_a_composite_may_say_how_it_is_quantized(tmp_path: Path
         with open_store(made.folder) as store:
             weights[where] = {name: store.read(info).tobytes() for name, info in store.tensors.items()}
     assert weights["outer"] == weights["inner"] and "model.layers.0.self_attn.q_proj.weight" in weights["inner"]
+
+
+@pytest.mark.parametrize("beside", ["quantize_config.json", "quant_config.json", None])
+def test_codes_of_which_the_config_says_nothing_are_named(tmp_path: Path, beside: str | None) -> None:
+    """Older tools described them in a file of their own."""
+    written(tmp_path / "m", "gptq 4")
+    path = tmp_path / "m" / "config.json"
+    raw = json.loads(path.read_text())
+    section = raw.pop("quantization_config")
+    path.write_text(json.dumps(raw))
+    if beside:
+        (tmp_path / "m" / beside).write_text(json.dumps(section))
+    with pytest.raises(CheckpointError, match="qweight.*says nothing of") as caught:
+        open_store(tmp_path / "m")
+    assert (beside or "16-bit checkpoint") in caught.value.hint

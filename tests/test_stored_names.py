@@ -1,4 +1,4 @@
-"""Checkpoints whose writers name or join tensors otherwise than a family does: the same logits as transformers reads of them."""
+"""Checkpoints whose writers name, join or widen tensors otherwise than a family does: the same logits as transformers reads of them."""
 
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from effllm import UsageError
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.engine import EngineOptions, open_engine
-from effllm.runtime.source import open_store
+from effllm.runtime.source import check_mapping, open_store
 
 TOLERANCE = 1e-4  # of the largest logit
 
@@ -71,3 +72,31 @@ def test_a_model_that_was_saved_without_its_head(case: Case, tmp_path: Path) -> 
     expected = oracle(kind.from_pretrained(tmp_path / "base", attn_implementation="eager").eval(), ids)
     assert_close(expected, oracle(model, ids))
     assert_close(scored(tmp_path / "base", ids), expected)
+
+
+def test_weights_in_double_precision_are_rounded(tmp_path: Path) -> None:
+    """Of all or of some tensors; what a checkpoint of 32 bits holds, to the last bit."""
+    model = written(CASES["llama, biases"], tmp_path / "wide")
+    tensors = load_file(tmp_path / "wide" / "model.safetensors")
+    doubled = {name: value.double() * (1 + 1e-12) for name, value in tensors.items() if "layers.1" not in name}
+    save_file(tensors | doubled, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    with open_store(tmp_path / "wide") as store:
+        assert f"{len(doubled)} tensors of 64 bits are rounded" in store.notices[0]
+        for name, value in tensors.items():
+            assert store.read(store.tensors[name], 1, 7).tobytes() == value[1:7].numpy().tobytes()
+    ids = text(model, 150)
+    assert_close(scored(tmp_path / "wide", ids), oracle(model, ids))
+    made, _ = run(tmp_path / "wide", tmp_path / "low", options("8bit"))
+    save_file(tensors, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    same, _ = run(tmp_path / "wide", tmp_path / "same", options("8bit"))
+    for path in made.folder.glob("*.safetensors"):
+        assert path.read_bytes() == (same.folder / path.name).read_bytes()
+
+
+def test_weights_in_double_precision_are_not_mapped(tmp_path: Path) -> None:
+    written(CASES["llama, float16"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    check_mapping(tmp_path)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].double()}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="mmap"):
+        check_mapping(tmp_path)
