@@ -35,7 +35,6 @@ from .import_config import CODES, CUTS, ENDINGS, EXPONENTS, FLOATS, ORIGINAL, bi
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
 WORD = 32  # bits
-EXPONENT_BIAS, NO_EXPONENT = 127, 255  # of a scale that is a power of two: 2**(code - 127), or NaN
 Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
 WHOLE = {"I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
@@ -145,8 +144,7 @@ class ImportedStore(TensorStore):
     def _shape(self, info: TensorInfo) -> tuple[int, int]:
         """The weight's, from that of its codes."""
         if len(info.shape) != 2 or 0 in info.shape or info.dtype != CODES.get(self._layout, "I32"):
-            base, _, codes = info.name.rpartition(".")
-            raise _unfit(info, f"{base}.weight", f"{codes} is {info.dtype} {list(info.shape)}")
+            raise _unfit(info, f"{info.name.rpartition('.')[0]}.weight", f"{info.name} is {info.dtype} {list(info.shape)}")
         rows, columns = info.shape
         if self._layout in CODES:
             return rows, columns
@@ -343,9 +341,9 @@ class ImportedStore(TensorStore):
         if info.dtype in FLOATS:
             return to_f32(raw.view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
         if info.dtype == EXPONENTS:
-            if (raw == NO_EXPONENT).any():
+            if (raw == fp8.NO_POWER).any():
                 damaged(info.file, f"has tensor {shown(info.name)} with a scale of NaN")
-            return np.ldexp(np.float32(1), raw.astype(np.int32) - EXPONENT_BIAS).reshape(info.shape)
+            return fp8.powers_of_two(raw).reshape(info.shape)
         if info.dtype not in WHOLE:
             damaged(info.file, f"holds {shown(info.name)} as {info.dtype}")
         return raw.view(WHOLE[info.dtype]).reshape(info.shape)
@@ -366,7 +364,7 @@ class ImportedStore(TensorStore):
         if self._layout == "integers":
             return compressed_tensors.decode_bytes(array("weight"), array("weight_scale"), array("weight_zero_point"),
                                                    array("weight_g_idx"), bits_of(self._section), self._block)
-        _check_stated(array, shape)
+        compressed_tensors.check_stated(array("weight_shape"), shape)
         return compressed_tensors.decode(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
                                          array("weight_g_idx"), bits_of(self._section), shape)
 
@@ -380,7 +378,7 @@ class ImportedStore(TensorStore):
         if self._layout == "integers":
             return compressed_tensors.byte_points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
                                                   bits_of(self._section), self._block)[:2]
-        _check_stated(array, shape)
+        compressed_tensors.check_stated(array("weight_shape"), shape)
         return compressed_tensors.points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
                                             bits_of(self._section))
 
@@ -391,13 +389,6 @@ class ImportedStore(TensorStore):
             order = np.arange(shape[1]) // (group if isinstance(group, int) and group > 0 else shape[1])
         return (array("qzeros"), array("scales"), order.reshape(-1), int(self._section["bits"]),
                 order_of(self._section) != "gptq_v2")
-
-
-def _check_stated(array: Array, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where the shape that stands beside words is another one."""
-    stated = array("weight_shape").reshape(-1).tolist()
-    if stated != list(shape):
-        raise ValueError(f"weight_shape says {stated}, the words are for {list(shape)}")
 
 
 def _unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:

@@ -15,6 +15,12 @@ WORD = 32
 SHRINK = np.float32([1.0, 0.95, 0.9, 0.85, 0.8, 0.75])  # shares of a group's range that are tried
 
 
+def check_stated(stated: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where the shape that stands beside words is another one."""
+    if stated.reshape(-1).tolist() != list(shape):
+        raise ValueError(f"weight_shape says {stated.reshape(-1).tolist()}, the words are for {list(shape)}")
+
+
 def pack_words(values: np.ndarray, bits: int) -> np.ndarray:
     """int8 [N, K] in -2**(bits-1) .. 2**(bits-1)-1 -> int32 [N, ceil(K * bits / 32)]."""
     per = WORD // bits

@@ -16,6 +16,12 @@ def _table() -> np.ndarray:
 
 
 VALUES = _table()
+NO_POWER = 255  # the NaN among the scales of `powers_of_two`
+
+
+def powers_of_two(codes: np.ndarray) -> np.ndarray:
+    """Scales of eight bits that are exponents alone (E8M0), none of them NO_POWER: 2**(code - 127) as float32."""
+    return np.ldexp(np.float32(1), codes.astype(np.int32) - 127)
 
 
 def dequantize(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int] = (0, 0)) -> np.ndarray:
