@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from .. import EffllmError, UsageError
@@ -22,7 +23,7 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
                whole: bool = True) -> TensorStore:
     """The weights of a model as raw values; blocks of a GGUF file become `wide`, f16 or f32. With `low_bit` what kernels multiply stays
     codes, and the store has a `container` that lists it; of a folder, where `kept` is given, what it says of the tensor's name. Not
-    `whole`: headers are here, weights are still to come.
+    `whole`: weights are still to come, or every tensor of a file counts, so none of them is left out for what is in it.
 
     Raises CheckpointError, ModelNotFound.
     """
@@ -30,12 +31,12 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
         from .gguf.store import open_gguf_store
 
         return open_gguf_store(path, wide, low_bit)
-    if os.path.exists(path / FILE):
-        with made_here():
-            return TensorStore.open(path)
-    store = TensorStore.open(path)
+    made = os.path.exists(path / FILE)
+    with made_here() if made else nullcontext():
+        store = TensorStore.open(path)
     try:
-        store = _rearranged(store, wide, low_bit, kept)
+        if not made:
+            store = _rearranged(store, wide, low_bit, kept)
         if whole:
             leave_out_copy(store)
         return store

@@ -62,7 +62,7 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
                              "give a folder that effllm quantize made, or a model from the hub cache")
         raise UsageError(f"{folder} has no checksums: effllm quantize records them, downloads have them, other checkpoints come without",
                          "give a folder that effllm quantize made, or a model from the hub cache")
-    with open_store(folder) as store:
+    with open_store(folder, whole=False) as store:
         check_stored(container, store)
         total = sum(store.tensors[name].nbytes for name in container.tensors)
         done, damaged = 0, []

@@ -1,6 +1,7 @@
 """Models whose config ties the head to the embedding: what is stored decides, as in transformers, for runs and for what is made."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from effllm.runtime import convert as convert_module
 from effllm.runtime.compressed import export_compressed
+from effllm.runtime.container import read_container
 from effllm.runtime.convert_plan import plan_conversion
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.source import open_store
+from effllm.runtime.verify import Verified, verify
 
 IDS = 150
 TOLERANCE = 1e-4  # of the largest logit
@@ -108,6 +112,21 @@ def test_a_head_is_kept_while_nobody_can_tell(tmp_path: Path) -> None:
     for whole, roles in ((True, {"embed"}), (False, {"embed", "head"})):
         with (plan := plan_conversion(tmp_path, options().recipe, whole=whole)).store:
             assert {job.role for job in plan.jobs} & {"embed", "head"} == roles
+
+
+def test_what_was_kept_so_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was quantized while its weights came holds the table twice; a run needs it once."""
+    model = written(CASES["qwen3"], tmp_path / "model")
+    with_head(tmp_path / "model", like=1.0)
+    monkeypatch.setattr(convert_module, "plan_conversion", partial(plan_conversion, whole=False))
+    made, _ = run(tmp_path / "model", tmp_path / "low", options("8bit"))
+    assert "lm_head.weight" in read_container(made.folder).tensors
+    *_, verified = verify(made.folder)
+    assert isinstance(verified, Verified) and not verified.damaged
+    with open_store(made.folder) as store:
+        assert "lm_head.weight" not in store.tensors and not store.notices
+    ids = text(model, IDS)
+    assert_alike(scored(made.folder, ids), oracle(model, ids))
 
 
 @pytest.mark.parametrize("name", ["llama, float16", "opt", "gemma2"])
