@@ -8,7 +8,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from effllm.runtime.engine import Engine, EngineOptions, open_engine
+
 CONTEXT = 512
+TOLERANCE = 1e-4  # of the largest logit
 RAMP = [1.0 + 0.1 * i for i in range(8)]
 
 
@@ -135,3 +138,39 @@ def oracle(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
 
 def text(model: PreTrainedModel, length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, model.config.get_text_config().vocab_size, length).tolist()
+
+
+def share_angles(engine: Engine, model: PreTrainedModel) -> None:
+    """Let the oracle turn by our frequencies, once they are found to be its own.
+
+    Powers of theta differ in their last bits between NumPy and torch, by what the processor has for vectors, and angles in the hundreds
+    with them: a model of random weights makes up to 2e-4 of its largest logit of that.
+    """
+    rotary, tables = getattr(model.model, "rotary_emb", None), {id(each): each for each in engine.model.ropes if each is not None}
+    if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:
+        ours, = (each.inv_freq for each in tables.values())
+        assert np.allclose(rotary.inv_freq.numpy(), ours, rtol=1e-6, atol=0)
+        rotary.inv_freq = torch.from_numpy(ours.copy())
+
+
+def assert_close(ours: np.ndarray, expected: np.ndarray) -> None:
+    assert ours.shape == expected.shape
+    scale = np.abs(expected).max()
+    worst = np.abs(ours - expected).max()
+    assert worst <= TOLERANCE * scale, f"differs by {worst:.2e}, {worst / scale:.2e} of the largest logit"
+
+
+def scored(folder: Path, ids: list[int], beside: PreTrainedModel | None = None) -> np.ndarray:
+    """Our logits of a folder, which turns by the angles of nobody else; an oracle `beside` it is given those."""
+    *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=256, strict=True, exact=True))
+    try:
+        if beside is not None:
+            share_angles(engine, beside)
+        return np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    finally:
+        engine.close()
+
+
+def assert_scored_as(folder: Path, model: PreTrainedModel, ids: list[int]) -> None:
+    ours = scored(folder, ids, model)
+    assert_close(ours, oracle(model, ids))

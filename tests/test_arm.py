@@ -27,20 +27,18 @@ MOST = {("codebook", 4): (24, 42), ("codebook", 3): (41, 62), ("codebook", 2): (
         ("blocks", 4): (19, 35), ("super", 4): (26, 44), ("signed", 6): (40, 57), ("exponents", 4): (24, 41)}
 
 
-def assembly(way: str, bits: int, processor: str) -> str:
-    """The decode loop of a format for a processor, alone in a function."""
+def assembly(loop: object, count: int, processor: str) -> str:
+    """An intrinsic of `count` integers for a processor, alone in a function."""
     from numba.core import types
-
-    from effllm.kernels.cpu import packed_formats
 
     class Context:
         def get_dummy_value(self) -> None:
             return None
 
-    _, codegen = packed_formats.single_for(bits, way).body(None, *[types.int64] * 7)
+    _, codegen = loop.body(None, *[types.int64] * count)
     module = ir.Module()
     module.triple = TRIPLE
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 7), "loop")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * count), "loop")
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     codegen(Context(), builder, None, list(function.args))
     builder.ret_void()
@@ -52,27 +50,28 @@ def assembly(way: str, bits: int, processor: str) -> str:
 
 
 def loop_of(found: str) -> list[str]:
-    """The instructions between a label and the last jump back to it."""
+    """The instructions of the innermost loop, between a label and the jump back to it."""
     lines = found.split("\n")
     labels = {line.rstrip(":"): place for place, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
     back = [(labels[jump[1]], place) for place, line in enumerate(lines)
             if (jump := re.search(r"\tb\.\w+\t(\.L\w+)$", line)) and labels.get(jump[1], place) < place]
-    (begin, end), = back
+    begin, end = min(back, key=lambda each: each[1] - each[0])
     return [line.strip() for line in lines[begin + 1 : end + 1] if re.match(r"\t[a-z]", line)]
 
 
 def all_loops(name: str) -> dict[str, list[str]]:
-    """In a process of its own, before kernels are imported: the loops of all formats of a set."""
+    """In a process of its own, before kernels are imported: the loops of all formats of a set, and that of a prompt's tiles."""
     features, processor, *_ = SETS[name]
     from effllm.kernels import compile as compiling
 
     compiling.cpu_features = lambda: frozenset(features.split(","))
-    from effllm.kernels.cpu import int8_ir
+    from effllm.kernels.cpu import gemm_tiles, int8_ir, packed_formats
 
     assert name == int8_ir.INSTRUCTION_SET
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    return {f"{way} {bits}": loop_of(assembly(way, bits, processor)) for way, bits in MOST}
+    found = {f"{way} {bits}": loop_of(assembly(packed_formats.single_for(bits, way), 7, processor)) for way, bits in MOST}
+    return {**found, "prompt": loop_of(assembly(gemm_tiles.block_product, 6, processor))}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -82,7 +81,11 @@ def test_loops_are_of_arms_own_instructions(name: str) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     _, _, multiplies, often = SETS[name]
-    for text, loop in json.loads(done.stdout).items():
+    loops = json.loads(done.stdout)
+    tile = loops.pop("prompt")
+    assert sum(bool(re.match(rf"({multiplies})\b", each)) for each in tile) == (96 if name == "neondot" else 64)
+    assert len(tile) <= (125 if name == "neondot" else 150) and not any("[sp" in each for each in tile)
+    for text, loop in loops.items():
         way, bits = text.split()
         assert sum(bool(re.match(rf"({multiplies})\b", each)) for each in loop) == 2 * often, text  # two row blocks side by side
         assert len(loop) / 16 <= MOST[way, int(bits)][name == "neon"], text

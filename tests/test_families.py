@@ -34,12 +34,11 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES, CONTEXT, Case, oracle, text, written
+from family_models import CASES, CONTEXT, TOLERANCE, Case, assert_close, oracle, share_angles, text, written
 
 LENGTHS = (1, 5, 63, 64, 65, 191, 192, 193, 340)
 DECODE_FROM = (5, 180, 310)  # steps cross the edges at 64 and 192, and the sealing of the first page at 320
 STEPS = 40
-TOLERANCE = 1e-4  # of the largest logit
 
 
 def fix_rope(model: PreTrainedModel, ctx: int) -> None:
@@ -48,19 +47,6 @@ def fix_rope(model: PreTrainedModel, ctx: int) -> None:
     if rotary is not None and rotary.rope_type in ("dynamic", "longrope"):
         rotary.inv_freq, rotary.attention_scaling = ROPE_INIT_FUNCTIONS[rotary.rope_type](model.config, torch.device("cpu"), seq_len=ctx)
         rotary.rope_type = "default"
-
-
-def share_angles(engine: Engine, model: PreTrainedModel) -> None:
-    """Let the oracle turn by our frequencies, once they are found to be its own.
-
-    Powers of theta differ in their last bits between NumPy and torch, by what the processor has for vectors, and angles in the hundreds
-    with them: a model of random weights makes up to 2e-4 of its largest logit of that.
-    """
-    rotary, tables = getattr(model.model, "rotary_emb", None), {id(each): each for each in engine.model.ropes if each is not None}
-    if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:
-        ours, = (each.inv_freq for each in tables.values())
-        assert np.allclose(rotary.inv_freq.numpy(), ours, rtol=1e-6, atol=0)
-        rotary.inv_freq = torch.from_numpy(ours.copy())
 
 
 def opened(folder: Path, **options: object) -> Engine:
@@ -81,13 +67,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     share_angles(engine, model)
     yield engine, model
     engine.close()
-
-
-def assert_close(ours: np.ndarray, expected: np.ndarray) -> None:
-    assert ours.shape == expected.shape
-    scale = np.abs(expected).max()
-    worst = np.abs(ours - expected).max()
-    assert worst <= TOLERANCE * scale, f"differs by {worst:.2e}, {worst / scale:.2e} of the largest logit"
 
 
 def test_logits_of_prompts(pair: tuple[Engine, PreTrainedModel]) -> None:

@@ -210,10 +210,11 @@ def _scaled(way: str):
     return run
 
 
-def _plain(way: str, form: Form = WHOLE):
+def _plain(way: str, form: Form = WHOLE, lower: int = 0):
     @intrinsic
     def run(typingctx, codes, extra, out):
-        """A tile as it is into a stripe at `out`: v as 16-bit numbers, or in forms of bytes as those (levels + LEVEL_SHIFT; codes)."""
+        """A tile as it is into a stripe at `out`: v as 16-bit numbers, or in forms of bytes as those (levels + LEVEL_SHIFT; codes,
+        `lower` less)."""
 
         def codegen(context, builder, signature, args):
             codes, extra, out = args
@@ -225,6 +226,7 @@ def _plain(way: str, form: Form = WHOLE):
                         _put(builder, out, quad, piece, reader.values(quad, piece), LEVEL_SHIFT)
                     else:
                         raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
+                        raw = builder.xor(raw, constant(BYTES, lower)) if lower else raw
                         store(builder, raw, offset(builder, out, STEP * quad + WIDTH * piece))
             return context.get_dummy_value()
 
@@ -292,20 +294,6 @@ def _largest(way: str):
 
 
 @intrinsic
-def lowered_plain(typingctx, codes, zeros, out):
-    """`plain_linear` of codes of eight bits where bytes are multiplied: LOWERED less."""
-
-    def codegen(context, builder, signature, args):
-        for quad in range(QUADS):
-            for piece in range(PIECES):
-                raw = load(builder, offset(builder, args[0], 64 * quad + WIDTH * piece), BYTES)
-                store(builder, builder.xor(raw, constant(BYTES, LOWERED)), offset(builder, args[2], STEP * quad + WIDTH * piece))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
-
-
-@intrinsic
 def levels_of(typingctx, codes, tables):
     """Codes of a tile at `codes` -> levels + LEVEL_SHIFT, in place."""
 
@@ -321,5 +309,6 @@ def levels_of(typingctx, codes, tables):
 
 scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)
 plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW)
+lowered_plain = _plain(LINEAR, lower=LOWERED) if LOWERED else plain_linear  # of codes of eight bits
 codebook_factors, linear_factors, block_factors, exponent_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS, EXPONENTS))
 largest_step, largest_linear, largest_block = _largest(CODEBOOK), _largest(LINEAR), _largest(BLOCKS)
