@@ -174,11 +174,12 @@ class PageSlots:
         while wait and len(self._free) < count:
             if not self._stale:
                 self._give_up(next(page for page in self._held if page not in wanted))
-            if self._queue is not None:
-                self._queue.wait(self._stale[:1], self._cancelled)
-            with suppress(CheckpointError):  # nobody wants that page any more
-                self._reader.wait(self._stale[0].ticket, self._cancelled)
-            self._free_stale()
+            if self._stale:  # else its read had ended meanwhile
+                if self._queue is not None:
+                    self._queue.wait(self._stale[:1], self._cancelled)
+                with suppress(CheckpointError):  # nobody wants that page any more
+                    self._reader.wait(self._stale[0].ticket, self._cancelled)
+                self._free_stale()
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
