@@ -22,7 +22,7 @@ from ..offload.direct import Interrupted
 from ..offload.memory import anonymous, discard
 from ..offload.pages import DiskTier, PagePool
 from ..quant.kv import PackedCodec, PackedFormat, RawCodec
-from .cache_parts import sealers, selective
+from .cache_parts import layer_codecs, sealers, selective
 from .cache_probes import Probes
 from .cache_shape import AttnSpec, CacheShape, exact_parts
 from .policy import open_policy
@@ -30,7 +30,6 @@ from .policy.keep import Action, PageStats, Policy
 
 if TYPE_CHECKING:
     from ..quant.kv_seal import Sealer
-    from .kv_profile import Profile
 
 
 class LayerPages(Protocol):
@@ -118,12 +117,13 @@ class KVCache:
             yield stop - at
             at = stop
 
-    def begin(self, tokens: int) -> Step:
-        """Make room for `tokens` more. They count as held after `commit`. Raises ValueError beyond the context."""
+    def begin(self, tokens: int, prompt: bool = False) -> Step:
+        """Make room for `tokens` more. They count as held after `commit`. `prompt`: they are of one, for which no pages are picked, however
+        few it has left. Raises ValueError beyond the context."""
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
         if self.pool is not None and self.pool.stream is not None:
-            if self.pool.stream.begin([self._seen(pages.window, tokens) for pages in self._spilling]):
+            if self.pool.stream.begin([self._seen(pages.window, tokens == 1 and not prompt) for pages in self._spilling]):
                 self._steps.clear()
         if self._begin_again(tokens):
             return self.step
@@ -140,9 +140,9 @@ class KVCache:
         self.step = self._steps[tokens] = Step(self.n, positions, slots, positions - starts, self._blocks(self.n + tokens))
         return self.step
 
-    def _seen(self, window: int | None, tokens: int) -> tuple[int, int]:
-        """Pages [begin, end) on the disk that `tokens` tokens from `n` on see through a window; none of those that are picked."""
-        if window is None and tokens == 1 and self.pool.picks:
+    def _seen(self, window: int | None, picks: bool) -> tuple[int, int]:
+        """Pages [begin, end) on the disk that tokens from `n` on see through a window; none of those that one which `picks` may pick."""
+        if window is None and picks and self.pool.picks:
             return self.pool.first, self.pool.first
         begin = 0 if window is None else (self.n - window - self.shape.sinks - PAGE + 1) // PAGE + 1
         begin = max(begin, self.pool.first)
@@ -379,21 +379,3 @@ def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCod
     sealing = [*sealers(backends, layers, codecs, layout), *second]
     policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
     return KVCache(layers, codecs, policy, shape, layout, exact, sealing, pool, Probes(specs, shape) if policy.probes else None, spilling)
-
-
-def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int,
-                 profile: Profile | None = None) -> list[RawCodec | PackedCodec]:
-    """What seals each layer's pages: with a profile, in its bases and with its bits. Raises UsageError for a head size that cannot be
-    packed."""
-    if not isinstance(kv, PackedFormat):
-        return [kv] * layers
-    if kv.policy:
-        more, fewer, share = kv.mixed
-        first = layer_codecs(fewer, layers, kv_heads, head_dim, profile)
-        second = layer_codecs(more, layers, kv_heads, head_dim, profile)
-        # What pages of both give is turned back together: one basis.
-        return [replace(codec, better=replace(other, basis=codec.basis), share=share) for codec, other in zip(first, second, strict=True)]
-    if profile is None:
-        return kv.layers(layers, kv_heads, head_dim)
-    bits = profile.bits_for(kv.bits_k, kv.bits_v)
-    return kv.layers(layers, kv_heads, head_dim, profile.bases(bits), bits)

@@ -1,19 +1,21 @@
-"""What a cache is put together from where pages are packed by compiled kernels, or picked from a disk."""
+"""What a cache is put together from: what seals its pages, by which kernels, and what picks among those on a disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..kernels.layout import PageLayout
 from ..offload.memory import anonymous
 from ..offload.pages import PagePool
-from ..quant.kv import PackedCodec, RawCodec
+from ..quant.kv import PackedCodec, PackedFormat, RawCodec
 
 if TYPE_CHECKING:
     from ..kernels.cpu.selective import Selective
     from ..quant.kv_seal import Sealer
     from .cache import LayerPages
+    from .kv_profile import Profile
 
 
 def selective(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) -> Selective:
@@ -37,3 +39,21 @@ def sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Se
     for i in packed:
         layers[i].sealed_by = NotingCodec(sealer, i)
     return [sealer]
+
+
+def layer_codecs(kv: RawCodec | PackedFormat, layers: int, kv_heads: int, head_dim: int,
+                 profile: Profile | None = None) -> list[RawCodec | PackedCodec]:
+    """What seals each layer's pages: with a profile, in its bases and with its bits. Raises UsageError for a head size that cannot be
+    packed."""
+    if not isinstance(kv, PackedFormat):
+        return [kv] * layers
+    if kv.policy:
+        more, fewer, share = kv.mixed
+        first = layer_codecs(fewer, layers, kv_heads, head_dim, profile)
+        second = layer_codecs(more, layers, kv_heads, head_dim, profile)
+        # What pages of both give is turned back together: one basis.
+        return [replace(codec, better=replace(other, basis=codec.basis), share=share) for codec, other in zip(first, second, strict=True)]
+    if profile is None:
+        return kv.layers(layers, kv_heads, head_dim)
+    bits = profile.bits_for(kv.bits_k, kv.bits_v)
+    return kv.layers(layers, kv_heads, head_dim, profile.bases(bits), bits)

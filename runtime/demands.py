@@ -23,7 +23,8 @@ from ..quant.kv import PackedCodec, RawCodec, codec
 from ..quant.kv_ends import ENDS
 from . import devices, kv_disk
 from .bundles import Windows, places
-from .cache import CacheShape, layer_codecs
+from .cache import CacheShape
+from .cache_parts import layer_codecs
 from .cache_shape import cache_nbytes
 from .config import ModelConfig
 from .kv_setting import AUTO, chosen, profile_for, refuse_broken

@@ -210,7 +210,7 @@ class Engine:
         try:
             for piece in self._passes(len(ids) - held):
                 anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, piece, self.prepared.chunk)
-                x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece])
+                x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece], prompt=True)
                 self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew else self.anew
                 if len(self.tokens) < len(ids):
                     rate = self.read / max(time.perf_counter() - started, 1e-9)  # what was in the cache was not read
@@ -234,10 +234,10 @@ class Engine:
         sinks = min(self.cache.shape.sinks, self.n_ctx // 4)
         return ids[:sinks] + ids[len(ids) - (self.n_ctx // 2 - sinks) :]
 
-    def _forward(self, ids: Sequence[int]) -> np.ndarray:
+    def _forward(self, ids: Sequence[int], prompt: bool = False) -> np.ndarray:
         self.watch.look(self.cache)
         with self.keeping_what_is_whole():
-            x = self.model.forward(np.array(ids, np.int64), self.cache)
+            x = self.model.forward(np.array(ids, np.int64), self.cache, prompt=prompt)
         self.tokens.extend(ids)
         return x
 
@@ -376,7 +376,7 @@ class Engine:
         self.reset()
         for piece in self._passes(len(ids), pages or self.prepared.chunk // PAGE):
             start = len(self.tokens)
-            yield start, self._forward(ids[start : start + piece])
+            yield start, self._forward(ids[start : start + piece], prompt=True)
 
 
 def replace_error(error: EffllmError, message: str) -> EffllmError:

@@ -12,7 +12,8 @@ import numpy as np
 from ..kernels.layout import PAGE
 from ..quant.kv import codec
 from ..quant.kv_ends import ENDS
-from .cache import layer_codecs, open_cache
+from .cache import open_cache
+from .cache_parts import layer_codecs
 from .engine import Engine
 from .evaluate import log_softmax
 from .events import Progress

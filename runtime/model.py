@@ -276,12 +276,12 @@ class Model:
 
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
-    def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True) -> np.ndarray:
+    def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
 
-        Without `commit` the cache holds none of them until the caller says how many.
+        Without `commit` the cache holds none of them until the caller says how many. `prompt`: as of `KVCache.begin`.
         """
-        step = cache.begin(len(ids))
+        step = cache.begin(len(ids), prompt)
         host = self.backends["cpu"]
         if not self.pager.resident:
             self.store.check_unchanged()

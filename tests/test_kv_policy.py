@@ -21,7 +21,8 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import MIXED, PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
-from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, layer_codecs, open_cache
+from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
+from effllm.runtime.cache_parts import layer_codecs
 from effllm.runtime.cache_probes import BLOCK, PROBES, Probes
 from effllm.runtime.cache_shape import cache_nbytes
 from effllm.runtime.engine import Engine, open_engine

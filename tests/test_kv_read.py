@@ -85,6 +85,27 @@ def test_where_all_pages_are_read_the_numbers_are_the_exact_ones(tmp_path: Path,
     assert traffic.nbytes > 0 and all(each.asked == each.among > 0 for each in slots)
 
 
+def test_a_prompt_reads_all_pages_though_one_token_of_it_is_left(tmp_path: Path) -> None:
+    """A prompt that is sent again, or that ends one token behind a chunk; answers between do not change it, nor it them."""
+    ids = np.random.default_rng(4).integers(0, 2000, 1600).tolist()
+    sparse, exact = (opened(tmp_path, kv_read=read, spec="off")[0] for read in ("sparse", "exact"))
+    slots, logits = sparse.cache.pool.stream.slots, []
+    for engine in (sparse, exact):
+        for end in (1473, 1473, 1600, 1600):
+            for _ in engine.prefill(ids[:end]):
+                continue
+            logits.append(engine._logits.copy())
+    assert np.array_equal(logits[:4], logits[4:]) and not any(each.asked for each in slots)
+    again = [sparse.forward_logits([token])[0].copy() for token in (7, 8)]
+    assert sum(each.asked for each in slots) > 0, "a token of an answer picks"
+    for _ in sparse.prefill(ids):
+        continue
+    assert np.array_equal(sparse._logits, logits[3])
+    assert np.array_equal(again, [sparse.forward_logits([token])[0].copy() for token in (7, 8)])
+    for engine in (sparse, exact):
+        engine.close()
+
+
 @pytest.mark.slow
 def test_the_eval_reads_as_an_answer_does_and_finds_a_loss(tmp_path: Path) -> None:
     text = tmp_path / "tales.txt"
