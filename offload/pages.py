@@ -22,7 +22,8 @@ from .spill import SpillFile
 @dataclass(frozen=True)
 class DiskTier:
     """Pages from `first` on go into a file in `folder` and are read through a ring of about `ring` bytes, or where a few are picked into
-    `slots` places for each layer. `cancelled` is asked while the disk is waited for."""
+    `slots` places for each layer. `cancelled` is asked while the disk is waited for. `most`: bytes that the file may take, None for what
+    the disk has."""
 
     folder: Path
     first: int
@@ -30,6 +31,7 @@ class DiskTier:
     cancelled: Callable[[], bool] = lambda: False
     direct: bool = True
     slots: int = 0
+    most: int | None = None
 
 
 class PagePool:
@@ -39,6 +41,7 @@ class PagePool:
         """Raises EffllmError where the folder of the disk's pages takes no file."""
         self.page_nbytes, self.pages = tuple(page_nbytes), pages
         self.first = pages if disk is None else min(pages, disk.first)
+        self._least = 0 if disk is None or disk.most is None else max(0, pages - disk.most // sum(page_nbytes))  # pages that stay
         self.stream: PageStream | None = None
         if self.first < pages:
             self.stream = PageStream(SpillFile(disk.folder, disk.cancelled), page_nbytes, pages, self.first, disk.ring, disk.cancelled,
@@ -71,11 +74,11 @@ class PagePool:
             self.stream.write(index)
 
     def shed(self, sealed: int) -> int:
-        """Let half of the pages in memory go to the disk, of which the first `sealed` are written; returns the bytes given back. Raises as
-        `keep` does, and then all stays as it is."""
-        if self.stream is None or not self.first or self.stream.slots:  # pages that are picked have abstracts, which these have not
+        """Let half of the pages in memory go to the disk, or as many as it may take, of which the first `sealed` are written; returns the
+        bytes given back. Raises as `keep` does, and then all stays as it is."""
+        first = max(self.first // 2, self._least)
+        if self.stream is None or first >= self.first or self.stream.slots:  # pages that are picked have abstracts, which these have not
             return 0
-        first = self.first // 2
         for index in range(first, min(sealed, self.first)):
             self.stream.write(index, [self.page(layer, index) for layer in range(len(self.page_nbytes))])
         for nbytes, extent in zip(self.page_nbytes, self._extents, strict=True):

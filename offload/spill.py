@@ -48,7 +48,7 @@ class SpillFile:
         except OSError as error:
             raise not_written(error, f"no file for the KV cache in {folder}", HINT, ROOM) from error
         self.path = Path("the KV cache's file")
-        self.nbytes = 0  # written so far
+        self._taken: dict[int, int] = {}  # bytes of a write by its first offset: a page that is made anew takes no more room
         self._work = threading.Condition()
         self._queue: deque[list[tuple[int, np.ndarray]]] = deque()
         self._left, self._error, self._closed = 0, None, False
@@ -72,6 +72,11 @@ class SpillFile:
             error, self._error = self._error, None
         if error is not None:
             raise self._told(error) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that lie in the file."""
+        return sum(self._taken.values())
 
     def close(self) -> None:
         with self._work:
@@ -113,7 +118,8 @@ class SpillFile:
                 self._error = self._error or error
                 if pieces is not None:
                     self._left -= 1
-                    self.nbytes += sum(len(memory) for _, memory in pieces) if error is None else 0
+                    if error is None:
+                        self._taken[pieces[0][0]] = sum(len(memory) for _, memory in pieces)
                 self._work.notify_all()
 
 

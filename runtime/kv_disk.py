@@ -47,8 +47,8 @@ def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layo
     folder = spill_folder(options)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk, where = shutil.disk_usage(there).free, f"{folder} has"
-    if capped := bool(options.disk) and parse_size(options.disk) < disk:
-        disk, where = parse_size(options.disk), "--disk allows"
+    if capped := (most := _most(options)) is not None and most < disk:
+        disk, where = most, "--disk allows"
     ram = parse_size(options.kv_ram) if options.kv_ram else None
     return Spill(memory, workspace, ram, disk, where, options.kv_read == SPARSE, capped)
 
@@ -61,7 +61,12 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
     layout = codec(options.kv).layout(prepared.config.num_key_value_heads, prepared.config.head_dim)
     fixed = cache_nbytes(prepared.codecs, layout, shape)[0] + _beside_ring(options, prepared.codecs, layout, shape)
     slots = picked(shape.pages) if options.kv_read == SPARSE else 0
-    return DiskTier(spill_folder(options), pages, _ring(options, fixed), cancelled, slots=slots)
+    return DiskTier(spill_folder(options), pages, _ring(options, fixed), cancelled, slots=slots, most=_most(options))
+
+
+def _most(options: EngineOptions) -> int | None:
+    """Bytes that the file may take; None for what the disk has."""
+    return parse_size(options.disk) if options.disk else None
 
 
 def picked(pages: int) -> int:

@@ -117,6 +117,14 @@ def test_the_file_has_no_name_and_is_private(tmp_path, monkeypatch, nameless):
     file.close()
 
 
+def test_a_page_that_is_made_anew_takes_no_more_room(tmp_path):
+    stream = stream_of(tmp_path)
+    for seed in range(3):
+        fill(stream, range(2, 12), seed)
+    assert stream.spill.nbytes == 10 * sum(stream.page_nbytes)
+    stream.close()
+
+
 KILLED = """
 import errno, os, signal, sys
 import numpy as np
@@ -202,3 +210,16 @@ def test_pages_come_and_go_by_their_places(tmp_path):
             assert np.array_equal(with_disk.page(layer, index), kept) and kept[0] == 10 * layer + index
     assert with_disk.extent(0).nbytes == 2 * 5000
     with_disk.close()
+
+
+@pytest.mark.parametrize("most,firsts", ((None, (2, 1, 0, 0)), (5 * 5064 + 99, (3, 3)), (4 * 5064, (4, 4)), (0, (4, 4))))
+def test_no_more_goes_to_the_disk_than_it_may_take(tmp_path, most, firsts):
+    """Where memory grows short: eight pages, of which the last four were planned to lie there."""
+    pool = PagePool(8, (5000, 64), DiskTier(tmp_path, 4, most=most))
+    for index in range(7):
+        pool.keep(index)
+    for first in firsts:
+        before = pool.first
+        assert pool.shed(7) == (before - first) * 5064 and pool.first == pool.stream.first == first
+        assert pool.stream.spill.nbytes == (7 - first) * 5064
+    pool.close()
