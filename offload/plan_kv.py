@@ -122,14 +122,37 @@ def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
                          f"{format_size(budget.ram)}", hint) from None
 
 
+def _in_memory(demand: Demand, budget: Budget, ctx_max: int, spill: Spill) -> Placement | None:
+    """The plan for the longest context that memory holds with no page on the disk, at most `spill.ram` of the cache; None where there is
+    none."""
+    pages = None if spill.ram is None else (spill.ram - demand.kv_fixed) // page_nbytes(demand, PAGE)
+    if pages is not None and pages < 1:
+        return None
+    most = ctx_max if pages is None else min(ctx_max, demand.kv_sinks + pages * PAGE)
+    try:
+        placed = plan(demand, budget, ctx_max, None, "cpu", None, PAGE)
+        if placed.ctx <= most:
+            return placed
+        placed = plan(demand, budget, ctx_max, most, "cpu", None, PAGE)
+    except DoesNotFit:
+        return None
+    return replace(placed, notes=(*placed.notes, Fallback(f"context {most} of the model's {ctx_max}: the most that --kv-ram holds; with "
+                                                          f"pages on the disk it is no longer, {spill.where} {format_size(spill.disk)}")))
+
+
 def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, pages: int, spill: Spill,
-            residency: Residency | None, total_bytes: int) -> Placement | None:
-    """The placement with `pages` pages in memory. Raises DoesNotFit where the disk is too small for an asked context."""
+            residency: Residency | None, total_bytes: int) -> Placement:
+    """The placement with `pages` pages in memory; where nobody asked for a context and the disk is so small that memory holds a longer one
+    alone, without what reading from a disk takes, that one. Raises DoesNotFit where the disk is too small for an asked context."""
     page = page_nbytes(demand, PAGE)
     on_disk = kv_pages(demand, ctx, PAGE) - pages
     if on_disk * page > spill.disk:
-        fitting = min(ctx_max, (pages + spill.disk // page) * PAGE)
+        most, alone = pages + spill.disk // page, _in_memory(demand, budget, ctx_max, spill)
+        fitting = min(ctx_max, demand.kv_sinks + most * PAGE) if most else 0
+        if ctx_wanted is None and alone is not None and (alone.ctx >= fitting or spill.disk < page):
+            return alone
         if ctx_wanted is not None or spill.disk < page:
+            fitting = max(fitting, 0 if alone is None else alone.ctx)
             more = f"--disk {-(-on_disk * page // 2**20)}Mi" if spill.capped else "--spill-dir DIR for another disk"
             raise DoesNotFit(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would lie on the disk, {spill.where} "
                              f"{format_size(spill.disk)}", f"-c {fitting} fits, or {more}" if fitting else more)

@@ -94,16 +94,35 @@ def test_the_disk_is_a_budget_too() -> None:
 def test_a_disk_that_was_capped_is_told_by_how_much_and_a_full_one_by_another() -> None:
     capped = replace(SPILL, ram=100 * MB, disk=1000, where="--disk allows", capped=True)
     with pytest.raises(DoesNotFit) as caught:
-        tiers(3000, None, capped)
-    assert caught.value.hint.startswith("-c ") and " fits, or --disk " in caught.value.hint
+        tiers(3000, 32_768, capped)
+    assert caught.value.hint.startswith("-c 896 fits, or --disk "), "what memory holds alone"
+    assert tiers(3000, 896, capped).kv_pages is None
     more = parse_size(caught.value.hint.split("--disk ")[1])
     assert tiers(3000, None, replace(capped, disk=more)).ctx == 32_768
+    small = replace(capped, ring=5 * MB, ram=15 * MB)
     with pytest.raises(DoesNotFit) as caught:
-        tiers(3000, None, replace(capped, ram=26 << 20))
+        tiers(3000, None, small)
     assert caught.value.hint.startswith("--disk "), "no page in memory, and none on the disk"
     with pytest.raises(DoesNotFit) as caught:
-        tiers(3000, None, replace(capped, ram=26 << 20, where="/spill has", capped=False))
+        tiers(3000, None, replace(small, where="/spill has", capped=False))
     assert caught.value.hint == "--spill-dir DIR for another disk"
+
+
+@pytest.mark.parametrize("disk,ctx,pages", ((1000, 960, None), (26 * MB, 960, None), (39 * MB, 1088, 5), (64 * MB, 1344, 5)))
+def test_a_small_disk_makes_no_context_shorter_than_memory_alone_holds(disk: int, ctx: int, pages: int | None) -> None:
+    """100 MB hold seven pages behind 64 tokens, or five beside what pages of the disk are read with."""
+    spill, sinks = replace(SPILL, ram=100 * MB, disk=disk, where="--disk allows", capped=True), replace(demand(), kv_sinks=64)
+
+    def placed(asked: int | None) -> Placement:
+        return plan_tiers(sinks, Budget(3000 * MB), 32_768, asked, "cpu", None, spill)
+
+    found = placed(None)
+    assert (found.ctx, found.kv_pages) == (ctx, pages) and found.kv_bytes <= 100 * MB
+    assert found.kv_disk_bytes == (0 if pages is None else disk // (100_000 * PAGE) * 100_000 * PAGE)
+    assert f"context {ctx} of the model's 32768: the most that " + ("--kv-ram" if pages is None else "the disk") in found.notes[-1]
+    with pytest.raises(DoesNotFit) as caught:
+        placed(ctx + 1)
+    assert caught.value.hint.startswith(f"-c {ctx} fits, or --disk ") and placed(ctx).ctx == ctx
 
 
 def test_a_small_cache_is_not_worth_a_ring() -> None:
