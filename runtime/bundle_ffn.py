@@ -62,7 +62,8 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
     """Write the model in `folder` as `out`, its MLPs neuron by neuron; yields what happens and the result last. `gate_sparsity`: the share
     of gates below a threshold that is made so on `text` (None: the sample), by `gate_rule` (`gate_thresholds.py`).
 
-    Raises UsageError where that serves nothing (no sparse activation, a mixture, neurons in few bits), and what `convert` raises.
+    Raises UsageError where that serves nothing (no sparse activation, a mixture, neurons in few bits, gates to leave out of an MLP without
+    any), and what `convert` raises.
     """
     out, started = Path(os.path.abspath(out)), time.monotonic()
     if is_bundled(given := read_container(folder)):
@@ -70,6 +71,11 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
     config = read_config(folder)
     _check(config, gate_sparsity)
     check_target(out, replace, folder)
+    with open_store(folder) as store:  # what headers tell is refused before the model is read and run
+        tensors = check_tensors(config, store, given)
+        if gate_sparsity is not None and not all("gate" in tensors[key] for key in tensors if key != "outer"):
+            raise UsageError(f"--gate-sparsity needs an MLP with a gate, {config.family} has none", "leave it away")
+        tuple(_jobs(config, tensors, ()))
     found: tuple[np.ndarray, ...] = ()
     if gate_sparsity is not None:
         for item in gate_thresholds(folder, gate_sparsity, text, gate_rule):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import UsageError
 from ..kernels import reference
 from .calibrate import built_in_text, calibration_ids
 from .config import read_config
@@ -28,8 +27,8 @@ RULES = ("weighed", "magnitude")
 
 def gate_thresholds(folder: Path, share: float, text: str | None = None,
                     rule: str = RULES[0]) -> Iterator[Progress | Notice | tuple[np.ndarray, ...]]:
-    """Run a text through the model in `folder`; yields what happens, and last the thresholds of every layer, float32 [neurons] each, for
-    which `share` of all gates are zero. Raises UsageError for an MLP without a gate."""
+    """Run a text through the model in `folder`, whose MLPs have gates; yields what happens, and last the thresholds of every layer, float32
+    [neurons] each, for which `share` of all gates are zero."""
     engine, width = None, min(TOKENS, read_config(folder).context_length)
     for item in open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=width)):
         if isinstance(item, Engine):
@@ -50,8 +49,6 @@ def gate_thresholds(folder: Path, share: float, text: str | None = None,
         found = []
         for layer in range(config.num_hidden_layers):
             weights = engine.model.read_layer(layer)
-            if weights.gate is None or weights.down is None:
-                raise UsageError(f"--gate-sparsity needs an MLP with a gate, {config.family} has none", "leave it away")
             norm, bias = weights.post_norm, weights.gate.bias
             x = reference.normalise(seen[layer].astype(np.float64), norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
             gates = x @ weights.gate.weight.to_f32().T + (0 if bias is None else bias)

@@ -17,7 +17,7 @@ from effllm.cli import calibrate_sparsity
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.disk import Disk, DiskRead
-from effllm.runtime import forecast, sparsity, sparsity_file
+from effllm.runtime import bundle_ffn, forecast, sparsity, sparsity_file
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.bundles import Windows, places
 from effllm.runtime.calibrate import built_in_text
@@ -29,6 +29,8 @@ from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bundle_models import RELU, bundled, folders, found, resident, windowed
+from conversions import options as conversion
+from conversions import run as convert_run
 from family_models import Case, written
 from streamed_models import FABLE, long_context_mixture, random_model, streams
 
@@ -86,6 +88,16 @@ def test_thresholds_that_make_no_sense_are_refused(act: str, share: float, said:
     written(Case("llama", {**RELU, "hidden_act": act}), tmp_path / "model")
     with pytest.raises(UsageError, match=said):
         list(bundle(tmp_path / "model", tmp_path / "out", gate_sparsity=share))
+
+
+def test_what_headers_tell_is_refused_before_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(Case("llama", {**RELU, "hidden_act": "silu"}, dtype="bfloat16"), tmp_path / "model")
+    convert_run(tmp_path / "model", tmp_path / "low", conversion("4bit"))
+    written(Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64, "activation_function": "gelu"}), tmp_path / "flat")
+    monkeypatch.setattr(bundle_ffn, "gate_thresholds", lambda *given: pytest.fail("the model was run first"))
+    for name, said in (("low", "neurons are read one by one in 16 or 32 bits"), ("flat", "needs an MLP with a gate, opt has none")):
+        with pytest.raises(UsageError, match=said):
+            list(bundle(tmp_path / name, tmp_path / "out", gate_sparsity=0.5))
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------------------
