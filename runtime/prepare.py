@@ -354,7 +354,7 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
     low_bit, bundled, foreign = _needs(folder)
     if options.draft is not None:
         beside = _needs(Path(options.draft))
-        low_bit, foreign = low_bit or beside[0], foreign or beside[2]
+        low_bit, bundled, foreign = (own or other for own, other in zip((low_bit, bundled, foreign), beside))
     return kernel_kinds(low_bit, options, bundled, foreign)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import UsageError
+from effllm.kernels import warm
 from effllm.kernels.cpu.bundles import MOST_LANES
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.direct import Interrupted
@@ -24,7 +25,7 @@ from effllm.offload.streaming import StreamingPager
 from effllm.quant.bundles import BLOCK, FFN_MULTIPLE, BundleLayout, bundle_name
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.container import FILE, read_container
-from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.prepare import EngineOptions, folder_kinds, prepare
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.verify import verify
 
@@ -341,6 +342,13 @@ def test_neurons_in_few_bits_are_refused_with_what_leaves_them_wide(tmp_path: Pa
     with pytest.raises(UsageError, match=r"is codebook4:16, and neurons are read one by one in 16 or 32 bits") as refused:
         list(bundle(tmp_path / "quantized", tmp_path / "out"))
     assert "'(up_proj|down_proj)=bf16'" in refused.value.hint
+
+
+def test_the_kernels_of_a_bundled_draft_are_among_those_compiled_beforehand(folders) -> None:
+    plain, bundled = folders("llama, bf16")
+    assert warm.BUNDLED in folder_kinds(plain, EngineOptions(draft=str(bundled)))
+    assert warm.BUNDLED in folder_kinds(bundled, EngineOptions(draft=str(plain)))
+    assert warm.BUNDLED not in folder_kinds(plain, EngineOptions(draft=str(plain)))
 
 
 def test_a_file_is_bundled_into_a_folder_that_runs_alone(tmp_path: Path) -> None:
