@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from .. import DoesNotFit, UsageError
+from .. import DoesNotFit, EffllmError, UsageError
 from ..kernels.layout import PAGE
+from ..offload.notes import Fallback
 from ..offload.plan import AUTO_CTX
 from .config import read_config
 from .drafts import Draft
@@ -24,14 +26,17 @@ if TYPE_CHECKING:
     from .prepare import EngineOptions, Prepared
 
 KIND = "model"
+DROP = "drop --draft, or a smaller one"
 SAMPLES = 9
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_last_n")
 
 
 def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
-    """The plan for the model in `options.draft`, all of it in memory, with a cache for the context that was asked for.
+    """The plan for the model in `options.draft`, all of it in memory, with a cache for the context that was asked for. Of the other flags
+    those hold that serve any model; what is asked of neurons and kernels is of the large one.
 
-    Raises UsageError, naming a token, where its vocabulary is not that of the model in `folder`; DoesNotFit where it takes all memory.
+    Raises UsageError, naming a token, where its vocabulary is not that of the model in `folder`; DoesNotFit where it takes all memory; what
+    opening it raises, said of the draft model.
     """
     from .prepare import prepare
 
@@ -39,24 +44,46 @@ def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
     if folder is None:
         raise UsageError("random weights have no vocabulary that a draft model could share", "drop --draft")
     refuse_other_vocabulary(folder, place)
-    longest = read_config(place, options.strict).context_length
-    own = replace(options, draft=None, spec="off", device="cpu", gpu_layers=None, ctx=min(options.ctx or AUTO_CTX, longest), kv="16bit",
-                  kv_sink=None, kv_window=None,
-                  load="ram", chunk=PAGE, overflow="error", vram=None, kv_ram=None, disk="0", kv_read="exact")
-    try:
+    with _said_of_the_draft():
+        longest = read_config(place, options.strict).context_length
+        own = replace(options, draft=None, spec="off", device="cpu", gpu_layers=None, ctx=min(options.ctx or AUTO_CTX, longest), kv="16bit",
+                      kv_sink=None, kv_window=None, load="ram", chunk=PAGE, overflow="error", vram=None, kv_ram=None, disk="0",
+                      kv_read="exact", kernel="auto", predict_neurons=False)
         prepared = prepare(place, own)
-    except DoesNotFit as error:
-        raise DoesNotFit(f"the draft model {error.message}", "drop --draft, or a smaller one") from None
     if prepared.placement.streamed_bytes:
         prepared.store.close()
-        raise DoesNotFit(f"the draft model in {place} does not fit in memory as a whole", "drop --draft, or a smaller one")
+        raise DoesNotFit(f"the draft model in {place} does not fit in memory as a whole", DROP)
     return prepared
+
+
+def draft_or_without(folder: Path | None, options: EngineOptions, notices: list[str]) -> tuple[EngineOptions, Prepared | None]:
+    """`prepare_draft`, and the options that come of it: a draft model of `preset` that cannot be had is left out, with a notice."""
+    try:
+        return options, prepare_draft(folder, options)
+    except EffllmError as error:
+        if "draft" not in options.preset:
+            raise
+        notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
+        return replace(options, draft=None), None
+
+
+@contextmanager
+def _said_of_the_draft() -> Iterator[None]:
+    """Errors name the model that they are about: most of what they say would be true of the large one too."""
+    try:
+        yield
+    except DoesNotFit as error:
+        raise DoesNotFit(f"the draft model {error.message}", DROP) from None
+    except EffllmError as error:
+        raise type(error)(f"the draft model: {error.message}", error.hint) from None
 
 
 @cache
 def refuse_other_vocabulary(folder: Path, draft: Path) -> None:
     """Raise UsageError, naming the first token that differs, unless both folders number the same tokens alike."""
-    own, other = (Tokenizer.load(each, read_config(each)).vocabulary() for each in (folder, draft))
+    own = Tokenizer.load(folder, read_config(folder)).vocabulary()
+    with _said_of_the_draft():
+        other = Tokenizer.load(draft, read_config(draft)).vocabulary()
     if own == other:
         return
     number = min(number for _, number in own.items() ^ other.items())

@@ -21,7 +21,7 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.plan import Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
-from . import devices, kv_disk
+from . import devices, draft_model, kv_disk
 from .bundles import SPARSE, is_bundled, is_lossy
 from .cache import CacheShape
 from .config import ModelConfig, read_config
@@ -191,7 +191,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
                          f"--device cpu, or no +{cache.kv.policy}")
     _check_context(options, config)
-    draft = _draft(folder, options, card)
+    options, draft = draft_model.draft_or_without(folder, options, notices) if options.draft and card is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
     bundled, budget, beside = is_bundled(container), _budget(options, card), beside + Speculating(draft=draft).draft_nbytes
@@ -200,7 +200,16 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
     asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget)
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
-    tokens, placement = _planned(asked, chunk, folder)
+    try:
+        tokens, placement = _planned(asked, chunk, folder)
+    except DoesNotFit:
+        if draft is None or "draft" not in options.preset:
+            raise
+        asked = replace(asked, baseline=baseline - Speculating(draft=draft).draft_nbytes)
+        tokens, placement = _planned(asked, chunk, folder)
+        notices.append(Fallback(f"the draft model {options.draft} leaves too little memory: left out, as it was set for all models"))
+        draft.store.close()
+        options, draft = replace(options, draft=None), None
     on_card = placement.devices.count("cuda")
     own, cuts = asked.beneath(on_card), asked.cuts(on_card)
     placement = replace(placement, disk_layers=cuts.disk_layers(placement, own))
@@ -229,20 +238,18 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
 def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str]) -> EngineOptions:
     """The options without those of `preset` that this model cannot have, each with a notice."""
-    from .draft_model import refuse_other_vocabulary
-
     # option -> (what it is without, the check that it does not pass)
     checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
         "ctx": (None, lambda asked: _check_context(asked, config)),
         "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
         "predict_neurons": (False, lambda asked: _predictors(asked, folder, config)),
-        "draft": (None, lambda asked: asked.draft and folder and refuse_other_vocabulary(folder, Path(asked.draft))),
+        "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other_vocabulary(folder, Path(asked.draft))),
         "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():
         if name in options.preset:
             try:
                 check(options)
-            except UsageError as error:
+            except EffllmError as error:
                 options = replace(options, **{name: without})
                 notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
     return options
@@ -283,15 +290,6 @@ def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig
         raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",
                          f"effllm calibrate-sparsity {typed(folder)} --predictor 64 trains what does")
     return found
-
-
-def _draft(folder: Path | None, options: EngineOptions, card: Device | None) -> Prepared | None:
-    """The plan for the model that drafts; for the large one, it is a part of the program."""
-    if not options.draft or card is not None:
-        return None
-    from .draft_model import prepare_draft
-
-    return prepare_draft(folder, options)
 
 
 def _budget(options: EngineOptions, card: Device | None) -> Budget:

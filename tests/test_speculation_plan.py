@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import effllm
-from effllm import DoesNotFit, UsageError
+from effllm import DoesNotFit, EffllmError, ModelNotFound, UsageError
+from effllm.offload.notes import Fallback
 from effllm.offload.placement import Residency
 from effllm.runtime.bench import prepare_synthetic
+from effllm.runtime.draft_model import prepare_draft
 from effllm.runtime.drafts import Draft
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
@@ -102,6 +104,45 @@ def test_the_memory_that_a_refusal_names_does_with_a_draft_model_too() -> None:
     named = re.search(r"it takes --ram (\d+Mi)", caught.value.hint)
     assert named is not None, caught.value.hint
     assert planned(named[1]).speculating.draft is not None
+
+
+def test_a_draft_model_of_the_settings_is_left_out_where_memory_is_short() -> None:
+    preset = {"device": "cpu", "ctx": 256, "draft": str(FABLE), "preset": frozenset({"draft"})}
+    both = prepare(FABLE, EngineOptions(**preset, ram="8G"))  # what it loads first is a part of the process then
+    assert both.speculating.draft is not None
+    alone = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G")).placement.total_bytes
+    ram = str(alone + (1 << 20))
+    found = prepare(FABLE, EngineOptions(**preset, ram=ram))
+    assert found.speculating.draft is None and found.options.draft is None and found.speculating.lookup
+    said = f"the draft model {FABLE} leaves too little memory: left out, as it was set for all models"
+    assert [line for line in found.notices if line == said and isinstance(line, Fallback)], found.notices
+    with pytest.raises(UsageError, match="leaves too little memory"):
+        prepare(FABLE, EngineOptions(**preset, ram=ram, strict=True))
+    with pytest.raises(DoesNotFit) as caught:
+        prepare(FABLE, EngineOptions(**preset, ram="64M"))
+    assert "draft" not in caught.value.message + caught.value.hint, "without one it does not fit either"
+    with pytest.raises(DoesNotFit):
+        prepare(FABLE, EngineOptions(**{**preset, "preset": frozenset()}, ram=ram))
+
+
+def test_a_draft_model_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    damaged = shutil.copytree(FABLE, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"no header")
+    for place, kind, said in ((tmp_path / "empty", ModelNotFound, "has no config.json"), (damaged, EffllmError, "model.safetensors")):
+        with pytest.raises(kind, match="^the draft model: .*" + said):
+            prepare(FABLE, EngineOptions(device="cpu", ctx=256, draft=str(place)))
+        found = prepare(FABLE, EngineOptions(device="cpu", ctx=256, draft=str(place), preset=frozenset({"draft"})))
+        assert found.speculating.draft is None and found.speculating.lookup
+        assert [line for line in found.notices if said in line and line.startswith("the draft model: ") and "left out" in line]
+
+
+def test_what_is_asked_of_neurons_and_kernels_is_not_asked_of_the_draft() -> None:
+    """Its activation is never zero, and it has no low-bit weights: no reason to refuse the flags that the large one has."""
+    given = EngineOptions(device="cpu", ctx=128, draft=str(FABLE), predict_neurons=True, kernel="lut", strict=True)
+    made = prepare_draft(FABLE, given)
+    made.store.close()
+    assert not made.options.predict_neurons and made.options.kernel == "auto"
 
 
 def test_a_draft_model_is_opened_with_its_target() -> None:
