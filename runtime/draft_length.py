@@ -16,6 +16,8 @@ FADE = 0.98  # weight of what was seen of a kind when it is seen again
 FIRST_TRIALS = 2.0  # weight of the assumption that half of all guesses are right
 SAMPLES, OLD = 5, 64  # passes that a cost is the median of, and after how many passes it is not known any more
 UNLIKELY = 0.01  # what a token that is no more likely than that adds is not worth counting
+GUESSES = 9  # of a draft model, that what they cost is the median of
+STEADY = 16  # most tokens that came since the last guess of a draft model that is asked for all: its own, and those of another guess
 ALONE_EVERY = 32  # a pass of one token, so that the others are held against what that costs now
 
 
@@ -38,10 +40,10 @@ class Trust:
     def __init__(self) -> None:
         self._seen: dict[Hashable, tuple[float, float]] = {}
 
-    def share(self, kind: Hashable) -> float:
-        """The chance that a token of such a draft is right, those before it being right."""
+    def share(self, kind: Hashable, hope: float = 0.0) -> float:
+        """The chance that a token of such a draft is right, those before it being right. `hope`: so many more had been."""
         right, trials = self._seen.get(kind, (0.0, 0.0))
-        return (right + FIRST_TRIALS / 2) / (trials + FIRST_TRIALS)
+        return (right + FIRST_TRIALS / 2 + hope) / (trials + FIRST_TRIALS + hope)
 
     def judge(self, kind: Hashable, guessed: Sequence[int], came: Sequence[int]) -> None:
         """Hold a guess against the tokens that came: up to the first that is wrong."""
@@ -78,6 +80,11 @@ class PassCosts:
         return len(self._seconds.get(1, ())) < 2 or self._passes - self._when[1] >= ALONE_EVERY
 
     @property
+    def is_known(self) -> bool:
+        """Was a pass of one token timed?"""
+        return 1 in self._typical
+
+    @property
     def alone(self) -> float:
         """Seconds of a pass of one token. Raises KeyError before the first."""
         return self._typical[1]
@@ -86,6 +93,38 @@ class PassCosts:
         """What a pass of so many tokens costs, in passes of one: as measured, else from the longest shorter one."""
         nearest = max(each for each in self._typical if each <= columns)
         return self._typical[nearest] / self.alone + self.pays.slope * (columns - nearest)
+
+
+class GuessCosts:
+    """Seconds that a draft model takes. What came since its last guess is read with the next: where that is a few tokens, it is a part of
+    what a guess costs. A prompt, or what was written while it was not asked, is read once, whatever guesses follow: its time is apart."""
+
+    def __init__(self) -> None:
+        self._token: deque[float] = deque(maxlen=GUESSES)
+        self._read: deque[float] = deque(maxlen=GUESSES)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """A text of so many tokens was read; of a few, nothing can be told."""
+        if tokens > STEADY:
+            self._read.append(seconds / tokens)
+
+    def guessed(self, tokens: int, seconds: float, read: int, read_s: float) -> None:
+        """So many tokens were guessed, which took `seconds`, after `read` tokens were read in `read_s`."""
+        if read <= STEADY:
+            self._token.append((read_s + seconds) / max(1, tokens))
+            return
+        self.read(read, read_s)
+        if tokens > 1:
+            self._token.append(seconds / (tokens - 1))  # the first comes with what was read
+
+    @property
+    def token(self) -> float:
+        """What a guessed token took of late; 0 where none was."""
+        return median(self._token) if self._token else 0.0
+
+    def reading(self, tokens: int) -> float:
+        """What reading so many tokens takes; 0 where that is not known."""
+        return tokens * median(self._read) if self._read and tokens > STEADY else 0.0
 
 
 def best_length(share: float, costs: PassCosts, most: int, extra: float = 0.0) -> tuple[int, float]:

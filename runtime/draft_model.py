@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from .. import DoesNotFit, EffllmError, UsageError
@@ -17,6 +15,7 @@ from ..kernels.layout import PAGE
 from ..offload.notes import Fallback
 from ..offload.plan import AUTO_CTX
 from .config import read_config
+from .draft_length import STEADY, GuessCosts
 from .drafts import Draft
 from .events import Progress
 from .sampler import Sampler, SamplerSettings
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 KIND = "model"
 DROP = "drop --draft, or a smaller one"
-SAMPLES = 9
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_last_n")
 
 
@@ -97,7 +95,7 @@ class DraftModel:
     """Greedy guesses of a whole model, under the penalties of the run. Its engine holds the sequence and the guess; what was refused is
     forgotten with the next.
 
-    `vocabulary`: rows of the large model's table; a guess ends before a token that it lacks.
+    `vocabulary`: rows of the large model's table; a guess ends before a token that it lacks. `failed`: what ended its drafts, "" before.
     """
 
     def __init__(self, prepared: Prepared, vocabulary: int) -> None:
@@ -106,17 +104,12 @@ class DraftModel:
         self._engine, self._vocabulary = Engine(prepared), vocabulary
         self._greedy = Sampler(SamplerSettings(temperature=0), prepared.config.vocab_size)
         self._history: list[int] = []
-        self._seconds: deque[float] = deque(maxlen=SAMPLES)
+        self.costs, self.failed = GuessCosts(), ""
 
     def load(self) -> Iterator[Progress]:
         """Read its weights."""
         for done, total in self._engine.model.load():
             yield Progress("loading the draft model", done, total, "bytes")
-
-    @property
-    def seconds(self) -> float:
-        """What a guessed token took of late; 0 where none was guessed."""
-        return median(self._seconds) if self._seconds else 0.0
 
     def choose_as(self, settings: SamplerSettings) -> None:
         """Guess what a run with these settings finds likeliest: penalties move the likeliest token, the temperature does not."""
@@ -128,21 +121,60 @@ class DraftModel:
         """The sequence is `history` now. Nothing is run."""
         self._history = list(history)
 
-    def propose(self, most: int) -> Draft | None:
-        """Up to `most` tokens; None where the sequence is longer than its context or has tokens that it does not know."""
-        engine, ids = self._engine, self._history
-        if most < 1 or len(ids) >= engine.n_ctx or max(ids) >= engine.config.vocab_size:
+    def behind(self, tokens: int) -> int:
+        """How many of a sequence of so many tokens it would read before its next guess, about."""
+        missed = tokens - len(self._engine.tokens)
+        return max(1, missed) if missed > -STEADY else tokens  # it holds its last guess; a shorter text is another
+
+    def read(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress]:
+        """Hold the sequence, so that no guess waits for that; ends early where `cancelled` says so."""
+        if cancelled() or not self._knows():
+            return
+        before = self._engine.prefill_s
+        with self._failing():
+            for event in self._engine.prefill(self._history):
+                if isinstance(event, Progress):
+                    yield replace(event, phase="reading the prompt (draft model)")
+                if cancelled():
+                    return
+            self.costs.read(self._engine.read, self._engine.prefill_s - before)
+
+    def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
+        """Up to `most` tokens; None where the sequence is longer than its context or has tokens that it does not know, where `cancelled`
+        says so, and once it has `failed`."""
+        if most < 1 or not self._knows():
             return None
-        drafted: list[int] = []
-        started = time.perf_counter()
-        for _ in engine.prefill(ids):
-            continue
-        for step in engine.generate(self._greedy, most, frozenset()):
-            if step.token >= self._vocabulary:
-                break
-            drafted.append(step.token)
-        self._seconds.append((time.perf_counter() - started) / max(1, len(drafted)))
-        return Draft(tuple(drafted), KIND) if drafted else None
+        engine, drafted = self._engine, []
+        with self._failing():
+            started = time.perf_counter()
+            for _ in engine.prefill(self._history):
+                if cancelled():
+                    return None
+            read = time.perf_counter()
+            for step in engine.generate(self._greedy, most, frozenset()):
+                if cancelled():
+                    return None
+                if step.token >= self._vocabulary:
+                    break
+                drafted.append(step.token)
+            self.costs.guessed(len(drafted), time.perf_counter() - read, engine.read, read - started)
+        return Draft(tuple(drafted), KIND) if drafted and not self.failed else None
+
+    def _knows(self) -> bool:
+        """Can it read the sequence?"""
+        return not self.failed and len(self._history) < self._engine.n_ctx and max(self._history) < self._engine.config.vocab_size
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Around its passes: what goes wrong in them (values that overflow, damaged weights) ends its drafts, not the answer."""
+        try:
+            yield
+        except EffllmError as error:
+            self.failed = f"the draft model {self._engine.prepared.folder}: {error.message}: it drafts no longer"
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._engine.reset()
 
     def close(self) -> None:
         """Give its memory and its threads back."""

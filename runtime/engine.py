@@ -140,6 +140,7 @@ class Engine:
     def announcements(self) -> list[str]:
         """Fallbacks that have been chosen since the last call. Raises UsageError with `strict` where one is a slower kernel."""
         lines = [Fallback(line) for backend in self.backends.values() for line in backend.registry.announcements()]
+        lines += [] if self.speculation is None else self.speculation.announcements()
         if self.options.strict:
             refuse_fallbacks(lines)
         return lines + self.model.pager.announcements() + self.cache.pool.announcements() + self.watch.announcements()
@@ -163,6 +164,8 @@ class Engine:
         """Forget the sequence."""
         if (cpu := self.backends.get("cpu")) is not None:
             cpu.pool.settle()  # a pass that Ctrl-C ended may have left threads at work
+        if self.speculation is not None:
+            self.speculation.reset()
         self.cache.clear()
         self.hold([])
 
@@ -188,6 +191,12 @@ class Engine:
         """
         self.truncated = False
         yield from self._prefill(ids)
+        if self.speculation is not None and self._logits is not None:
+            started = time.perf_counter()
+            try:
+                yield from self.speculation.read(self)
+            finally:
+                self.prefill_s += time.perf_counter() - started
 
     def _prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
         ids = list(ids)
@@ -338,7 +347,7 @@ class Engine:
             yield
         except EffllmError as error:
             if np.isnan(logits).any() and (name := self.model.find_nan()):
-                raise replace_error(error, f"tensor {name} holds NaN or infinity: the checkpoint is damaged") from error
+                raise type(error)(f"tensor {name} holds NaN or infinity: the checkpoint is damaged", error.hint) from error
             raise
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -377,11 +386,6 @@ class Engine:
         for piece in self._passes(len(ids), pages or self.prepared.chunk // PAGE):
             start = len(self.tokens)
             yield start, self._forward(ids[start : start + piece], prompt=True)
-
-
-def replace_error(error: EffllmError, message: str) -> EffllmError:
-    """The same kind of error with a message that knows more."""
-    return type(error)(message, error.hint)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

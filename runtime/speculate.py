@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..kernels.cpu.ops import FEW
-from .draft_length import COMPUTING, WAITING, PassCosts, Pays, Trust, best_length
+from ..offload.notes import Fallback
+from .draft_length import COMPUTING, STEADY, WAITING, PassCosts, Pays, Trust, best_length
+from .draft_model import KIND, DraftModel
 from .drafts import Draft, Proposer, RecycledTokens, SuffixMatch
 
 if TYPE_CHECKING:
-    from .draft_model import DraftModel
     from .engine import Engine
     from .events import Progress
     from .prepare import Prepared
@@ -40,7 +41,9 @@ SAME = 32  # tokens by which a text is known to be the one of the pass before: a
 # Looking for a guess takes some 40 us. Where a pass takes less than QUICK_S, and none of the last QUIET had a draft, it is looked for in
 # every fourth only: a repetition is found up to three tokens later.
 QUICK_S, QUIET, LOOK_EVERY = 0.004, 32, 4
-TRY_EVERY, TRY = 64, 2  # passes between guesses of a model that did not pay, and tokens of such a guess
+# A draft model that does not pay: passes between guesses, tokens of one, the share of those passes' time that it may take with what is read
+# for it, and right guesses that are assumed of it while it has read the text.
+TRY_EVERY, TRY, TRY_SHARE, HOPE = 64, 2, 0.025, 3.0
 
 
 class Counts(NamedTuple):
@@ -92,8 +95,6 @@ def speculation(prepared: Prepared) -> Speculation | None:
         return None
     model = None
     if prepared.speculating.draft is not None:
-        from .draft_model import DraftModel
-
         model = DraftModel(prepared.speculating.draft, prepared.config.vocab_size)
     proposers = (SuffixMatch(), RecycledTokens()) if prepared.speculating.recycles else (SuffixMatch(),)
     return Speculation(proposers, model, pays=WAITING if prepared.speculating.waits else COMPUTING)
@@ -114,6 +115,7 @@ class Speculation:
         self._step: object = None  # the cache's step that the rows below belong to
         self._ahead: tuple[int, ...] = ()
         self._rows = np.empty((0, 0), np.float32)
+        self._said_failed = False
         self._since_model, self._since_draft = TRY_EVERY, 0  # the latter counts passes that ended
 
     @property
@@ -129,6 +131,32 @@ class Speculation:
     def load(self) -> Iterator[Progress]:
         """Read what the draft model needs."""
         return self._model.load() if self._model else iter(())
+
+    def read(self, engine: Engine) -> Iterator[Progress]:
+        """Let the draft model read the prompt that `engine` holds, unless its guesses are known not to pay."""
+        if (model := self._drafting) is None:
+            return
+        known, extra = self._costs.is_known, model.costs.token
+        if not known or best_length(self._trust.share(KIND, HOPE), self._costs, COLUMNS - 1, extra / self._costs.alone)[0]:
+            model.follow(engine.tokens)
+            yield from model.read(engine.cancelled)
+
+    def announcements(self) -> list[Fallback]:
+        """What is to be said since the last call."""
+        if self._model is None or not self._model.failed or self._said_failed:
+            return []
+        self._said_failed = True
+        return [Fallback(self._model.failed)]
+
+    @property
+    def _drafting(self) -> DraftModel | None:
+        """The draft model, where it can be asked."""
+        return None if self._model is None or self._model.failed else self._model
+
+    def reset(self) -> None:
+        """The engine forgets its sequence."""
+        if self._model:
+            self._model.reset()
 
     def close(self) -> None:
         if self._model:
@@ -156,7 +184,7 @@ class Speculation:
         most = min(COLUMNS, engine.cache.ahead, engine.n_ctx - len(engine.tokens) - 1, COLUMNS if left is None else left) - 1
         self._follow(engine.tokens, token)
         began = self._clock()
-        draft, started = self._draft(most), self._clock()
+        draft, started = self._draft(most, engine), self._clock()
         rows = engine.run_ahead([token, *draft])
         if draft and np.isnan(rows).any():  # a guess may overflow what the answer does not come near
             draft, rows = (), engine.run_ahead([token])
@@ -191,33 +219,46 @@ class Speculation:
         for proposer in self._proposers:
             proposer.follow(self._history, known)
 
-    def _draft(self, most: int) -> tuple[int, ...]:
+    def _draft(self, most: int, engine: Engine) -> tuple[int, ...]:
         """The tokens to run behind the next: of the guess that promises most, as many as pay."""
         self._judged = [draft for proposer in self._proposers if (draft := proposer.propose(COLUMNS - 1)) is not None]
         self._since_model += 1
         if self._costs.alone_is_due or most < 1:
             return ()
         self._free += 1
-        self._guesses += bool(self._judged) or self._model is not None
+        self._guesses += bool(self._judged) or self._drafting is not None
         found = [(*best_length(self._trust.share(draft.kind), self._costs, min(most, len(draft.tokens))), draft) for draft in self._judged]
         length, value, draft = max(found, key=lambda each: each[1], default=(0, 0.0, None))
-        if self._model is not None and (guess := self._guess(self._model, most, value if length else 0.0)) is not None:
-            return guess.tokens
+        if (model := self._drafting) is not None:
+            guess = self._guess(model, most, value if length else 0.0, engine.cancelled)
+            if guess is not None:
+                return guess.tokens
         return draft.tokens[:length] if length else ()
 
-    def _guess(self, model: DraftModel, most: int, otherwise: float) -> Draft | None:
-        """What the draft model says, where that promises more than `otherwise`, or where it has not been asked for long."""
-        from .draft_model import KIND
-
-        extra = model.seconds / self._costs.alone
+    def _guess(self, model: DraftModel, most: int, otherwise: float, cancelled: Callable[[], bool]) -> Draft | None:
+        """What the draft model says, where that promises more than `otherwise` and what it has to read first comes back within TRY_EVERY
+        passes, or where it is tried."""
+        extra, behind = model.costs.token / self._costs.alone, model.behind(len(self._history))
+        reading = model.costs.reading(behind) / self._costs.alone
         length, value = best_length(self._trust.share(KIND), self._costs, most, extra)
-        if not length or value <= otherwise:
-            if self._since_model < TRY_EVERY:
-                return None
+        if not length or value <= otherwise or reading > TRY_EVERY * (value - max(1.0, otherwise)):
             length = min(TRY, most)
+            if not self._tries(length, extra, otherwise, behind, reading):
+                return None
         model.follow(self._history)
-        guess = model.propose(length)
+        guess = model.propose(length, cancelled)
         self._since_model = 0
         if guess is not None:
             self._judged.append(guess)
         return guess
+
+    def _tries(self, length: int, extra: float, otherwise: float, behind: int, reading: float) -> bool:
+        """Is a guess of the draft model run though it is not thought to pay? While it has read what came, a few show whether they are
+        right. Later it would have to read all that came since: that is done rarely, where right guesses would pay, and where it takes
+        little beside what was written meanwhile."""
+        share = self._trust.share(KIND, HOPE) if behind <= STEADY else 1.0
+        hoped, value = best_length(share, self._costs, length, extra)
+        if not hoped or value <= otherwise:
+            return False
+        spent = reading + extra * length + self._costs.ratio(1 + length) - 1
+        return behind <= STEADY or (self._since_model >= TRY_EVERY and spent <= TRY_SHARE * self._since_model)

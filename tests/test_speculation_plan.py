@@ -167,7 +167,7 @@ def test_a_draft_model_guesses_under_the_penalties_of_the_run() -> None:
     guessed: list[tuple[int, tuple[int, ...]]] = []
     model = engine.speculation._model
 
-    def guess(_: object, most: int, otherwise: float) -> Draft | None:
+    def guess(_: object, most: int, *more: object) -> Draft | None:
         model.follow(engine.speculation._history)
         draft = model.propose(min(3, most))
         guessed.append((len(engine.speculation._history), draft.tokens if draft else ()))
