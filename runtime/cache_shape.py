@@ -36,6 +36,11 @@ class CacheShape:
         """Sinks rounded up to 16, at most a page."""
         return min(PAGE, -(-self.sink // 16) * 16)
 
+    def first_reader(self, by_token: bool = False) -> int:
+        """The first position of a text that reads a packed page. Page by page a query reads what was sealed before its page began: a window
+        that ends within a page keeps all of it exact."""
+        return self.sinks + PAGE + (self.window if by_token else -(-self.window // PAGE) * PAGE)
+
     @property
     def slots(self) -> int:
         """Open pages held at once: the sinks', the window's, the chunk's, and one at either end."""

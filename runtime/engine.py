@@ -379,6 +379,12 @@ class Engine:
             for row in range(0, piece, LOGIT_ROWS):
                 yield start + row, self.model.logits(x[row : row + LOGIT_ROWS])
 
+    def first_reader(self, by_token: bool = False) -> int:
+        """The first position that reads a packed page where `score` runs a text page by page, or one token at a time; 0 where the cache
+        packs nothing."""
+        one_by_one = by_token or self.cache.pool.picks
+        return self.cache.shape.first_reader(one_by_one) if self.cache.is_packed else 0
+
     def states(self, ids: Sequence[int], pages: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) pass by pass, views: the model makes logits of
         them, LOGIT_ROWS rows at once."""

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from .. import EffllmError, UsageError
-from ..kernels.layout import PAGE
 from ..offload.notes import refuse_fallbacks
 from ..offload.size import several
 from .config import read_config
@@ -165,8 +164,7 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
         raise UsageError(f"vocabularies differ: {engine.config.vocab_size} and {reference.config.vocab_size} tokens",
                          ONE_TOKENIZER)
     cut = windows(tokenizer, text, min(ctx, engine.n_ctx, reference.n_ctx), source)
-    shape, packed = engine.cache.shape, engine.cache.is_packed
-    first, pages = (shape.sinks + shape.window + PAGE, 1) if packed else (0, None)
+    first, pages = engine.first_reader(by_token), 1 if engine.cache.is_packed else None
     if len(cut[0]) <= first + 1:
         larger = "a longer text" if len(cut) == 1 else "a larger -c"
         raise UsageError(f"windows of {len(cut[0])} tokens: none reads a packed page, which needs {first + 2}",

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..kernels.layout import PAGE
 from ..quant.kv import codec
 from ..quant.kv_ends import ENDS
-from .cache import open_cache
+from .cache import KVCache, open_cache
 from .cache_parts import layer_codecs
 from .engine import Engine
 from .evaluate import log_softmax
@@ -33,11 +32,6 @@ class Checked:
     cost: float
     kld: float
     flips: float
-
-
-def cut_off(engine: Engine) -> int:
-    """Tokens of a window of which none reads a packed page."""
-    return engine.cache.shape.sinks + engine.cache.shape.window + PAGE
 
 
 def checked(engine: Engine, profile: Profile, window: Sequence[int], until: float = math.inf) -> Iterator[Progress | Profile]:
@@ -66,7 +60,7 @@ def checked(engine: Engine, profile: Profile, window: Sequence[int], until: floa
     yield replace(profile, auto=min(good) if good else None)
 
 
-def _open(engine: Engine, name: str, profile: Profile | None) -> object:
+def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:
     config, kv = engine.config, codec(name)
     codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
     backends = [engine.backends[device] for device in engine.placement.devices]
@@ -80,11 +74,11 @@ def _check(engine: Engine, profile: Profile, bits: int, window: Sequence[int], w
     return Checked(bits, profile.cost(profile.bits(bits)), kld, float((wanted.argmax(-1) != here.argmax(-1)).mean()))
 
 
-def _answers(engine: Engine, cache: object, window: Sequence[int], answers: bool = False) -> np.ndarray:
+def _answers(engine: Engine, cache: KVCache, window: Sequence[int], answers: bool = False) -> np.ndarray:
     """Log-probabilities where packed pages are read: page by page, or FEW tokens at a time, as `answers` goes. A page that begins where
     others are sealed finds more tokens exact than its last one would in an answer."""
     old, engine.cache = engine.cache, cache
-    first = cut_off(engine)
+    first = cache.shape.first_reader(answers)
     try:
         if answers:
             engine.reset()

@@ -12,7 +12,7 @@ from .config import read_config
 from .engine import Engine, open_prepared
 from .evaluate import windows
 from .events import Notice, Progress
-from .kv_check import checked, cut_off
+from .kv_check import checked
 from .kv_profile import Profile
 from .kv_profile_file import identity_of, profile_paths, save_profile
 from .kv_recording import SECONDS, WINDOW, record
@@ -40,7 +40,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
             yield item
     try:
         until = time.monotonic() + seconds
-        cut = [window for window in windows(tokenizer, text, ctx, source) if len(window) > cut_off(engine) + 1]
+        cut = [window for window in windows(tokenizer, text, ctx, source) if len(window) > engine.first_reader() + 1]
         held = len(cut) > 1
         share = FOR_RECORDING if held else 1.0
         with one_thread():  # products of a few million multiplications, between passes of our own threads

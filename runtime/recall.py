@@ -51,20 +51,28 @@ class RecallResult:
 
 def recall(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int, samples: int = 8,
            source: str = "the text") -> Iterator[Progress | RecallResult]:
-    """Ask `engine`, and `reference` with an exact cache, the same questions; yields Progress and the result last."""
+    """Ask `engine`, and `reference` with an exact cache, the same questions; yields Progress and the result last. With a packed cache only
+    answers that read a packed page are counted; raises UsageError where none does."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) < ctx:
         raise UsageError(f"{source} has {len(ids)} tokens, less than a context of {ctx}", "a longer --text, or a smaller -c")
-    rows, done = [], 0
+    first, made = engine.first_reader(), []
     for spread in SPREADS:
-        draw, asked, right, exact = random.Random(5), 0, 0, 0
-        for _ in range(samples):
-            sample, targets = _sample(tokenizer, ids, ctx, spread, draw)
+        draw = random.Random(5)
+        drawn = [_sample(tokenizer, ids, ctx, spread, draw) for _ in range(samples)]
+        made.append([(sample, reading) for sample, targets in drawn if (reading := [at for at in targets if at > first])])
+    if not all(made):
+        raise UsageError(f"a context of {ctx} tokens: no answer in it reads a packed page, which begins behind {first + 1}",
+                         "a larger -c, or a smaller --kv-sink and --kv-window")
+    rows, done = [], 0
+    for spread, texts in zip(SPREADS, made, strict=True):
+        asked, right, exact = 0, 0, 0
+        for sample, targets in texts:
             asked += len(targets)
             right += _right(engine, sample, targets)
             exact += _right(reference, sample, targets)
             done += 1
-            yield Progress("asking", done, samples * len(SPREADS), "texts")
+            yield Progress("asking", done, sum(map(len, made)), "texts")
         rows.append(RecallRow(ctx, spread, asked, right / asked, exact / asked, exact / asked >= SURE))
     yield RecallResult(tuple(rows), engine.cache.packed_bits, engine.cache.bits_per_value)
 
