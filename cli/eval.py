@@ -147,12 +147,13 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
         screen.json(facts)
         return
     screen.pairs((("profile", facts["file"]), ("recorded on", f"{facts['tokens']} tokens"), *(
-        (f"{mean} bits", f"K {low_k} to {high_k}, V {low_v} to {high_v}; noise {gain:.2f} times that of the same bits everywhere")
+        (f"{mean} bits", f"K {low_k} to {high_k}, V {low_v} to {high_v}; " + (
+            "no layer that was seen reads packed pages" if gain is None else f"noise {gain:.2f} times that of the same bits everywhere"))
         for mean, ((low_k, high_k), (low_v, high_v), gain) in facts["presets"].items()),
         ("stay exact", "the first {} tokens and the newest {}".format(*made.ends)),
         *(("checked", f"KL divergence {kld:.2g}, {flips:.2%} of the likeliest next tokens changed") for _, kld, flips in made.checks),
         ("--kv auto", f"{made.auto}bit" if made.auto is not None else "16bit: no bits that were checked kept its answers" if made.checks
-         else "16bit: nothing was checked, for which a second window of text is needed (a longer --text)")))
+         else "16bit: nothing was checked")))
 
 
 def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, samples: Samples = 8,

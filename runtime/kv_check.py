@@ -15,13 +15,14 @@ from .cache import KVCache, open_cache
 from .cache_parts import layer_codecs
 from .engine import Engine
 from .evaluate import log_softmax
-from .events import Progress
+from .events import Notice, Progress
 from .kv_profile import Profile, flips_of
 from .model import attention_specs
 from .passes import FEW
 
 FIRST, MEANS, PASSES = 4, (3, 4, 5, 6, 8), 3  # bits tried first, and those that `--kv auto` may take
 AUTO_FLIPS = 0.005  # of the likeliest next tokens, at most, for `--kv auto`
+LEAST_SCORED = 256  # tokens that read a packed page: of fewer a single one decides
 
 
 @dataclass(frozen=True)
@@ -34,29 +35,42 @@ class Checked:
     flips: float
 
 
-def checked(engine: Engine, profile: Profile, window: Sequence[int], until: float = math.inf) -> Iterator[Progress | Profile]:
-    """Find the bits of `--kv auto` in at most PASSES passes over `window`, fewer where it is late (`until`, by the monotonic clock); costs
-    tell where to look. Other ends than the usual ones are kept where they change the answers less. Yields the profile with both. `engine`:
-    of the CPU, with room for packed caches.
+def to_hold_back(cut: Sequence[Sequence[int]], first: int) -> int | None:
+    """Which of a text's windows is for checks: the last of the longest behind the first one, where at least LEAST_SCORED of its tokens
+    read a packed page, those from `first` on; else none."""
+    longest = max(range(1, len(cut)), key=lambda number: (len(cut[number]), number), default=None)
+    return None if longest is None or len(cut[longest]) - first < LEAST_SCORED else longest
+
+
+def checked(engine: Engine, profile: Profile, window: Sequence[int], until: float = math.inf) -> Iterator[Progress | Notice | Profile]:
+    """Find the bits of `--kv auto` in at most PASSES passes over `window`; costs tell where to look. Fewer, and a Notice, where it is late
+    (`until`, by the monotonic clock); but the most bits are tried before it is said that none will do. Other ends than the usual ones are
+    kept where they change the answers less. Yields the profile with both. `engine`: of the CPU, with room for packed caches.
     """
     profile, ends = replace(profile, ends=ENDS[0]), profile.ends
     yield Progress("checking bits", 0, PASSES, "passes")
     wanted = _answers(engine, _open(engine, "32bit", None), window)
     found: dict[int, Checked] = {}
-    bits = FIRST
-    while len(found) < PASSES and bits not in found and (not found or time.monotonic() < until):
+    bits, good, late = FIRST, [], False
+    while len(found) < PASSES and bits not in found and not (late and good):
         found[bits] = _check(engine, profile, bits, window, wanted)
         profile = replace(profile, checks=tuple(sorted((one.cost, one.kld, one.flips) for one in found.values())))
         yield Progress("checking bits", len(found), PASSES, "passes")
+        good, late = [mean for mean, one in found.items() if flips_of(one.kld, one.flips) <= AUTO_FLIPS], time.monotonic() >= until
         likely = [mean for mean in MEANS if profile.flips(profile.bits(mean)) <= AUTO_FLIPS]
-        bits = likely[0] if likely else MEANS[-1]
-    if ends != ENDS[0] and time.monotonic() < until:
+        is_last = late or len(found) == PASSES - 1
+        bits = likely[0] if likely and (good or not is_last) else MEANS[-1]
+    if bits not in found and len(found) < PASSES:
+        yield Notice(f"checks stopped at their share of the time, after {len(found)} of {PASSES} passes (more --seconds)")
+    if ends != ENDS[0] and late:
+        yield Notice("there was no time to check {} first and {} newest tokens, which promised less damage: {} and {} stay exact "
+                     "(more --seconds)".format(*ends, *ENDS[0]))
+    elif ends != ENDS[0]:
         yield Progress("checking sinks and window", 0, 2, "passes")
         usual = _check(engine, profile, FIRST, window, wanted, answers=True)
         yield Progress("checking sinks and window", 1, 2, "passes")
         other = _check(engine, replace(profile, ends=ends), FIRST, window, wanted, answers=True)
         profile = replace(profile, ends=ends if other.kld < usual.kld else ENDS[0])
-    good = [mean for mean, one in found.items() if flips_of(one.kld, one.flips) <= AUTO_FLIPS]
     yield replace(profile, auto=min(good) if good else None)
 
 

@@ -12,7 +12,7 @@ from .config import read_config
 from .engine import Engine, open_prepared
 from .evaluate import windows
 from .events import Notice, Progress
-from .kv_check import checked
+from .kv_check import LEAST_SCORED, checked, to_hold_back
 from .kv_profile import Profile
 from .kv_profile_file import identity_of, profile_paths, save_profile
 from .kv_recording import SECONDS, WINDOW, record
@@ -41,13 +41,19 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     try:
         until = time.monotonic() + seconds
         cut = [window for window in windows(tokenizer, text, ctx, source) if len(window) > engine.first_reader() + 1]
-        held = len(cut) > 1
-        share = FOR_RECORDING if held else 1.0
+        held = to_hold_back(cut, engine.first_reader())
+        if cut and held is None:
+            room = ctx - engine.first_reader()
+            why = (f"windows of {ctx} tokens, as long as the model's context, have {room} that read a packed page, of {LEAST_SCORED} wanted"
+                   if room < LEAST_SCORED else
+                   f"{source} has no second window of {LEAST_SCORED + engine.first_reader()} tokens (a longer --text)")
+            yield Notice(f"no bits are checked, so --kv auto will pack nothing: {why}")
+        share = 1.0 if held is None else FOR_RECORDING
         with one_thread():  # products of a few million multiplications, between passes of our own threads
-            for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=int(held)):
+            for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=held):
                 if not isinstance(item, Profile):
                     yield item
-        for found in checked(engine, item, cut[-1], until) if held else (item,):
+        for found in (item,) if held is None else checked(engine, item, cut[held], until):
             if isinstance(found, Profile):
                 save_profile(found, path)
             yield found
@@ -62,13 +68,15 @@ def without_profile(path: Path, options: EngineOptions) -> Prepared:
 
 
 def report(profile: Profile, path: Path) -> dict[str, object]:
-    """What `--json` prints. `presets`: mean bits -> ends of K's bits, ends of V's, noise over that of the same bits everywhere."""
-    presets: dict[int, tuple[tuple[int, int], tuple[int, int], float]] = {}
+    """What `--json` prints. `presets`: mean bits -> ends of K's bits, ends of V's, noise over that of the same bits everywhere; None
+    where no packed page was read, in layers whose window is too short."""
+    presets: dict[int, tuple[tuple[int, int], tuple[int, int], float | None]] = {}
     for mean in PRESETS:
         bits = profile.bits(mean)
         even = [[(mean, mean)] * len(layer) for layer in bits]
         k, v = zip(*(pair for layer in bits for pair in layer), strict=True)
-        presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / profile.cost(even))
+        usual = profile.cost(even)
+        presets[mean] = ((min(k), max(k)), (min(v), max(v)), profile.cost(bits) / usual if usual else None)
     return {"file": str(profile_paths(path)[0]), "tokens": profile.tokens, "hash": f"{profile.hash:016x}", "presets": presets,
             "ends": list(profile.ends), "auto": profile.auto,
             "checks": [{"cost": cost, "kld": kld, "flips": flips} for cost, kld, flips in profile.checks]}

@@ -34,12 +34,12 @@ MOST_WINDOWS = 16
 
 
 def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, seconds: float = SECONDS, source: str = "the text",
-           clock: Callable[[], float] = time.monotonic, held_back: int = 0) -> Iterator[Progress | Notice | Profile]:
+           clock: Callable[[], float] = time.monotonic, held_back: int | None = None) -> Iterator[Progress | Notice | Profile]:
     """Record a profile in about `seconds`; yields Progress, what had to be cut short, and the Profile last.
 
     `engine`: of the CPU, with a chunk of its whole context, which is a window. `weights`: their name
-    (`kv_profile_file.identity`). The last `held_back` windows are not looked at. Raises UsageError for a text or a context in which
-    nothing would be packed.
+    (`kv_profile_file.identity`). Of the windows that are long enough, number `held_back` is not looked at. Raises UsageError for a text or
+    a context in which nothing would be packed.
     """
     shape = engine.cache.shape
     least = Reading(1.0).first_packed_query() + 2
@@ -47,7 +47,8 @@ def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, second
         raise UsageError(f"a context of {engine.n_ctx} tokens is never packed: sinks, window and a page take {least}",
                          "a profile is of use for longer contexts only")
     cut = [window for window in windows(tokenizer, text, engine.n_ctx, source) if len(window) >= least]
-    cut = [echoed(window) if number % 2 == 0 else window for number, window in enumerate(cut[: len(cut) - held_back][:MOST_WINDOWS])]
+    cut = [window for number, window in enumerate(cut) if number != held_back][:MOST_WINDOWS]
+    cut = [echoed(window) if number % 2 == 0 else window for number, window in enumerate(cut)]
     if not cut:
         raise UsageError(f"{source} has too few tokens for a profile: at least {least} in a row are needed", "a longer --text")
     assert shape.chunk >= len(cut[0])

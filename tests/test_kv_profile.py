@@ -364,7 +364,7 @@ def test_the_command_says_what_it_found(folder: Path, tmp_path: Path) -> None:
     assert "noise" in out
     sample.write_text(TEXT[:3000])
     code, out, err = ran(copy, "--text", sample)
-    assert code == 0 and "16bit: nothing was checked" in out and "a longer --text" in out, (out, err)
+    assert code == 0 and "16bit: nothing was checked" in out and "a longer --text" in err, (out, err)
     assert ran(copy, "--seconds", "0")[0] == 2
     assert ran(copy, "--text", tmp_path / "absent")[0] == 2
     assert ran(tmp_path / "absent")[0] == 3

@@ -1,0 +1,85 @@
+"""What a profile's checks rest on: enough tokens, and passes that were run; what is not known is said not to be."""
+
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import effllm
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.quant.kv_basis import KVBasis
+from effllm.quant.kv_ends import ENDS
+from effllm.runtime.calibrate import built_in_text
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.evaluate import windows
+from effllm.runtime.events import Notice
+from effllm.runtime.kv_check import LEAST_SCORED, checked, to_hold_back
+from effllm.runtime.kv_profile import Profile
+from effllm.runtime.kv_profile_file import load_profile
+from effllm.runtime.kv_profile_run import report
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.text import Tokenizer
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+CTX = 640
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    *_, opened = open_engine(FABLE, EngineOptions(device="cpu", kv="8bit", ctx=CTX, chunk=CTX, exact=True))
+    yield opened
+    opened.close()
+
+
+def plain(costs: tuple = (None,) * 6) -> Profile:
+    """The same bits everywhere: 4 do not keep fable's answers, 8 do."""
+    return Profile((KVBasis.plain(2, 64),) * 6, costs, "w", 1024)
+
+
+def test_the_longest_window_is_held_back_and_not_what_is_left_behind_it() -> None:
+    def held(*lengths: int) -> int | None:
+        return to_hold_back([range(length) for length in lengths], 320)
+
+    assert held(1024, 1024, 1024, 326) == held(1024, 1024, 1024, 1000) == 2
+    assert held(1024, 1024) == held(1024, 320 + LEAST_SCORED) == 1
+    assert held() is held(1024) is held(1024, 326) is held(1024, 319 + LEAST_SCORED) is held(400, 400, 400) is None
+
+
+def test_a_handful_of_tokens_decides_nothing(tmp_path: Path) -> None:
+    """Six tokens of the last window were taken for a check: they let --kv auto pack, or said that nothing may be."""
+    folder, tokenizer = shutil.copytree(FABLE, tmp_path / "fable"), Tokenizer.load(FABLE, read_config(FABLE))
+    (tmp_path / "text.txt").write_text(tokenizer.decode(tokenizer.encode(built_in_text())[: 1024 + 326]), encoding="utf-8")
+    world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+    assert main(["eval", "kv-profile", str(folder), "--text", str(tmp_path / "text.txt")], world) == 0, world.stderr.getvalue()
+    assert "16bit: nothing was checked" in world.stdout.getvalue()
+    assert "text.txt has no second window of 576 tokens (a longer --text)" in world.stderr.getvalue()
+    made = load_profile(folder, read_config(folder))
+    assert made.checks == () and made.auto is None and made.tokens > 1024
+
+
+def test_passes_that_there_was_no_time_for_are_told_and_eight_bits_are_tried_before_it_is_said_that_none_will_do(engine: Engine) -> None:
+    window = windows(Tokenizer.load(FABLE, engine.config), built_in_text()[9000:], CTX, "the sample")[3]
+    *events, made = checked(engine, plain(), window, until=0.0)
+    assert made.auto == 8 and len(made.checks) == 2
+    assert [event.text for event in events if isinstance(event, Notice)] == [
+        "checks stopped at their share of the time, after 2 of 3 passes (more --seconds)"]
+    *events, made = checked(engine, replace(plain(), ends=(0, 192)), window, until=0.0)
+    assert made.ends == ENDS[0] and any("no time to check 0 first and 192 newest tokens" in event.text for event in events
+                                        if isinstance(event, Notice))
+    *events, made = checked(engine, plain(), window)
+    assert len(made.checks) == 3 and not any(isinstance(event, Notice) for event in events)
+
+
+def test_a_profile_of_layers_that_read_no_packed_page_is_reported() -> None:
+    """Layers whose window is shorter than what stays exact cost nothing at any bits: that ended with a division by zero."""
+    nothing = np.zeros((2, 7))
+    facts = report(plain(((nothing, nothing), *[None] * 5)), FABLE)
+    assert facts["presets"][4][2] is None
+    assert report(plain(((nothing + 1, nothing), *[None] * 5)), FABLE)["presets"][4][2] == 1
