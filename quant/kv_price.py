@@ -65,6 +65,10 @@ class Moments:
         self.windows += 1
 
     @property
+    def are_finite(self) -> bool:
+        return all(np.isfinite(total).all() for total in (self.k, self.price_k, self.v, self.price_v, self.k_page))
+
+    @property
     def means(self) -> tuple[np.ndarray, ...]:
         """K, the price of its noise, V, the price of its noise, K's power within pages: what `KVBasis.from_moments` takes."""
         return tuple(total / max(1, self.windows) for total in (self.k, self.price_k, self.v, self.price_v, self.k_page))

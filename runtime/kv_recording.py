@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
-from .. import UsageError
+from .. import EffllmError, UsageError
 from ..quant.kv_basis import KVBasis
 from ..quant.kv_ends import ENDS, choose_ends, ends_cost
 from ..quant.kv_price import Moments, Reading, trials
+from .convert_stream import DAMAGED
 from .engine import Engine
 from .evaluate import windows
 from .events import Notice, Progress
@@ -31,6 +33,7 @@ FOR_MOMENTS, FOR_TRIALS = 0.7, 0.2  # of the seconds; the rest is for ends
 ENDS_BITS, ENDS_STEP = 4, 4  # mean bits at which ends are compared; every so many queries of those that are looked at
 KEPT_NBYTES = 512 << 20  # of recorded q, k and v, for trials
 MOST_WINDOWS = 16
+TAPPED = {"q": "queries", "k": "keys", "v": "values", "attn_out": "outputs of attention"}
 
 
 def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, seconds: float = SECONDS, source: str = "the text",
@@ -39,7 +42,7 @@ def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, second
 
     `engine`: of the CPU, with a chunk of its whole context, which is a window. `weights`: their name
     (`kv_profile_file.identity`). Of the windows that are long enough, number `held_back` is not looked at. Raises UsageError for a text or
-    a context in which nothing would be packed.
+    a context in which nothing would be packed, EffllmError where the model's numbers are none.
     """
     shape = engine.cache.shape
     least = Reading(1.0).first_packed_query() + 2
@@ -139,8 +142,10 @@ class _Recording:
             yield Progress("comparing sinks and windows", number, len(whole), "windows")
 
     def _tap(self, name: str, layer: int, value: object) -> None:
-        if name in ("block_in", "q", "k", "v", "attn_out"):
+        if name in TAPPED:
             self._tapped[name] = np.array(value, np.float32)
+            if not np.isfinite(self._tapped[name]).all():
+                self._refuse(f"{TAPPED[name]} of layer {layer} are NaN or infinite on this text")
         if name != "mlp_in":
             return
         config, tapped = self.engine.config, self._tapped
@@ -155,13 +160,22 @@ class _Recording:
         q = np.ascontiguousarray(tapped["q"].reshape(tokens, -1, size)[rows].swapaxes(0, 1))
         k, v = (np.ascontiguousarray(tapped[side].reshape(tokens, -1, size).swapaxes(0, 1)) for side in "kv")
         recorded = (q, k, v, self.grams[layer] / max(power, 1e-30), rows)
-        self.moments[layer].add(*recorded, self.readings[layer], self.sinks[layer])
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+            self.moments[layer].add(*recorded, self.readings[layer], self.sinks[layer])
+        if not self.moments[layer].are_finite:
+            self._refuse(f"keys or values of layer {layer} are too large to be squared on this text")
         nbytes = sum(each.nbytes for each in recorded)
         if len(self.kept) == 1 or self.kept_nbytes + nbytes <= KEPT_NBYTES:
             self.kept[-1].append(recorded)
             self.kept_nbytes += nbytes
         if self.clock() > self.until:
             raise _Stop
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Raises EffllmError; where a tensor is why, it is named."""
+        name = self.engine.model.find_nan()
+        raise EffllmError(why if name is None else f"tensor {name} holds NaN or infinity",
+                          "the model runs without a profile; effllm verify MODEL looks for damage" if name is None else DAMAGED)
 
 
 def _grams(weights: LayerWeights, attended: np.ndarray, heads: int, multiplier: float) -> np.ndarray:

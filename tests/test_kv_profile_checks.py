@@ -1,6 +1,7 @@
 """What a profile's checks rest on: enough tokens, and passes that were run; what is not known is said not to be."""
 
 import io
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import effllm
+from effllm import EffllmError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.quant.kv_basis import KVBasis
@@ -23,7 +25,7 @@ from effllm.runtime.events import Notice
 from effllm.runtime.kv_check import LEAST_SCORED, checked, to_hold_back
 from effllm.runtime.kv_profile import Profile
 from effllm.runtime.kv_profile_file import load_profile
-from effllm.runtime.kv_profile_run import report
+from effllm.runtime.kv_profile_run import recorded, report
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 
@@ -83,3 +85,20 @@ def test_a_profile_of_layers_that_read_no_packed_page_is_reported() -> None:
     facts = report(plain(((nothing, nothing), *[None] * 5)), FABLE)
     assert facts["presets"][4][2] is None
     assert report(plain(((nothing + 1, nothing), *[None] * 5)), FABLE)["presets"][4][2] == 1
+
+
+@pytest.mark.parametrize(("bits", "said"), [
+    (0x7F80, r"tensor model\.layers\.1\.self_attn\.v_proj\.weight holds NaN or infinity"),
+    (0x5F80, "keys or values of layer 1 are too large to be squared on this text")])  # 2^64
+@pytest.mark.filterwarnings("error")
+def test_weights_that_make_no_numbers_are_named(tmp_path: Path, bits: int, said: str) -> None:
+    """An infinity ended as one of the internal errors of NumPy, behind its warnings."""
+    folder = shutil.copytree(FABLE, tmp_path / "fable")
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    size = int.from_bytes(raw[:8], "little")
+    begin, end = json.loads(raw[8 : 8 + size])["model.layers.1.self_attn.v_proj.weight"]["data_offsets"]
+    np.frombuffer(raw, "<u2", (end - begin) // 2, 8 + size + begin)[5] = bits
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(EffllmError, match=said) as refused:
+        list(recorded(folder, built_in_text()[:9000]))
+    assert refused.value.hint
