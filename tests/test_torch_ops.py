@@ -298,6 +298,9 @@ def test_half_precision_saturates(ops: TorchOps) -> None:
     layer.write(ops.from_host(one * 1e6), ops.from_host(one * -1e6), np.array([0]), np.array([0]))
     out = ops.to_host(layer.attend(ops.from_host(np.zeros((1, 8), np.float32)), 0, np.array([[0, 0, 0, 1]])))
     np.testing.assert_array_equal(out, np.full((1, 8), -65504, np.float32))
+    layer.write(ops.from_host(one * -np.inf), ops.from_host(one * np.nan), np.array([0]), np.array([0]))
+    keys, values = (side[0, 0, 0].tolist() for side in layer._exact_sides)
+    assert keys == [-np.inf] * 8 and np.isnan(values).all()
 
 
 def test_uploads_of_old_steps_are_forgotten(ops: TorchOps) -> None:

@@ -47,7 +47,7 @@ ONE, HALF, ZERO = np.float32(1.0), np.float32(0.5), np.float32(0.0)
 EXP_LOW, EXP_HIGH = np.float32(-87.3), np.float32(88.3)
 HALF_MAX, HALF_SCALE = np.float32(65504.0), np.float32(2.0**112)
 INV_SQRT2, TANH_INNER, GELU_CUBE = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
-MINUS_INF = np.float32(-np.inf)
+INFINITY, MINUS_INF = np.float32(np.inf), np.float32(-np.inf)
 SLOPE, LIMIT = np.float32(SWISH_SLOPE), np.float32(SWISH_LIMIT)
 
 
@@ -117,7 +117,7 @@ if HAS_HALF:
 
     @inlined()
     def narrow_half(value):
-        return f32_to_half(min(max(value, -HALF_MAX), HALF_MAX) if value == value else value)
+        return f32_to_half(min(max(value, -HALF_MAX), HALF_MAX) if abs(value) < INFINITY else value)
 else:
 
     @inlined()
@@ -132,12 +132,14 @@ else:
 
     @inlined()
     def narrow_half(value):
-        """Nearest half, ties to even, saturating at the largest finite value; NaN stays NaN."""
+        """Nearest half, ties to even; finite values saturate at the largest, infinity and NaN stay what they are."""
         pattern = f32_to_bits(value)
         sign = (pattern >> uint32(16)) & uint32(0x8000)
         magnitude = pattern & uint32(0x7FFFFFFF)
         if magnitude > uint32(0x7F800000):
             return uint16(sign | uint32(0x7E00))
+        if magnitude == uint32(0x7F800000):
+            return uint16(sign | uint32(0x7C00))
         if magnitude >= uint32(0x477FE000):
             return uint16(sign | uint32(0x7BFF))
         if magnitude < uint32(0x38800000):

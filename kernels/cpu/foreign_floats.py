@@ -7,7 +7,7 @@ from numpy import float32, uint32
 
 from ..compile import jit
 from ..deferred import inlined
-from .arithmetic import narrow_half
+from .arithmetic import INFINITY, narrow_half
 from .intrinsics import HAS_HALF, bits_to_f32, f32_at, f32_to_half, u8_at, u16_at
 
 SUBNORMAL = np.float32(2.0**-9)  # what a code without an exponent is a multiple of
@@ -37,7 +37,7 @@ else:
     def to_half(value):
         """Nearest half, ties to even; what is too large is infinite."""
         half = narrow_half(value)
-        return half + np.uint16(1) if abs(value) >= OVERFLOW else half
+        return half + np.uint16(1) if OVERFLOW <= abs(value) < INFINITY else half
 
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64)")

@@ -7,6 +7,7 @@ them: one temporary as large as what is seen, and no kernel that follows a table
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -24,6 +25,11 @@ class Codec(Protocol):
     """What seals a page (`quant/kv.py`), on the host."""
 
     def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None: ...
+
+
+def saturated(x: torch.Tensor) -> torch.Tensor:
+    """Finite values within what a half holds; infinity and NaN as they are."""
+    return torch.where(x.abs() == math.inf, x, x.clamp(-HALF_MAX, HALF_MAX))
 
 
 def sides(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,12 +81,13 @@ class TorchLayerPages:
         self._exact_sides, self._sealed_sides = sides(exact, layout), sides(sealed, layout)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
-        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. Halves saturate, as on the CPU."""
+        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. As on the CPU, finite values saturate as halves,
+        and infinity stays what it is: a page of it is refused when it is packed."""
         slot, row, layout = self.upload(slots), self.upload(rows), self.layout
         part, row = slot * layout.parts + row // layout.rows, row % layout.rows
         for side, new in zip(self._exact_sides, (k, v)):
             new = new.unflatten(1, (layout.kv_heads, layout.head_dim))
-            side[part, :, row] = (new if layout.stored == F32 else new.clamp(-HALF_MAX, HALF_MAX)).to(side.dtype)
+            side[part, :, row] = (new if layout.stored == F32 else saturated(new)).to(side.dtype)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`; the bytes pass through the host."""
