@@ -45,12 +45,13 @@ class Trust:
         right, trials = self._seen.get(kind, (0.0, 0.0))
         return (right + FIRST_TRIALS / 2 + hope) / (trials + FIRST_TRIALS + hope)
 
-    def judge(self, kind: Hashable, guessed: Sequence[int], came: Sequence[int]) -> None:
-        """Hold a guess against the tokens that came: up to the first that is wrong."""
+    def judge(self, kind: Hashable, guessed: Sequence[int], came: Sequence[int]) -> bool:
+        """Hold a guess against the tokens that came: up to the first that is wrong. Returns whether there was none."""
         right = agreement(guessed, came)
         trials = min(right + 1, len(guessed), len(came))
         before = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = FADE * before[0] + right, FADE * before[1] + trials
+        return right == len(guessed)
 
 
 class PassCosts:
@@ -79,10 +80,9 @@ class PassCosts:
         """Is it time for a pass of one token?"""
         return len(self._seconds.get(1, ())) < 2 or self._passes - self._when[1] >= ALONE_EVERY
 
-    @property
-    def is_known(self) -> bool:
-        """Was a pass of one token timed?"""
-        return 1 in self._typical
+    def is_known(self, columns: int) -> bool:
+        """Was a pass of so many tokens timed of late?"""
+        return columns in self._typical
 
     @property
     def alone(self) -> float:

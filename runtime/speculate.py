@@ -115,7 +115,7 @@ class Speculation:
         self._step: object = None  # the cache's step that the rows below belong to
         self._ahead: tuple[int, ...] = ()
         self._rows = np.empty((0, 0), np.float32)
-        self._said_failed = False
+        self._said_failed = self._right = False  # the latter: the last guess of the draft model was, as a whole
         self._since_model, self._since_draft = TRY_EVERY, 0  # the latter counts passes that ended
 
     @property
@@ -136,7 +136,7 @@ class Speculation:
         """Let the draft model read the prompt that `engine` holds, unless its guesses are known not to pay."""
         if (model := self._drafting) is None:
             return
-        known, extra = self._costs.is_known, model.costs.token
+        known, extra = self._costs.is_known(1), model.costs.token
         if not known or best_length(self._trust.share(KIND, HOPE), self._costs, COLUMNS - 1, extra / self._costs.alone)[0]:
             model.follow(engine.tokens)
             yield from model.read(engine.cancelled)
@@ -212,7 +212,8 @@ class Speculation:
         new = [*held[known:], token]
         if known <= len(held) and held[max(0, known - SAME) : known] == self._history[-SAME:]:
             for draft in self._judged:
-                self._trust.judge(draft.kind, draft.tokens, new)
+                whole = self._trust.judge(draft.kind, draft.tokens, new)
+                self._right = whole if draft.kind == KIND else self._right
             self._history += new
         else:
             known, self._history = 0, [*held, token]
@@ -236,12 +237,13 @@ class Speculation:
         return draft.tokens[:length] if length else ()
 
     def _guess(self, model: DraftModel, most: int, otherwise: float, cancelled: Callable[[], bool]) -> Draft | None:
-        """What the draft model says, where that promises more than `otherwise` and what it has to read first comes back within TRY_EVERY
-        passes, or where it is tried."""
+        """What the draft model says, where that promises more than `otherwise`, or where it is tried. What it has to read first must come
+        back within TRY_EVERY passes, by costs that were measured: those that are guessed low would have it read again and again."""
         extra, behind = model.costs.token / self._costs.alone, model.behind(len(self._history))
         reading = model.costs.reading(behind) / self._costs.alone
         length, value = best_length(self._trust.share(KIND), self._costs, most, extra)
-        if not length or value <= otherwise or reading > TRY_EVERY * (value - max(1.0, otherwise)):
+        gain = TRY_EVERY * (value - max(1.0, otherwise)) if self._costs.is_known(1 + length) else 0.0
+        if not length or value <= otherwise or reading > gain:
             length = min(TRY, most)
             if not self._tries(length, extra, otherwise, behind, reading):
                 return None
@@ -254,9 +256,9 @@ class Speculation:
 
     def _tries(self, length: int, extra: float, otherwise: float, behind: int, reading: float) -> bool:
         """Is a guess of the draft model run though it is not thought to pay? While it has read what came, a few show whether they are
-        right. Later it would have to read all that came since: that is done rarely, where right guesses would pay, and where it takes
-        little beside what was written meanwhile."""
-        share = self._trust.share(KIND, HOPE) if behind <= STEADY else 1.0
+        right, and go on while they are. Later it would have to read all that came since: that is done rarely, where right guesses would
+        pay, and where it takes little beside what was written meanwhile."""
+        share = self._trust.share(KIND, HOPE) if behind <= STEADY and not self._right else 1.0
         hoped, value = best_length(share, self._costs, length, extra)
         if not hoped or value <= otherwise:
             return False

@@ -74,11 +74,12 @@ class Drafting:
 
 
 def gained(costs: Sequence[float], token: float, right: float | Callable[[int], float], tokens: int = 1000,
-           prompt: int = 1000) -> tuple[float, Drafting]:
-    """How many times as fast an answer came behind a prompt that both have read as without drafts, and the draft model."""
+           prompt: int = 1000, read: float = 0.25) -> tuple[float, Drafting]:
+    """How many times as fast an answer came behind a prompt that both have read as without drafts, and the draft model. `read`: what a
+    token that is read takes beside one that is guessed."""
     text = list(range(prompt + tokens))
     engine = Replaying(text[:prompt], costs)
-    model = Drafting(engine, text, token, token / 4, right if callable(right) else lambda at: right)
+    model = Drafting(engine, text, token, token * read, right if callable(right) else lambda at: right)
     speculation = Speculation((), model, lambda: engine.now, WAITING if costs is DISK else COMPUTING)
     list(speculation.read(engine))
     began = engine.now
@@ -95,11 +96,18 @@ def test_a_draft_model_that_is_never_right_costs_little(costs: Sequence[float], 
 
 
 @pytest.mark.parametrize(("cost", "token", "right", "least"), (
-    ("disk", 0.05, 0.7, 2.0), ("disk", 0.2, 0.7, 1.4), ("avx2", 0.05, 0.9, 1.25), ("vnni", 0.1, 0.9, 1.5), ("vnni", 0.1, 0.7, 1.25)))
+    ("disk", 0.05, 0.7, 2.0), ("disk", 0.2, 0.7, 1.4), ("avx2", 0.05, 0.9, 1.25),
+    ("vnni", 0.1, 0.9, 1.5), ("vnni", 0.1, 0.7, 1.25), ("avx2", 0.2, 1.0, 1.35)))
 @pytest.mark.parametrize("prompt", (20, 4000))
 def test_one_that_pays_is_used_however_long_the_prompt(cost: str, token: float, right: float, least: float, prompt: int) -> None:
     """Reading it was counted as the cost of the first guesses: they did not pay, and the next was tried 64 passes later."""
     assert gained(DISK if cost == "disk" else COSTS[cost], token, right, prompt=prompt)[0] > least
+
+
+@pytest.mark.parametrize("right", (0.5, 0.7, 0.9))
+@pytest.mark.parametrize("costs", (DISK, *COSTS.values()), ids=("disk", *COSTS))
+def test_one_that_reads_as_slowly_as_it_guesses_is_not_read_again_and_again(costs: Sequence[float], right: float) -> None:
+    assert min(gained(costs, token, right, read=1.0)[0] for token in (0.1, 0.2, 0.3)) > 0.96
 
 
 def test_one_that_could_not_pay_is_tried_once() -> None:
