@@ -55,13 +55,17 @@ def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layo
 
 def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | None:
     """Where the pages of a planned run go; None where memory holds all of them."""
-    pages, options, shape = prepared.placement.kv_pages, prepared.options, prepared.shape
-    if pages is None:
+    placement, options, shape = prepared.placement, prepared.options, prepared.shape
+    if placement.kv_pages is None:
         return None
     layout = codec(options.kv).layout(prepared.config.num_key_value_heads, prepared.config.head_dim)
-    fixed = cache_nbytes(prepared.codecs, layout, shape)[0] + _beside_ring(options, prepared.codecs, layout, shape)
+    codecs = prepared.codecs[: placement.devices.count("cpu")]
+    fixed, page = cache_nbytes(codecs, layout, shape)
+    # The ring was planned for the context as it was asked for, and so was what lies beside it: no more than what the plan leaves.
+    left = placement.host_kv_bytes - fixed - _beside_ring(options, codecs, layout, shape) - placement.kv_pages * page
     slots = picked(shape.pages) if options.kv_read == SPARSE else 0
-    return DiskTier(spill_folder(options), pages, _ring(options, fixed), cancelled, slots=slots, most=_most(options))
+    return DiskTier(spill_folder(options), placement.kv_pages, max(0, min(_most_ring(options), left)), cancelled, slots=slots,
+                    most=_most(options))
 
 
 def _most(options: EngineOptions) -> int | None:
@@ -122,8 +126,12 @@ def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec
 def _ring(options: EngineOptions, fixed: int) -> int:
     """Bytes of the ring, about: no more than a quarter of what the cache may take, nor than what is left of that beside the `fixed` bytes
     which it takes in any case. So the least memory that a refusal names is enough."""
-    most = SPARSE_RING if options.kv_read == SPARSE else RING_NBYTES
     if not options.kv_ram:
-        return most
+        return _most_ring(options)
     ram = parse_size(options.kv_ram)
-    return max(0, min(most, ram // 4, ram - fixed))
+    return max(0, min(_most_ring(options), ram // 4, ram - fixed))
+
+
+def _most_ring(options: EngineOptions) -> int:
+    """Bytes of the ring where memory is plenty."""
+    return SPARSE_RING if options.kv_read == SPARSE else RING_NBYTES

@@ -84,6 +84,23 @@ def test_the_least_memory_that_a_refusal_names_is_enough(kv: str, kv_read: str, 
             assert set_aside(prepared)[0] == prepared.placement.kv_bytes
 
 
+@pytest.mark.parametrize("kv", ["16bit", "4bit"])
+def test_a_context_that_the_disk_shortens_takes_no_more_than_was_planned(kv: str, tmp_path: Path) -> None:
+    """Less is set aside beside the ring than for the whole context; the ring is not to grow by more than that."""
+    whole, shortened = prepare(FABLE, asked(kv, 2048)).placement.kv_bytes, 0
+    for share in range(30, 90, 5):
+        options = EngineOptions(device="cpu", kv=kv, threads=1, kv_ram=str(whole * share // 100), disk=str(whole * 9 // 40),
+                                spill_dir=str(tmp_path))
+        try:
+            placed = (prepared := prepare(FABLE, options)).placement
+        except DoesNotFit:
+            continue
+        held, cache = set_aside(prepared)
+        assert held <= placed.kv_bytes <= parse_size(options.kv_ram), share
+        shortened += placed.ctx < 2048 and cache.pool.stream is not None
+    assert shortened
+
+
 @pytest.mark.parametrize("kv", ["16bit", "8bit", "4bit"])
 def test_a_longer_context_takes_what_the_plan_says(kv: str) -> None:
     """Contexts of 640 and 1,536 tokens, full but for a token: exact tokens take the same in both, so all that grows is pages."""
