@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.layout import PAGE
+from ..kernels.threads import ThreadPool
 from ..kernels.workspace import Dims
 from ..offload.direct import Interrupted, Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
@@ -91,11 +92,10 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-def _backends(devices: Sequence[str], widths: Dims, workers: int, exact: bool, card: Device | None) -> dict[str, object]:
+def _backends(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None) -> dict[str, object]:
     from ..kernels.cpu.ops import CpuOps, default_registry
-    from ..kernels.threads import ThreadPool
 
-    backends: dict[str, object] = {"cpu": CpuOps(ThreadPool(workers), widths, default_registry(exact=exact))}
+    backends: dict[str, object] = {"cpu": CpuOps(pool, widths, default_registry(exact=exact))}
     if "cuda" in devices:
         from ..kernels.cuda.torch_ops import TorchOps
 
@@ -113,15 +113,24 @@ class Engine:
         kv = codec(options.kv)
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
                       self.placement.kv_pages is not None or bool(kv.policy))
-        self.backends = backends or _backends(self.placement.devices, widths, worker_count(options), options.exact, prepared.card)
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
         # told a prompt and how much of it is held; may put more of it into the cache. How much is held then, and what a person is told
         self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
         streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.cancelled())
-        self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
-                           mmap=options.load == "mmap", container=prepared.container, streams=streams,
-                           copied_from=self.placement.copied_from, predictors=prepared.predictors)
-        self.cache, self.watch = self.new_cache(), Watch(mapped=options.load == "mmap", shed=self.model.pager.shed)
+        with ExitStack() as unless_made:  # an engine that is not made leaves no thread and no file
+            if backends is None:
+                unless_made.callback((pool := ThreadPool(worker_count(options))).close)
+                backends = _backends(self.placement.devices, widths, pool, options.exact, prepared.card)
+            self.backends = backends
+            self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
+                               mmap=options.load == "mmap", container=prepared.container, streams=streams,
+                               copied_from=self.placement.copied_from, predictors=prepared.predictors)
+            unless_made.callback(self.model.close)
+            self.cache = self.new_cache()
+            unless_made.callback(self.cache.close)
+            self.speculation = speculation(prepared)
+            unless_made.pop_all()
+        self.watch = Watch(mapped=options.load == "mmap", shed=self.model.pager.shed)
         self.tokens: list[int] = []
         self.anew = 0  # the first of them that are held as reading them in one prompt, from an empty cache, leaves them
         self.truncated = False
@@ -129,7 +138,6 @@ class Engine:
         self.load_s = 0.0
         self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode is its passes (below), choosing tokens, and guessing them
         self._logits: np.ndarray | None = None
-        self.speculation = speculation(prepared)
 
     def new_cache(self) -> KVCache:
         """An empty KV cache for this model, codec and context, over the backends of its layers."""

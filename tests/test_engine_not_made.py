@@ -1,0 +1,27 @@
+"""Engines that cannot be made: what they had opened by then is closed, so that a program that goes on has lost nothing."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from effllm import EffllmError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from saves import opened
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+@pytest.mark.parametrize("late", (False, True))
+def test_no_file_and_no_thread_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    tier = {"ctx": 2048, "kv_ram": "7M", "spill_dir": str(tmp_path / "file")}
+    if late:  # the last thing that can fail, with the cache's file open
+        monkeypatch.setattr("effllm.runtime.engine.speculation", lambda prepared: prepared.nothing)
+    else:
+        (tmp_path / "file").touch()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with pytest.raises(AttributeError if late else EffllmError, match="nothing" if late else "no file for the KV cache"):
+        opened(threads=3, **tier)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
