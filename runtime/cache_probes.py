@@ -27,6 +27,7 @@ class Probes:
         self.specs, self.shape = specs, shape
         self.behind = 1 if shape.window >= PAGE else 0  # pages from a page to its probes
         self._rows: dict[int, list[np.ndarray | None]] = {}
+        self._sinks: dict[int, np.ndarray] = {}  # of layers that learned them
         self._wanted = np.zeros(0, np.int64)
         self._positions = self._wanted
 
@@ -40,7 +41,9 @@ class Probes:
         return len(self._wanted) > 0
 
     def see(self, name: str, layer: int, value: object) -> None:
-        """A tap: keeps the rows of q [T, heads * D] that are wanted."""
+        """A tap: keeps the rows of q [T, heads * D] that are wanted, and a layer's sinks, logits [heads] that take attention from all."""
+        if name == "sinks" and layer not in self._sinks:
+            self._sinks[layer] = np.array(value, np.float32)  # a copy: a layer's memory may go
         if name == "q":
             for position, row in zip(self._positions.tolist(), np.array(value[self._wanted], np.float32), strict=True):
                 self._rows[position][layer] = row
@@ -64,11 +67,12 @@ class Probes:
             if any(row is None for row in rows):
                 continue  # a page that came from a file: nothing is known of it
             keys = np.concatenate(parts).astype(np.float32)
-            found[layer] = self._shares(self.specs[layer], np.stack(rows), keys, probes, at)
+            found[layer] = self._shares(layer, np.stack(rows), keys, probes, at)
         return found
 
-    def _shares(self, spec: AttnSpec, q: np.ndarray, keys: np.ndarray, probes: np.ndarray, at: np.ndarray) -> np.ndarray:
+    def _shares(self, layer: int, q: np.ndarray, keys: np.ndarray, probes: np.ndarray, at: np.ndarray) -> np.ndarray:
         """[KV heads, blocks] of one layer."""
+        spec, sinks = self.specs[layer], self._sinks.get(layer)
         q = q.reshape(len(q), spec.kv_heads, -1, spec.head_dim)
         scores = np.einsum("phgd,khd->hgpk", q, keys, optimize=True) * np.float32(spec.scale)
         if spec.softcap:
@@ -77,7 +81,9 @@ class Probes:
         if spec.window:
             seen &= at > probes[:, None] - spec.window
         scores[:, :, ~seen] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        sink = np.float32(-np.inf) if sinks is None else sinks.reshape(spec.kv_heads, -1, 1, 1)
+        top = np.maximum(scores.max(-1, keepdims=True), sink)
+        weights = np.exp(scores - top)
+        weights /= weights.sum(-1, keepdims=True) + np.exp(sink - top)
         own = weights[..., self.shape.sinks : self.shape.sinks + PAGE].mean(2)
         return own.reshape(*own.shape[:2], -1, BLOCK).sum(-1).max(1)

@@ -32,6 +32,7 @@ from effllm.runtime.policy.salient import Salient
 from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from family_models import GPT_OSS, Case, written
 from kv_samples import SHARE, Stream, moments_basis, packed_cache, relative
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -99,9 +100,12 @@ def test_scores_of_the_papers():
 # ---- what is seen
 
 
-@pytest.mark.parametrize("window, softcap, seen", [(128, None, None), (16, None, None), (128, 5.0, None), (128, None, 150)])
-def test_probes_see_the_share_of_attention_that_a_page_gets(window, softcap, seen):
-    """Against plain softmax weights, read from attention over values that say which block of 16 a token lies in."""
+@pytest.mark.parametrize("window, softcap, seen, sinks", [(128, None, None, None), (16, None, None, None), (128, 5.0, None, None),
+                                                          (128, None, 150, None), (128, None, None, [9.0, -60.0, 2.0, 0.5])])
+def test_probes_see_the_share_of_attention_that_a_page_gets(window, softcap, seen, sinks):
+    """Against plain softmax weights, read from attention over values that say which block of 16 a token lies in. What learned sinks take,
+    no page gets."""
+    sinks = None if sinks is None else np.array(sinks, np.float32)
     spec, shape = AttnSpec(4, 2, 16, 0.25, seen, softcap), CacheShape(1024, sink=32, window=window)
     rng = np.random.default_rng(0)
     tokens = 32 + 3 * PAGE
@@ -111,6 +115,8 @@ def test_probes_see_the_share_of_attention_that_a_page_gets(window, softcap, see
         if probes.begin(np.arange(begin, end)):
             probes.see("k", 0, q[begin:end] * 9)
             probes.see("q", 0, q[begin:end])
+            if sinks is not None:
+                probes.see("sinks", 0, sinks)
     for page in (0, 1):
         start = 32 + PAGE * page
         last = start + PAGE * (2 if window >= PAGE else 1)
@@ -119,7 +125,8 @@ def test_probes_see_the_share_of_attention_that_a_page_gets(window, softcap, see
         blocks = np.zeros((len(held), 2, 16), np.float32)
         for block in range(PAGE // BLOCK):
             blocks[32 + BLOCK * block : 32 + BLOCK * (block + 1), :, block] = 1
-        made = np.stack([reference.attend(q[row].reshape(1, 4, 16), k[held], blocks, row, held, 0.25, seen, softcap)[0] for row in rows])
+        made = np.stack([reference.attend(q[row].reshape(1, 4, 16), k[held], blocks, row, held, 0.25, seen, softcap, sinks)[0]
+                         for row in rows])
         want = made.mean(0).reshape(2, 2, 16).max(1)[:, : PAGE // BLOCK]
         assert found.shape == (1, 2, 8) and np.allclose(found[0], want, atol=1e-6)
 
@@ -227,6 +234,26 @@ def test_an_answer_is_nearer_than_that_of_fewer_bits(engine):
         one.close()
     errors = [relative(each, found[0]) for each in found[1:]]
     assert errors == sorted(errors) and 0 < errors[0] and errors[-1] < 0.5
+
+
+def test_a_page_that_learned_sinks_leave_nothing_is_worth_nothing(tmp_path):
+    """gpt-oss: shares were taken of what keys get alone, as though there were no sinks."""
+    import safetensors.torch as files
+
+    written(Case("gpt_oss", GPT_OSS), tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = files.load_file(path)
+    weights["model.layers.1.self_attn.sinks"][:] = 200.0
+    files.save_file(weights, path, metadata={"format": "pt"})
+    *_, engine = open_engine(tmp_path, EngineOptions(device="cpu", kv="4bit+mikv", ctx=512))
+    try:
+        seen, decide = [], engine.cache.policy.act
+        engine.cache.policy.act = lambda stats: (seen.append(stats.attention), decide(stats))[1]
+        for _ in engine.score([1 + i % 250 for i in range(400)]):
+            continue
+    finally:
+        engine.close()
+    assert len(seen) == 1 and seen[0][1].max() < 1e-6 < 1e-3 < seen[0][0].max()
 
 
 @pytest.mark.parametrize("kv, more, said", [("4bit+h2o", {}, "no such policy"), ("8bit+mikv", {}, "3, 4, 5, 6 on average"),

@@ -92,6 +92,8 @@ def attention(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions
     tap("q", layer, q)
     tap("k", layer, k)
     tap("v", layer, v)
+    if w.sinks is not None:
+        tap("sinks", layer, w.sinks)
     attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)
