@@ -113,6 +113,8 @@ class EngineFlags(Group):
             weaker = [name for name in holding if name in settled]
             if len(holding) == 2 and len(weaker) == 1:  # what was typed holds; two of the same rank are an error
                 del values[weaker[0]]
+        if "kv" in values and not {"cache_k", "cache_v"}.isdisjoint(values):  # given 16bit looks like the default later
+            raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
         return EngineOptions(**values, preset=settled, **{name: value for name, value in more.items() if value is not None})
 
 

@@ -181,6 +181,9 @@ def of_types(keys: str, values: str) -> str:
             raise UsageError(f"{name} is no type of a cache", f"one of {', '.join(TYPES)}, or --kv")
     if bits[0] == bits[1]:
         return f"{bits[0]}bit"
+    if min(bits) > 8:
+        raise UsageError(f"keys as {keys} with values as {values}: 32 and 16 bits do not mix",
+                         f"-ctk {keys} -ctv {keys}, or {values} for both")
     if max(bits) > 8:
         packed = min(keys, values, key=lambda each: named[each.lower()])
         raise UsageError(f"keys as {keys} with values as {values}: exact and packed ones do not mix",

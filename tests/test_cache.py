@@ -333,8 +333,12 @@ def test_types_as_llama_cpp_names_them():
     assert of_types("8bit", "q5_1") == "k8v5"
     with pytest.raises(UsageError, match="q7 is no type of a cache"):
         of_types("q7", "f16")
-    with pytest.raises(UsageError, match="do not mix"):
-        of_types("q8_0", "f16")
+    for exact in ("f16", "f32"):
+        with pytest.raises(UsageError, match=f"keys as q8_0 with values as {exact}: exact and packed ones do not mix"):
+            of_types("q8_0", exact)
+    with pytest.raises(UsageError, match="keys as f32 with values as f16: 32 and 16 bits do not mix") as caught:
+        of_types("f32", "f16")
+    assert caught.value.hint == "-ctk f32 -ctv f32, or f16 for both"
     assert EngineOptions(cache_k="q8_0", cache_v="q4_0").kv == "k8v4"
     with pytest.raises(UsageError, match="say the same thing"):
         EngineOptions(kv="4bit", cache_k="q8_0")

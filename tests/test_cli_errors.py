@@ -114,6 +114,8 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["run", "fable", "hi", "--top-k", "1.5"], 2, "'1.5' is not a whole number"),
     (["run", "fable", "hi", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
     (["run", "fable", "hi", "--kv", "7bit"], 2, "--kv 7bit is not known"),
+    (["run", "fable", "hi", "--kv", "16bit", "-ctk", "q8_0", "-ctv", "q8_0"], 2, "--kv and -ctk or -ctv say the same thing"),
+    (["plan", "fable", "--kv", "16", "-ctv", "q8_0"], 2, "--kv and -ctk or -ctv say the same thing"),
     (["run", "fable", "hi", "-n", "-2"], 2, "-n -2"),
     (["run", "fable", "hi", "-c", "0"], 2, "0"),
     (["run", "fable", "hi", "-c", "4096"], 2, "2048"),
