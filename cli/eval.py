@@ -19,6 +19,8 @@ from .screen import Screen
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.engine import Engine, EngineOptions
+    from ..runtime.evaluate import KldResult
+    from ..runtime.recall import RecallResult
 
 WINDOW = 1024  # tokens, where -c does not say: long enough that most of them see a context
 TEXT = "text"
@@ -109,7 +111,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
         reference = last(follow(open_reference(reference_ref.folder, own, at_hand.engine), screen, Engine))
         try:
             comparing = compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text), by_token)
-            result = last(follow(comparing, screen, KldResult))
+            result, packed = last(follow(comparing, screen, KldResult)), at_hand.engine.cache.is_packed
         finally:
             reference.close()
     if json:
@@ -122,7 +124,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
         ("", f"99% below {result.kld_p99:.3g}, 99.9% below {result.kld_p999:.3g}"),
         ("noise floor", f"mean {result.floor_kld_mean:.3g} (the reference against itself)"),
         ("same top token", f"{100 * result.same_top:.2f}%"),
-        ("cache", f"{result.kv_bits_per_value:.3g} bits a value over all, {result.packed_bits:.3g} packed"),
+        ("cache", bits_of(result, packed)),
         ("weights", f"{result.weight_bits_per_value:.3g} bits a value"),
     ))
 
@@ -175,7 +177,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
         reference = last(follow(open_reference(ref.folder, own, at_hand.engine), screen, Engine))
         try:
             asking = ask(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, samples, named(text))
-            result = last(follow(asking, screen, RecallResult))
+            result, packed = last(follow(asking, screen, RecallResult)), at_hand.engine.cache.is_packed
         finally:
             reference.close()
     if json:
@@ -186,7 +188,12 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
         unsure = "" if row.comparable else ": the model itself is unsure here"
         rows.append((f"facts in the first {row.spread:.0%}",
                      f"{row.right:.1%} of {row.tokens} tokens right, {row.right_exact:.1%} with an exact cache{unsure}"))
-    screen.pairs((*rows, ("cache", f"{result.packed_bits:.3g} bits a value packed, {result.kv_bits_per_value:.3g} over all")))
+    screen.pairs((*rows, ("cache", bits_of(result, packed))))
+
+
+def bits_of(result: KldResult | RecallResult, packed: bool) -> str:
+    """Of the cache under test; of one that packs nothing not what its pages would take."""
+    return f"{result.kv_bits_per_value:.3g} bits a value over all" + (f", {result.packed_bits:.3g} packed" if packed else "")
 
 
 def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:

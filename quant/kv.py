@@ -163,6 +163,9 @@ def codec(name: str) -> RawCodec | PackedFormat:
         return PackedFormat(int(both or bits_k), int(both or bits_v), policy or "")
     if name.lower() in TYPES:
         raise UsageError(f"--kv {name} is not known", f"use {TYPES[name.lower()]}bit; -ctk and -ctv take llama.cpp's names")
+    if "+" in name:
+        widths = ", ".join(f"{bits}bit" for bits in sorted(MIXED))
+        raise UsageError(f"--kv {name} is not known", f"policies go with bits: {widths} take +mikv or +zipcache")
     widths = ", ".join(f"{bits}bit" for bits in MEAN_BITS if bits > 1)  # a single bit is for profiles to give
     raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and its like, or auto")
 

@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .. import UsageError
 from ..kernels.blas import one_thread
 from ..kernels.layout import PAGE
+from ..quant.kv import codec
 from .config import read_config
 from .engine import Engine, open_prepared
 from .evaluate import windows
@@ -21,6 +23,7 @@ from .source import open_weights
 from .text import Tokenizer
 
 PRESETS = (8, 6, 5, 4, 3, 2)
+FORMAT = "8bit"  # of the engine that records: with room for any packed cache
 FOR_RECORDING = 0.6  # of the seconds; the rest is for checks
 
 
@@ -28,11 +31,15 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
              source: str = "the text") -> Iterator[Progress | Notice | Profile]:
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record` does."""
     config = read_config(path)
+    try:
+        codec(FORMAT).layers(1, config.num_key_value_heads, config.head_dim)
+    except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here
+        raise UsageError(error.message, "a profile is of use for caches that can be packed only") from error
     ctx = min(WINDOW, config.context_length)
     tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
     # Exact products: 8-bit activations of low-bit weights round another way whatever changes, which on fable at 4 bits looks like a hundred
     # times the damage of a 4-bit cache. Checks are to see what the cache does.
-    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv="8bit", chunk=-(-ctx // PAGE) * PAGE, exact=True)
+    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=FORMAT, chunk=-(-ctx // PAGE) * PAGE, exact=True)
     for item in open_prepared(lambda: without_profile(path, options), folder_kinds(path, options)):
         if isinstance(item, Engine):
             engine = item

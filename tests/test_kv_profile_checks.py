@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import effllm
-from effllm import EffllmError
+from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.quant.kv_basis import KVBasis
@@ -85,6 +85,15 @@ def test_a_profile_of_layers_that_read_no_packed_page_is_reported() -> None:
     facts = report(plain(((nothing, nothing), *[None] * 5)), FABLE)
     assert facts["presets"][4][2] is None
     assert report(plain(((nothing + 1, nothing), *[None] * 5)), FABLE)["presets"][4][2] == 1
+
+
+def test_heads_that_no_record_takes_are_told_without_a_flag_that_the_command_lacks(tmp_path: Path) -> None:
+    folder = shutil.copytree(FABLE, tmp_path / "fable")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": 12}))
+    with pytest.raises(UsageError, match="this model has 12") as refused:
+        list(recorded(folder, built_in_text()[:9000]))
+    assert "--" not in refused.value.hint
 
 
 @pytest.mark.parametrize(("bits", "said"), [
