@@ -149,8 +149,8 @@ class KVCache:
         return begin, max(begin, self.sealed)
 
     def _begin_again(self, tokens: int) -> bool:
-        """`begin` for tokens that lie in the page in which the last as many lay. The step has the arrays of theirs, changed in place: a
-        backend that knows them knows what to do."""
+        """`begin` for tokens that lie in the page in which the last as many lay. The step has the arrays of theirs, changed in place,
+        which jobs that were recorded over them read; who has a copy of them has to look."""
         last, page = self._steps.get(tokens), self._page(self.n)
         if last is None or any(self._page(each) != page for each in (last.position, last.positions[-1], self.n + tokens - 1)):
             return False

@@ -67,7 +67,7 @@ class Carrier:
         self._targets, self._staged = ([take(most) for _ in range(2)] for take in (card.on.take, card.on.pinned))
         self._lane = card.on.lane()
         self._marks: list[object | None] = [None, None]  # of copies into each buffer
-        self._used: list[object | None] = [None, None]  # behind what was computed from each
+        self._used = [self._lane.used()] * 2  # behind what was computed from each: so far, that it was zeroed
         self._made: dict[int, LayerWeights] = {}
         self._thread = ThreadPoolExecutor(1, "effllm-carry")
         self._next: tuple[int, Future] | None = None
@@ -123,5 +123,8 @@ class Carrier:
 
     def close(self) -> None:
         self._settle()
+        for mark in self._marks:
+            if mark is not None:
+                self._lane.landed(mark)  # memory that a copy still writes is not given back
         self._thread.shutdown()
         self._made.clear()

@@ -290,6 +290,17 @@ def test_a_pass_that_broke_off_leaves_the_next_one_whole() -> None:
     assert divergence(logits(engine), on_cpu()) < 1e-4
 
 
+def test_closing_waits_for_a_copy_that_nobody_came_for() -> None:
+    """Its memory would be given to the next model while the copy still writes it."""
+    engine, _ = opened(FABLE, simulated(4 << 30, LINK), gpu_layers=1)
+    carrier = engine.model.carrier
+    with carrier.layer(0):
+        carrier._next[1].result()
+        assert carrier._lane._begun, "the layer after it is on its way"
+    engine.close()
+    assert not carrier._lane._begun
+
+
 def test_what_is_cheaper() -> None:
     """F8: n tokens on the host take max(bytes / memory, n * products / rate), a copy bytes / link and what crosses for each token."""
     slow = LinkRates(products=10e9, memory=10e9, link=10e9)

@@ -88,6 +88,10 @@ def test_activations_cross_the_border_unchanged_and_as_copies(ops: TorchOps) -> 
     np.testing.assert_array_equal(ops.to_host(there), x)
     there += 1
     np.testing.assert_array_equal(x, normal(2, 3, 8))
+    x += 1
+    here = ops.to_host(there)
+    there += 1
+    np.testing.assert_array_equal(here, x, "neither side sees what the other does with its copy")
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -310,6 +314,14 @@ def test_uploads_of_old_steps_are_forgotten(ops: TorchOps) -> None:
     assert len(ops._uploads) <= torch_ops.UPLOADS
     ops.close()
     assert not ops._uploads
+
+
+def test_an_array_that_was_changed_in_place_is_brought_again(ops: TorchOps) -> None:
+    """The cache hands over a step's arrays again, changed, when the next one lies in the same page."""
+    rows = np.array([5, 6])
+    before = ops.upload(rows)
+    rows[:] = 7, 8
+    assert ops.upload(rows).tolist() == [7, 8] and before.tolist() == [5, 6], "the device shares no memory with the host"
 
 
 def test_the_registry_names_what_runs(ops: TorchOps) -> None:

@@ -1,7 +1,7 @@
 """The device of a torch backend: its memory, pinned buffers and a side stream. What needs a real GPU is here and nowhere else.
 
-`SimulatedDevice` is the same on CPU tensors: it refuses what is beyond its memory, counts what crosses, and copies of its side stream
-happen as late as their order allows, so that a missing wait shows as wrong numbers and not as luck.
+`SimulatedDevice` is the same on CPU tensors: it refuses what is beyond its memory, counts what crosses, shares no memory with the host's
+arrays, and copies of its side stream happen as late as their order allows, so that a missing copy or wait shows as wrong numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ... import DoesNotFit
@@ -38,7 +39,7 @@ class Crossed:
 class Lane(Protocol):
     """Copies from pinned memory beside the computation. Marks are points in the order of either side."""
 
-    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object | None) -> object:
+    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object) -> object:
         """Begin a copy when the computation has passed the mark `after`; returns the mark of its end."""
     def arrive(self, mark: object) -> None:
         """What is computed from here on sees the copy."""
@@ -49,7 +50,8 @@ class Lane(Protocol):
 
 
 class Device(Protocol):
-    """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none; `link_rate` in bytes a second."""
+    """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none; `link_rate` in bytes a second.
+    `bring` and `fetch` copy an array there and a tensor back, and have done so when they return."""
 
     name: str
     torch: torch.device
@@ -58,6 +60,8 @@ class Device(Protocol):
     def free(self) -> int: ...
     def take(self, nbytes: int) -> torch.Tensor: ...
     def pinned(self, nbytes: int) -> torch.Tensor: ...
+    def bring(self, array: np.ndarray) -> torch.Tensor: ...
+    def fetch(self, tensor: torch.Tensor) -> np.ndarray: ...
     def lane(self) -> Lane: ...
     def link_rate(self) -> float: ...
 
@@ -80,6 +84,12 @@ class CudaDevice:
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def bring(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.torch)
+
+    def fetch(self, tensor: torch.Tensor) -> np.ndarray:
+        return tensor.cpu().numpy()
+
     def lane(self) -> Lane:
         return CudaLane(self.torch)
 
@@ -101,10 +111,9 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object | None) -> object:
+    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object) -> object:
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
+            self._stream.wait_event(after)
             target.copy_(staged, non_blocking=True)
             mark = torch.cuda.Event()
             mark.record(self._stream)
@@ -148,6 +157,12 @@ class SimulatedDevice:
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def bring(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())
+
+    def fetch(self, tensor: torch.Tensor) -> np.ndarray:
+        return tensor.numpy().copy()
+
     def lane(self) -> Lane:
         return SimulatedLane()
 
@@ -156,13 +171,13 @@ class SimulatedDevice:
 
 
 class SimulatedLane:
-    """Copies wait until somebody waits for them. `late`: how many were still under way when the next one began."""
+    """Copies wait until somebody waits for them."""
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._number = self._done = 0
 
-    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object | None) -> object:
+    def send(self, target: torch.Tensor, staged: torch.Tensor, after: object) -> object:
         self._number += 1
         self._begun.append((self._number, target, staged))
         return self._number

@@ -67,9 +67,8 @@ class TorchPackedPages(TorchLayerPages):
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
         """Pack exact slot `slot` as sealed page `page`; the bytes pass through the host."""
-        size = self.layout.layer_page_nbytes
         record = np.zeros(self.packed.layer_page_nbytes, np.uint8)
-        self.codec.seal(self.exact[slot * size : (slot + 1) * size].cpu().numpy(), self.layout, layer, first_token, record)
+        self.codec.seal(self.read_slot(slot), self.layout, layer, first_token, record)
         self.write_page(page, record)
 
     def write_page(self, page: int, data: np.ndarray) -> None:

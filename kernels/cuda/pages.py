@@ -91,10 +91,9 @@ class TorchLayerPages:
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`; the bytes pass through the host."""
-        size = self.layout.layer_page_nbytes
-        record = np.zeros(size, np.uint8)
-        codec.seal(self.exact[slot * size : (slot + 1) * size].cpu().numpy(), self.layout, layer, first_token, record)
-        self.sealed[page * size : (page + 1) * size] = torch.from_numpy(record).to(self.sealed.device)
+        record = np.zeros(self.layout.layer_page_nbytes, np.uint8)
+        codec.seal(self.read_slot(slot), self.layout, layer, first_token, record)
+        self.write_page(page, record)
 
     def read_page(self, page: int) -> np.ndarray:
         """The bytes of a sealed page, uint8 on the host: what `write_page` of another storage of this layout takes."""

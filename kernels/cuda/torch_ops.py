@@ -80,7 +80,7 @@ class TorchOps:
         self.on, self.device = device, device.torch
         self.registry = registry or default_registry()
         self._angles: dict[int, tuple[object, object, torch.Tensor, torch.Tensor]] = {}
-        self._uploads: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
+        self._uploads: dict[tuple[tuple[int, ...], str, bytes], torch.Tensor] = {}
 
     def close(self) -> None:
         """Let go of what was kept between steps."""
@@ -145,8 +145,8 @@ class TorchOps:
         logits = self._linear(n, router)
         chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
         shares = logits.gather(1, chosen).softmax(1) if renormalise else logits.softmax(1).gather(1, chosen)
-        offsets, tokens, places = visits(chosen.cpu().numpy(), len(experts))
-        rows, at = torch.from_numpy(tokens).to(x.device), torch.from_numpy(places).to(x.device)
+        offsets, tokens, places = visits(self.on.fetch(chosen), len(experts))
+        rows, at = self.on.bring(tokens), self.on.bring(places)
         hidden = torch.empty(len(tokens), experts[0].gate.weight.shape[0], device=x.device)
         results = torch.empty(len(tokens), x.shape[1], device=x.device)
         for e in np.flatnonzero(np.diff(offsets)):
@@ -197,12 +197,12 @@ class TorchOps:
         """Activations from another backend; a copy, because the stream is updated in place."""
         self.on.crossed.sends += 1
         self.on.crossed.sent += x.nbytes
-        return torch.tensor(x, device=self.device)
+        return self.on.bring(x)
 
     def to_host(self, x: torch.Tensor) -> np.ndarray:
         self.on.crossed.receives += 1
         self.on.crossed.received += x.nbytes
-        return x.cpu().numpy()
+        return self.on.fetch(x)
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None) -> TorchLayerPages:
@@ -213,17 +213,19 @@ class TorchOps:
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """An index array on this device. The last few are remembered: every layer of a step passes the same, unchanged ones."""
-        if id(array) not in self._uploads:
+        """An index array on this device. The last few are remembered, since every layer of a step passes the same ones: by what they hold,
+        because the next step may come in the same arrays, changed in place."""
+        held = array.shape, array.dtype.char, array.tobytes()
+        if held not in self._uploads:
             if len(self._uploads) == UPLOADS:
                 del self._uploads[next(iter(self._uploads))]
-            self._uploads[id(array)] = (array, torch.from_numpy(array).to(self.device))
-        return self._uploads[id(array)][1]
+            self._uploads[held] = self.on.bring(array)
+        return self._uploads[held]
 
     # -- beneath ---------------------------------------------------------------------------------------------------------------
 
     def _rows(self, table: Weight, ids: np.ndarray) -> torch.Tensor:
-        return table.parts["data"][torch.from_numpy(ids).to(self.device)].to(torch.float32, copy=True)
+        return table.parts["data"][self.on.bring(ids)].to(torch.float32, copy=True)
 
     def _down(self, hidden: torch.Tensor, down: Linear, x: torch.Tensor, see: Callable[[torch.Tensor], None] | None, after: Norm | None,
               factor: float) -> torch.Tensor:
@@ -264,7 +266,7 @@ class TorchOps:
             scale = np.float32(table.attention_scaling)
             if len(self._angles) >= UPLOADS:
                 self._angles.clear()
-            turned = (torch.from_numpy(each * scale).to(self.device)[:, None] for each in (np.cos(angles), np.sin(angles)))
+            turned = (self.on.bring(each * scale)[:, None] for each in (np.cos(angles), np.sin(angles)))
             known = (positions, table, *turned)
             self._angles[id(table)] = known
         return known[2], known[3]
