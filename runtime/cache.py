@@ -25,6 +25,7 @@ from ..quant.kv import PackedCodec, PackedFormat, RawCodec
 from .cache_parts import layer_codecs, sealers, selective
 from .cache_probes import Probes
 from .cache_shape import AttnSpec, CacheShape, exact_parts
+from .passes import cut
 from .policy import open_policy
 from .policy.keep import Action, PageStats, Policy
 
@@ -108,14 +109,7 @@ class KVCache:
 
     def pieces(self, tokens: int, pages: int | None = None) -> Iterator[int]:
         """Cut `tokens` more tokens into chunks. All but the last end on a fixed grid of page boundaries, `pages` (or the chunk) apart."""
-        at, end = self.n, self.n + tokens
-        span = PAGE * (pages or max(1, self.shape.chunk // PAGE))
-        offset = (self.shape.sinks - PAGE) % span
-        while at < end:
-            boundary = at + span - (at - offset) % span
-            stop = min(end, boundary)
-            yield stop - at
-            at = stop
+        return cut(self.n, self.n + tokens, self.shape.sinks, PAGE * (pages or max(1, self.shape.chunk // PAGE)))
 
     def begin(self, tokens: int, prompt: bool = False) -> Step:
         """Make room for `tokens` more. They count as held after `commit`. `prompt`: they are of one, for which no pages are picked, however

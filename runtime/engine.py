@@ -226,7 +226,7 @@ class Engine:
         started = time.perf_counter()
         try:
             for piece in self._passes(len(ids) - held):
-                anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, piece, self.prepared.chunk)
+                anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, piece, self.prepared.chunk, self.model.copied_from)
                 x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece], prompt=True)
                 self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew else self.anew
                 if len(self.tokens) < len(ids):

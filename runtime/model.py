@@ -103,7 +103,12 @@ class Model:
         self._repeated: dict[int, object] = {}  # and what is returned
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
-        self.copied_from, self.carrier = copied_from, None  # passes of so many tokens have the host's layers copied to the card
+        self._copied_from, self.carrier = copied_from, None
+
+    @property
+    def copied_from(self) -> int | None:
+        """Passes of so many tokens have the host's layers copied to the card; None: none have."""
+        return None if self.carrier is None or self.looked_up else self._copied_from
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +141,7 @@ class Model:
                 self._on_device[layer] = self._layer_weights(layer, raw, self.backends[device])
                 done += sum(info.nbytes for info in roles.values())
                 yield done, total
-        if self.copied_from is not None:
+        if self._copied_from is not None:
             hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
             self.carrier = Carrier(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self._layer_weights)
 
@@ -317,7 +322,7 @@ class Model:
     def _layers(self, x: object, cache: KVCache, tap: Tap) -> object:
         """All blocks, each on its backend: the host's x[T, D] -> x[T, D]."""
         here, host, positions = "cpu", self.backends["cpu"], cache.step.positions
-        ops, copies = host, self.carrier is not None and len(positions) >= self.copied_from and not self.looked_up
+        ops, copies = host, (least := self.copied_from) is not None and len(positions) >= least
         for layer, lives in enumerate(self.devices):
             device = "cuda" if copies else lives
             if device != here:

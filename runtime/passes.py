@@ -23,6 +23,15 @@ DEARER = 1.1  # what may be streamed for every token so that a long prompt takes
 WIDTHS = (8, 4, 2)
 
 
+def cut(at: int, end: int, sinks: int, span: int) -> Iterator[int]:
+    """Lengths of the chunks for tokens `at` to `end`. All but the last end on a fixed grid of page boundaries, `span` tokens apart."""
+    offset = (sinks - PAGE) % span
+    while at < end:
+        stop = min(end, at + span - (at - offset) % span)
+        yield stop - at
+        at = stop
+
+
 def joined(chunks: Iterable[int], most: int) -> Iterator[int]:
     """Lengths of the passes for a prompt cut into `chunks`, at most `most` tokens each."""
     waiting = 0
@@ -43,12 +52,45 @@ def is_boundary(tokens: int, sinks: int, chunk: int) -> bool:
     return tokens == 0 or (tokens - (sinks - PAGE)) % chunk == 0
 
 
-def as_in_one_reading(cache: KVCache, tokens: int, chunk: int) -> bool:
+def as_in_one_reading(cache: KVCache, tokens: int, chunk: int, copied_from: int | None = None) -> bool:
     """Does a pass of `tokens` more, over what reading a prompt has left in `cache`, leave there what reading a longer prompt from its first
-    token would? A few tokens go to another kernel; over packed pages it matters which ones are packed."""
+    token would? A few tokens go to another kernel, and those of fewer than `copied_from` to another device for layers copied there;
+    over packed pages it matters which ones are packed."""
     shape = cache.shape
     exact = cache.sealed == max(0, (cache.n - shape.window - shape.sinks) // PAGE)  # what is in the window is not packed yet
-    return tokens > FEW and (not cache.is_packed or (exact and is_boundary(cache.n, shape.sinks, chunk)))
+    return (tokens > FEW and _as_long_chunks(cache.n, cache.n + tokens, tokens, shape.sinks, chunk, copied_from)
+            and (not cache.is_packed or (exact and is_boundary(cache.n, shape.sinks, chunk))))
+
+
+def _as_long_chunks(begin: int, end: int, tokens: int, sinks: int, chunk: int, copied_from: int | None) -> bool:
+    """Do [begin, end), read in a pass of `tokens`, run where the whole chunks do that they lie in?"""
+    at, offset = begin, (sinks - PAGE) % chunk
+    while copied_from is not None and at < end:
+        stop = at + chunk - (at - offset) % chunk
+        if (tokens >= copied_from) != (stop - max(0, stop - chunk) >= copied_from):
+            return False
+        at = stop
+    return True
+
+
+def goes_on_alike(held: int, tokens: int, sinks: int, chunk: int, copied_from: int | None) -> bool:
+    """Does an unpacked cache with the first `held` of `tokens`, as a longer prompt left them, come to hold what reading all of them would?
+    Their end may go to another kernel, and either part to another device, than the chunk that it is cut from."""
+    if tokens - held <= FEW and not is_boundary(held, sinks, chunk):
+        return False
+    if copied_from is None:
+        return True
+    whole, rest = (list(_spans(at, tokens, sinks, chunk)) for at in (0, held))
+    return (all(_as_long_chunks(begin, min(end, held), end - begin, sinks, chunk, copied_from) for begin, end in whole)
+            and all((end - begin >= copied_from) == (stop - start >= copied_from)
+                    for begin, end in rest for start, stop in whole if start < end and begin < stop))
+
+
+def _spans(at: int, end: int, sinks: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """The passes over tokens `at` to `end`."""
+    for tokens in joined(cut(at, end, sinks, chunk), chunk):
+        yield at, at + tokens
+        at += tokens
 
 
 def widest(plan_for: Callable[[int], Placement], chunk: int) -> tuple[int, Placement]:

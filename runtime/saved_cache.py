@@ -76,13 +76,15 @@ def identity(engine: Engine) -> dict[str, object]:
 
 
 def read_by(engine: Engine) -> str:
-    """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices and the grid of chunks."""
-    return _kernels(" ".join(engine.placement.devices), engine.prepared.chunk)
+    """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices, the grid of chunks and
+    which of them copy layers to another device."""
+    return _kernels(" ".join(engine.placement.devices), engine.prepared.chunk, engine.model.copied_from)
 
 
 @remembered
-def _kernels(devices: str, chunk: int) -> str:
-    return hashlib.sha256(f"{cache_key()} {np.__version__} {sys.platform} {devices} {chunk}".encode()).hexdigest()[:32]
+def _kernels(devices: str, chunk: int, copied_from: int | None) -> str:
+    copies = "" if copied_from is None else f" {copied_from}"
+    return hashlib.sha256(f"{cache_key()} {np.__version__} {sys.platform} {devices} {chunk}{copies}".encode()).hexdigest()[:32]
 
 
 def _of_config(config: ModelConfig) -> str:

@@ -4,10 +4,11 @@ The names of the files of pages are the index. Each begins with the key of all t
 a look into one folder for each page, and nothing is opened where it is not. Then the sessions' own files say whose pages they are, the
 newest first: a file without the key is not parsed.
 
-Lent is what reading the tokens again would leave: pages of a prompt, read by the same kernels (`SavedCache.anew`). Those of an answer were
-multiplied a token at a time, which gives other bits. Over an unpacked cache every logit then has the bits of a prompt that was read whole.
-Over packed pages it has those of a process that has read the session's prompt before this one: as many of the newest tokens that both have
-in common as the window holds are read again, so that what follows sees them exact.
+Lent is what reading the tokens again would leave: pages of a prompt, read by the same kernels on the same devices (`SavedCache.anew`).
+Those of an answer were multiplied a token at a time, which gives other bits; so may a pass too short to copy layers to a GPU. Over an
+unpacked cache every logit then has the bits of a prompt that was read whole. Over packed pages it has those of a process that has read the
+session's prompt before this one: as many of the newest tokens that both have in common as the window holds are read again, so that what
+follows sees them exact.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..kernels.layout import PAGE
 from ..offload.direct import Interrupted
 from ..offload.page_file import DamagedPage
 from .engine import Engine, common_prefix
-from .passes import FEW, is_boundary
+from .passes import goes_on_alike
 from .saved_cache import page_keys, put_exact, put_page, read_by
 from .saved_format import SavedCache, SavedSession
 from .session_name import removing
@@ -46,14 +47,16 @@ def lend(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Se
         return min(held, engine.cache.n), []
 
 
-def pages_of(engine: Engine, ids: Sequence[int], common: int) -> int:
-    """How many pages of a prompt may come from a session that has its first `common` tokens. At least a token is left to be read."""
+def pages_of(engine: Engine, ids: Sequence[int], common: int, most: int | None = None) -> int:
+    """How many pages of a prompt, `most` of them at most, may come from a session that has its first `common` tokens. At least a token is
+    left to be read."""
     shape, packed = engine.cache.shape, engine.cache.is_packed
-    pages = (min(common, len(ids) - 1) - shape.sinks - shape.window * packed) // PAGE
-    tokens = shape.sinks + PAGE * pages
-    if not packed and len(ids) - tokens <= FEW and not is_boundary(tokens, shape.sinks, engine.prepared.chunk):
-        pages -= 1  # so few tokens go to another kernel than the chunk that they are the end of
-    return max(0, pages)
+    pages = max(0, (min(common, len(ids) - 1) - shape.sinks - shape.window * packed) // PAGE)
+    pages = pages if most is None else min(pages, most)
+    while pages and not packed and not goes_on_alike(shape.sinks + PAGE * pages, len(ids), shape.sinks, engine.prepared.chunk,
+                                                     engine.model.copied_from):
+        pages -= 1
+    return pages
 
 
 def _longest(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int],
@@ -79,7 +82,7 @@ def _pages_lent(engine: Engine, cache: SavedCache, ids: Sequence[int], keys: Seq
     if sinks and (cache.sinks is None or cache.sinks.key != keys[0]):
         return 0
     same = sum(1 for _ in takewhile(lambda pair: pair[0].key == pair[1], zip(cache.pages, keys[1:])))
-    return min(same, pages_of(engine, ids, common), max(0, cache.anew - sinks) // PAGE)
+    return pages_of(engine, ids, common, min(same, max(0, cache.anew - sinks) // PAGE))
 
 
 def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Sequence[int], pages: int) -> tuple[int, list[str]]:
@@ -94,7 +97,7 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
                 return tokens, [*said, f"{tokens} tokens of the prompt restored from session {session.name}"]
             said = [f"session {session.name} is damaged: {damage}; the prompt is read from there on"
                     f" ({removing(session.name, more='--cache')})"]
-            pages = whole
+            pages = pages_of(engine, ids, len(ids), whole)
     except (EffllmError, Interrupted):  # reading the prompt meets the same, and says so
         pages = 0
     except BaseException:
