@@ -5,7 +5,7 @@ torch is imported only where a driver announces a card, or one was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from .families import expert_of
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
+    from ..kernels.threads import ThreadPool
     from ..offload.plan import Placement
     from .config import Mixture
     from .model import ModelTensor
@@ -128,3 +129,15 @@ def not_free(placement: Placement, mapped: bool) -> list[str]:
         return []
     return [f"{format_size(placement.total_bytes)} of memory are planned, {format_size(free)} can be had now: the system may end this "
             "process"]
+
+
+def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None) -> dict[str, object]:
+    """What runs the layers of each of `devices`, and the CPU's beside them, which the embedding and the head may need."""
+    from ..kernels.cpu.ops import CpuOps, default_registry
+
+    backends: dict[str, object] = {"cpu": CpuOps(pool, widths, default_registry(exact=exact))}
+    if "cuda" in devices:
+        from ..kernels.cuda.torch_ops import TorchOps
+
+        backends["cuda"] = TorchOps(card)
+    return backends

@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .. import ContextOverflow, EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..kernels.threads import ThreadPool
-from ..kernels.workspace import Dims
 from ..offload.direct import Interrupted, Traffic
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.page_stream import PagesLost
@@ -28,17 +26,15 @@ from .bundles import is_bundled
 from .cache import KVCache, open_cache
 from .compiled import compiled
 from .demands import LOGIT_ROWS
+from .devices import backends_of
 from .events import Notice, Progress
 from .kv_disk import disk_tier
 from .model import Model, attention_specs, dims
-from .passes import as_in_one_reading, joined
+from .passes import as_in_one_reading, common_prefix, joined
 from .prepare import EngineOptions, Prepared, folder_kinds, prepare, refuse_beyond_machine, worker_count
 from .pressure import Watch
 from .sampler import Sampler, refuse_broken
 from .speculate import speculation
-
-if TYPE_CHECKING:
-    from ..kernels.cuda.device import Device
 
 
 @dataclass(frozen=True)
@@ -92,17 +88,6 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-def _backends(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None) -> dict[str, object]:
-    from ..kernels.cpu.ops import CpuOps, default_registry
-
-    backends: dict[str, object] = {"cpu": CpuOps(pool, widths, default_registry(exact=exact))}
-    if "cuda" in devices:
-        from ..kernels.cuda.torch_ops import TorchOps
-
-        backends["cuda"] = TorchOps(card)
-    return backends
-
-
 class Engine:
     """One model and one sequence. `tokens` are the ids that the cache holds. Made by `open_engine`."""
 
@@ -120,7 +105,7 @@ class Engine:
         with ExitStack() as unless_made:  # an engine that is not made leaves no thread and no file
             if backends is None:
                 unless_made.callback((pool := ThreadPool(worker_count(options))).close)
-                backends = _backends(self.placement.devices, widths, pool, options.exact, prepared.card)
+                backends = backends_of(self.placement.devices, widths, pool, options.exact, prepared.card)
             self.backends = backends
             self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                                mmap=options.load == "mmap", container=prepared.container, streams=streams,
@@ -400,11 +385,3 @@ class Engine:
         for piece in self._passes(len(ids), pages or self.prepared.chunk // PAGE):
             start = len(self.tokens)
             yield start, self._forward(ids[start : start + piece], prompt=True)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    for i, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

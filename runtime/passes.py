@@ -7,7 +7,7 @@ beginning or the end of a prompt, keeps a pass of its own; all others go togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .. import DoesNotFit
@@ -113,3 +113,11 @@ def widest(plan_for: Callable[[int], Placement], chunk: int) -> tuple[int, Place
         if wider.ctx == base.ctx and not dearer:
             return times * chunk, wider
     return chunk, base
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for i, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

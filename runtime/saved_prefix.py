@@ -20,8 +20,8 @@ from .. import EffllmError
 from ..kernels.layout import PAGE
 from ..offload.direct import Interrupted
 from ..offload.page_file import DamagedPage
-from .engine import Engine, common_prefix
-from .passes import goes_on_alike
+from .engine import Engine
+from .passes import common_prefix, goes_on_alike
 from .saved_cache import page_keys, put_exact, put_page, read_by
 from .saved_format import SavedCache, SavedSession
 from .session_name import removing
