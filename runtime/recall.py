@@ -62,7 +62,7 @@ def recall(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, c
         drawn = [_sample(tokenizer, ids, ctx, spread, draw) for _ in range(samples)]
         made.append([(sample, reading) for sample, targets in drawn if (reading := [at for at in targets if at > first])])
     if not all(made):
-        raise UsageError(f"a context of {ctx} tokens: no answer in it reads a packed page, which begins behind {first + 1}",
+        raise UsageError(f"a context of {ctx} tokens: no answer in it reads a packed page, which takes {first + 2}",
                          "a larger -c, or a smaller --kv-sink and --kv-window")
     rows, done = [], 0
     for spread, texts in zip(SPREADS, made, strict=True):
