@@ -69,7 +69,8 @@ class Group:
 
 # Pairs of (field, value) of the flags of an engine that exclude each other; None is any value.
 CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", None)), (("exact", True), ("kernel", "lut")),
-                  (("draft", None), ("spec", "off")), (("device", "cpu"), ("gpu_layers", None)), (("device", "cpu"), ("vram", None)))
+                  (("draft", None), ("spec", "off")), (("device", "cpu"), ("gpu_layers", None)), (("device", "cpu"), ("vram", None)),
+                  (("gpu_layers", 0), ("device", "cuda")), (("gpu_layers", 0), ("vram", None)))
 
 
 @dataclass(frozen=True)

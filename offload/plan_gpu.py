@@ -29,6 +29,7 @@ from .plan import (
     with_slack,
 )
 from .plan_kv import PAGE, Spill, plan_tiers
+from .size import format_size
 
 BUFFERS = 2  # of each side: one layer crosses while the other is used
 
@@ -72,8 +73,9 @@ def copied_from(nbytes: int, products: int, border: int, rates: LinkRates) -> in
 
 
 def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
-               spill: Spill | None, copied: Copied | None = None) -> Placement:
-    """The plan for a model of which `host(n)` is what is left beside a card with its last n layers; `host(0)` is all of it.
+               spill: Spill | None, copied: Callable[[], Copied | None] | None = None) -> Placement:
+    """The plan for a model of which `host(n)` is what is left beside a card with its last n layers; `host(0)` is all of it. `copied` is
+    asked only where layers lie on both sides and in memory.
 
     Raises DoesNotFit and UsageError as `plan` and `plan_tiers` do.
     """
@@ -81,6 +83,19 @@ def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
     whole = host(0)
     if not budget.vram or device == "cpu" or gpu_layers == 0:
         return plan_tiers(whole, replace(budget, vram=0), ctx_max, ctx_wanted, "cpu", None, spill)
+    placed = _with_card(host, budget, ctx_max, ctx_wanted, device, gpu_layers, spill, copied)
+    if "cuda" in placed.devices:
+        return placed
+    one = _split(whole, 1, ctx_wanted or min(ctx_max, AUTO_CTX), PAGE).vram
+    return replace(placed, notes=(*placed.notes, Fallback(
+        f"no layer fits the GPU: one takes {format_size(one)} there, its cache and working memory included, and "
+        f"{format_size(budget.vram)} may be used: running on the CPU")))
+
+
+def _with_card(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
+               spill: Spill | None, copied: Callable[[], Copied | None] | None) -> Placement:
+    """The plan with what fits on the card."""
+    whole = host(0)
     may_leave = bool(whole.blocks or whole.experts or spill is not None)
     placed = refusal = None
     if spill is None or spill.ram is None:
@@ -145,9 +160,9 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
 
 
 def _with_copies(placed: Placement, plain: Demand, budget: Budget, ctx_max: int, gpu_layers: int | None,
-                 copied: Copied | None) -> Placement:
+                 ask: Callable[[], Copied | None] | None) -> Placement:
     """The plan with buffers for copied layers where both sides have room for them; layers that nobody asked for by number make room."""
-    if copied is None or not 0 < placed.devices.count("cuda") < plain.layers:
+    if ask is None or not 0 < placed.devices.count("cuda") < plain.layers or (copied := ask()) is None:
         return placed
     extra = with_slack(copied.buffers)
     count = None if gpu_layers is None else placed.devices.count("cuda")
@@ -157,7 +172,8 @@ def _with_copies(placed: Placement, plain: Demand, budget: Budget, ctx_max: int,
         return placed
     if not 0 < fewer.devices.count("cuda") < plain.layers:
         return placed
-    note = f"passes of {copied.tokens} tokens or more copy the CPU's layers to the GPU"
+    passes = "all passes" if copied.tokens == 1 else f"passes of {copied.tokens} tokens or more"
+    note = f"{passes} copy the CPU's layers to the GPU"
     return replace(fewer, total_bytes=fewer.total_bytes + extra, vram_bytes=fewer.vram_bytes + extra, copied_from=copied.tokens,
                    notes=(*dict.fromkeys((*fewer.notes, *placed.notes[:-1])), note), budget=budget,
                    workspace_bytes=fewer.workspace_bytes + copied.buffers,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import UsageError
+from .. import DoesNotFit, UsageError
 from ..kernels.layout import PAGE, PageLayout
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
@@ -18,7 +18,7 @@ from ..offload.neurons import BundlePlace
 from ..offload.notes import Fallback
 from ..offload.placement import Units
 from ..offload.plan import Budget, Demand, Placement
-from ..offload.plan_gpu import plan_split
+from ..offload.plan_gpu import Copied, plan_split
 from ..quant.kv import PackedCodec, RawCodec, codec
 from ..quant.kv_ends import ENDS
 from . import devices, kv_disk
@@ -201,17 +201,22 @@ class Asked:
                 kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
                 kv_page=sum(pages[:layers]) if above else per_page)
 
-        copied = None
-        if self.card is not None and options.load == "ram" and not self.bundled:
-            copied = devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
+        def copied() -> Copied | None:
+            if options.load != "ram" or self.bundled or self.link is None:
+                return None
+            return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
+
         spill = None if cache.kv.policy else kv_disk.spill(options, cache.codecs, cache.layout, shape, spilled - workspace)
         return plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx,
                           "cpu" if self.card is None else options.device, None if self.card is None else options.gpu_layers, spill, copied)
 
     @cached_property
-    def link(self) -> float:
-        """Bytes a second to the card, measured once."""
-        return self.card.link_rate()
+    def link(self) -> float | None:
+        """Bytes a second to the card, measured once; None where it has no room to measure, nor then for copies."""
+        try:
+            return self.card.link_rate()
+        except DoesNotFit:
+            return None
 
     def _dims(self, shape: CacheShape, on_disk: bool) -> Dims:
         return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk)

@@ -49,6 +49,8 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
             raise UsageError(f"{asked} asks for a GPU, --device cpu rules it out", "drop one of the two")
         return None
     if options.gpu_layers == 0:
+        if flag := "--device cuda" if options.device == "cuda" else asked:
+            raise UsageError(f"-ngl 0 rules out the GPU that {flag} asks for", "drop one of the two")
         return None
     flag = "--device cuda" if options.device == "cuda" else asked
     torch, driver = find_spec("torch") is not None, DRIVER.exists()
@@ -73,10 +75,13 @@ def probe() -> Device | None:
     return found()
 
 
-def vram(options: EngineOptions, card: Device) -> int:
+def vram(options: EngineOptions, card: Device, notices: list[str]) -> int:
     """Bytes of its memory to use: as asked, never more than is free."""
     free = card.free()
-    return min(parse_size(options.vram), free) if options.vram else free
+    asked = parse_size(options.vram) if options.vram else free
+    if asked > free:
+        notices.append(f"--vram {options.vram}: the GPU has {format_size(free)} free, using that")
+    return min(asked, free)
 
 
 def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, ...]:
@@ -94,7 +99,8 @@ def card_nbytes(tensor: ModelTensor) -> int:
 def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, workers: int, link: float) -> Copied | None:
     """Layers of the host that long passes copy to a card, and from how many tokens on; None where that never pays.
 
-    `link`: bytes a second to the card. What the processor takes was measured by an earlier `plan` or `doctor`, or a usual figure stands in.
+    `link`: bytes a second to the card. What the processor takes was measured by an earlier `plan` or `doctor`, or a usual figure stands in,
+    by whose word alone no layer is copied for one token.
     """
     from .forecast import kind_of_weight
 
@@ -110,6 +116,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     border = 4 * dims.head_dim * (2 * dims.heads + 2 * dims.kv_heads)
     rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)
     tokens = copied_from(nbytes, products, border, rates)
+    tokens = tokens if rate is not None or tokens is None else max(2, tokens)
     vectors = sum(card_nbytes(tensor) for roles in layers for tensor in roles.values() if len(tensor.shape) == 1)
     return None if tokens is None or tokens > dims.chunk else Copied(nbytes, tokens, vectors)
 

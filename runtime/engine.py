@@ -132,8 +132,9 @@ class Engine:
 
     def announcements(self) -> list[str]:
         """Fallbacks that have been chosen since the last call. Raises UsageError with `strict` where one is a slower kernel."""
-        lines = [Fallback(line) for backend in self.backends.values() for line in backend.registry.announcements()]
-        lines += [] if self.speculation is None else self.speculation.announcements()
+        lines = [*self.model.announcements(),
+                 *(Fallback(line) for backend in self.backends.values() for line in backend.registry.announcements()),
+                 *(() if self.speculation is None else self.speculation.announcements())]
         if self.options.strict:
             refuse_fallbacks(lines)
         return lines + self.model.pager.announcements() + self.cache.pool.announcements() + self.watch.announcements()

@@ -8,16 +8,18 @@ that a pager that streams them changes nothing here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
+from .. import DoesNotFit
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.neurons import ResidentBundles
+from ..offload.notes import Fallback
 from ..offload.pager import ResidentPager
 from ..quant.spec import QuantSpec
 from ..quant.weight import RAW_NUMPY, Bundles, Expert, Linear, Norm, Weight, to_f32
@@ -104,6 +106,7 @@ class Model:
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self._copied_from, self.carrier = copied_from, None
+        self._said: list[str] = []
 
     @property
     def copied_from(self) -> int | None:
@@ -143,7 +146,20 @@ class Model:
                 yield done, total
         if self._copied_from is not None:
             hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
-            self.carrier = Carrier(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self._layer_weights)
+            try:
+                with self._within_memory("the system gives no more pinned memory"):
+                    self.carrier = Carrier(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self._layer_weights)
+            except DoesNotFit as error:
+                self._said.append(Fallback(f"the CPU's layers are not copied to the GPU but computed where they lie: {error.message}"))
+
+    def announcements(self) -> list[str]:
+        """What has been fallen back on since the last call."""
+        said, self._said = self._said, []
+        return said
+
+    def _within_memory(self, message: str) -> AbstractContextManager[None]:
+        """Around what a card may have no memory for; nothing where no layer is on one."""
+        return self.backends["cuda"].within_memory(message) if "cuda" in self.devices else nullcontext()
 
     def close(self) -> None:
         if self.carrier is not None:
@@ -300,7 +316,7 @@ class Model:
             tap = _after_flush(host, tap)
         if same is not None:
             self._ids.setdefault(len(ids), np.zeros(len(ids), np.int64))[:] = ids
-        with host.together():
+        with self._within_memory("the GPU ran out of memory during a pass"), host.together():
             with self.pager.lease("outer") as raw:
                 outer = self._lease("outer", raw)
                 listed = same is not None and _is_job(outer)

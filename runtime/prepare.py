@@ -194,7 +194,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     options, draft = draft_model.draft_or_without(folder, options, notices) if options.draft and card is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
-    bundled, budget, beside = is_bundled(container), _budget(options, card), beside + Speculating(draft=draft).draft_nbytes
+    bundled, budget, beside = is_bundled(container), _budget(options, card, notices), beside + Speculating(draft=draft).draft_nbytes
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = _kinds(store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
@@ -292,10 +292,10 @@ def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig
     return found
 
 
-def _budget(options: EngineOptions, card: Device | None) -> Budget:
+def _budget(options: EngineOptions, card: Device | None, notices: list[str]) -> Budget:
     """Bytes for this process: as asked, else what the machine has free."""
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    return Budget(ram=ram, vram=0 if card is None else devices.vram(options, card))
+    return Budget(ram=ram, vram=0 if card is None else devices.vram(options, card, notices))
 
 
 def refuse_beyond_machine(prepared: Prepared) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +23,18 @@ from ..layout import align
 LINK_NBYTES = 32 << 20  # copied to learn how fast the way to the card is
 BLOCK = 512  # what an allocation is rounded up to
 HINT = "a smaller --vram leaves more to spare, as does -ngl with fewer layers"
+
+
+@contextmanager
+def within_memory(message: str) -> Iterator[None]:
+    """Raises DoesNotFit with `message` where torch, the driver or a library of theirs finds no memory for what is done inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in said and "ALLOC_FAILED" not in said:
+            raise
+        raise DoesNotFit(message, HINT) from error
 
 
 @dataclass
@@ -50,8 +64,8 @@ class Lane(Protocol):
 
 
 class Device(Protocol):
-    """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none; `link_rate` in bytes a second.
-    `bring` and `fetch` copy an array there and a tensor back, and have done so when they return."""
+    """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none, as does `link_rate`, in bytes a
+    second. `bring` and `fetch` copy an array there and a tensor back, and have done so when they return."""
 
     name: str
     torch: torch.device
@@ -76,10 +90,8 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.torch)[0]
 
     def take(self, nbytes: int) -> torch.Tensor:
-        try:
+        with within_memory(f"the GPU has no {nbytes} bytes left: another program took some since the plan was made"):
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch)
-        except torch.OutOfMemoryError as error:
-            raise DoesNotFit(f"the GPU has no {nbytes} bytes left: another program took some since the plan was made", HINT) from error
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -94,7 +106,8 @@ class CudaDevice:
         return CudaLane(self.torch)
 
     def link_rate(self) -> float:
-        host, there = self.pinned(LINK_NBYTES), self.take(LINK_NBYTES)
+        with within_memory("there is no memory to measure the way to the GPU with"):
+            host, there = self.pinned(LINK_NBYTES), self.take(LINK_NBYTES)
         rates = []
         for _ in range(4):
             torch.cuda.synchronize(self.torch)
@@ -102,6 +115,8 @@ class CudaDevice:
             there.copy_(host, non_blocking=True)
             torch.cuda.synchronize(self.torch)
             rates.append(LINK_NBYTES / (time.perf_counter() - started))
+        del there
+        torch.cuda.empty_cache()  # a plan counts what is free
         return max(rates)
 
 
@@ -167,6 +182,7 @@ class SimulatedDevice:
         return SimulatedLane()
 
     def link_rate(self) -> float:
+        self.take(LINK_NBYTES)
         return self.link
 
 

@@ -8,6 +8,7 @@ to 16 bits would set the two backends apart by more than they may differ. The pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..reference_moe import Routed, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
 from . import low_bit
-from .device import CudaDevice, Device, SimulatedDevice
+from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
 
@@ -86,6 +87,10 @@ class TorchOps:
         """Let go of what was kept between steps."""
         self._angles.clear()
         self._uploads.clear()
+
+    def within_memory(self, message: str) -> AbstractContextManager[None]:
+        """Raises DoesNotFit with `message` where there is no memory, on the device or pinned, for what is done inside."""
+        return within_memory(message)
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
 

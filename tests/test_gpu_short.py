@@ -1,0 +1,127 @@
+"""A card that is short of memory, or asked for in vain: what a run does then, and what a person is told."""
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from effllm import DoesNotFit, UsageError
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
+from effllm.kernels.cuda.device import SimulatedDevice
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.offload.plan_gpu import Copied
+from effllm.offload.size import format_size
+from effllm.runtime import devices
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from conversions import FABLE
+from gpu_runs import card_here, logits, opened, simulated
+from test_gpu_tier import planned
+
+LINK = 2e9
+
+
+def typed(*argv: object, card: SimulatedDevice | None) -> tuple[int, str, str]:
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+    with card_here(card):
+        code = main([str(each) for each in argv], environment)
+    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
+
+
+def test_a_card_that_is_nearly_full_is_left_alone() -> None:
+    """Nothing asked for it: the CPU answers, and it is said; the way to the card is not measured, which takes memory there."""
+    card = simulated(16 << 20, LINK)
+    code, out, err = typed("run", FABLE, "Once", "-n", 4, "--seed", 1, card=card)
+    assert code == 0 and out and "no layer fits the GPU: one takes" in err and "running on the CPU" in err and card.most == 0
+
+
+def test_no_room_to_measure_is_no_room_for_copies() -> None:
+    card = simulated(1 << 30, LINK)
+    placed = planned(FABLE, card, gpu_layers=1)
+    assert placed.placement.copied_from is not None and card.most == 32 << 20
+    card.held = card.memory - placed.placement.vram_bytes
+    card.link_rate = lambda: card.take(card.memory)
+    assert planned(FABLE, card, gpu_layers=1).placement.copied_from is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB."),
+                                   RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")])
+def test_running_out_of_the_cards_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(TorchOps, "_linear", fails)
+    code, _, err = typed("run", FABLE, "Once", "-n", 4, "-ngl", 3, card=simulated(8 << 30))
+    assert code == 4 and "the GPU ran out of memory during a pass" in err and "-ngl with fewer layers" in err
+
+
+def test_other_errors_of_torch_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), TorchOps("cpu").within_memory("none left"):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+class Unpinned(SimulatedDevice):
+    """The system pins no memory."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+
+def test_without_pinned_memory_layers_are_computed_where_they_lie() -> None:
+    engine, said = opened(FABLE, Unpinned(8 << 30, LINK), gpu_layers=1)
+    assert engine.placement.copied_from is not None and engine.model.copied_from is None
+    assert any("not copied to the GPU but computed where they lie" in line for line in said)
+    assert (logits(engine) == logits(opened(FABLE, simulated(8 << 30), gpu_layers=1)[0])).all()
+    with pytest.raises(UsageError, match="computed where they lie"):
+        opened(FABLE, Unpinned(8 << 30, LINK), gpu_layers=1, strict=True)
+
+
+def test_a_request_that_comes_to_nothing_is_said() -> None:
+    code, out, err = typed("plan", FABLE, "--no-probe", "-c", 512, "--vram", "60Mi", card=simulated(8 << 30))
+    said = out + err
+    assert code == 0 and "no layer fits the GPU: one takes" in said and "60.00 MiB may be used" in said
+    assert typed("plan", FABLE, "--no-probe", "-c", 512, "--vram", "60Mi", "--strict", card=simulated(8 << 30))[0] == 2
+    code, out, err = typed("plan", FABLE, "--no-probe", "-c", 512, "--vram", "20G", card=simulated(8 << 30))
+    assert code == 0 and "--vram 20G: the GPU has 8.00 GiB free, using that" in out + err
+
+
+def test_what_one_layer_takes_is_enough_for_one() -> None:
+    one = planned(FABLE, simulated(8 << 30), gpu_layers=1).placement.vram_bytes
+    assert planned(FABLE, simulated(8 << 30), vram=str(one)).placement.devices.count("cuda") == 1
+    (line,) = [line for line in planned(FABLE, simulated(8 << 30), vram=str(one - 1)).notices if "no layer fits" in line]
+    assert f"one takes {format_size(one)} there" in line
+
+
+@pytest.mark.parametrize("words", [("--device", "cuda"), ("--vram", "1G")])
+def test_no_layers_beside_a_card_that_is_asked_for(words: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = typed("plan", FABLE, "--no-probe", "-ngl", 0, *words, card=simulated(8 << 30))
+    assert code == 2 and f"-ngl 0 rules out the GPU that {' '.join(words)} asks for" in err
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    settings = tmp_path / "effllm" / "config.toml"
+    settings.parent.mkdir()
+    settings.write_text('vram = "1G"\n' if words[0] == "--vram" else 'device = "cuda"\n')
+    for asked, status in (((), 0), (("-ngl", 0), 0), (("-ngl", 0, *words), 2), (("--device", "auto"), 0)):
+        card = simulated(8 << 30)
+        assert typed("plan", FABLE, "--no-probe", *asked, card=card)[0] == status
+    settings.write_text(settings.read_text() + "gpu-layers = 0\n")
+    assert typed("plan", FABLE, "--no-probe", card=simulated(8 << 30))[0] == 2, "the file is read"
+
+
+def test_no_answer_copies_layers_by_an_assumed_rate() -> None:
+    """A processor that nobody measured may read its memory faster than the way to the card is."""
+    fast = planned(FABLE, simulated(8 << 30, 25e9), gpu_layers=1)
+    assert fast.placement.copied_from == 2 and not any("1 tokens" in line for line in fast.notices)
+    assert any("passes of 2 tokens or more copy" in line for line in fast.notices)
+    measured = Copied(1 << 20, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "copied", lambda *_: measured)
+        assert any(line.startswith("all passes copy") for line in planned(FABLE, simulated(8 << 30), gpu_layers=1).notices)
+
+
+def test_a_full_card_refuses_what_was_asked() -> None:
+    with pytest.raises(DoesNotFit, match="of GPU memory"):
+        planned(FABLE, simulated(16 << 20), gpu_layers=2)
