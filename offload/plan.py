@@ -380,10 +380,8 @@ def _does_not_fit(demand: Demand, budget: Budget, split: _Split, ctx_max: int, q
     side, where = (0, "memory") if split.ram > budget.ram else (1, "GPU memory")
     needs, limit = ((split.ram, budget.ram), (split.vram, budget.vram))[side]
     weights, kv = split.weights[side], split.kv[side]
-    message = (
-        f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for {split.ctx} tokens"
-        f" + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}"
-    )
+    message = (f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for {split.ctx} tokens"
+               f" + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}")
     return DoesNotFit(message, _nearest(demand, budget, split, ctx_max, quantum))
 
 
@@ -396,5 +394,6 @@ def _nearest(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantu
     count = next((n for n in counts if _fits(_split(demand, n, split.ctx, quantum), budget)), None)
     if count is not None:
         return f"-ngl {count} fits" if count else "--device cpu fits"
-    wanted = f"--ram {asked_mib(split.ram)}" if split.ram > budget.ram else f"--vram {-(-split.vram // 2**20)}Mi"
-    return f"no context is short enough: it takes {wanted}, or a smaller model"
+    ram, vram = f"--ram {asked_mib(split.ram)}", f"--vram {-(-split.vram // 2**20)}Mi"
+    short = [ram] * (split.ram > budget.ram) + [vram] * (split.vram > budget.vram)
+    return f"no context is short enough: it takes {' and '.join(short)}, or a smaller model"

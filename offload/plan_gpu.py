@@ -22,6 +22,7 @@ from .plan import (
     _card_workspace,
     _check,
     _does_not_fit,
+    _Split,
     _split,
     card_kv_nbytes,
     largest,
@@ -29,8 +30,9 @@ from .plan import (
     with_slack,
 )
 from .plan_kv import PAGE, Spill, plan_tiers
-from .size import format_size
+from .size import SPARE, format_size
 
+TOO_LONG = "no context is short enough: "
 BUFFERS = 2  # of each side: one layer crosses while the other is used
 
 
@@ -121,7 +123,7 @@ def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wa
     if gpu_layers is not None or device == "cuda":
         split = _split(whole, count, ctx_wanted or least, PAGE)
         if split.vram > budget.vram:
-            raise _does_not_fit(whole, replace(budget, ram=max(budget.ram, split.ram)), split, ctx_max, PAGE)
+            raise _refused(host, budget, ctx_max, split, spill)
     else:
         count = _most(whole, budget, ctx)
     while True:
@@ -134,6 +136,36 @@ def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wa
     if not count:
         return replace(made, budget=budget)
     return _joined(made, whole, left, count, budget, ctx_max, ctx_wanted, room)
+
+
+def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split: _Split, spill: Spill | None) -> DoesNotFit:
+    """The error for a card that does not hold the layers asked for, with the nearest request that is planned: less context, fewer layers,
+    or the memory that it takes on both sides."""
+    whole = host(0)
+
+    def placed(ctx: int, count: int, within: Budget) -> Placement:
+        return _beneath(host, within, ctx_max, ctx, "auto", count, spill)
+
+    def fits(ctx: int, count: int, within: Budget) -> bool:
+        try:
+            return _split(whole, count, ctx, PAGE).vram <= within.vram and bool(placed(ctx, count, within))
+        except DoesNotFit:
+            return False
+
+    message = _does_not_fit(whole, replace(budget, ram=max(budget.ram, split.ram)), split, ctx_max, PAGE).message
+    spare = replace(budget, ram=budget.ram - SPARE)
+    if shorter := largest(lambda ctx: fits(ctx, split.gpu_layers, spare), min(ctx_max, split.ctx), PAGE):
+        return DoesNotFit(message, f"-c {shorter} fits")
+    count = next((count for count in range(split.gpu_layers - 1, -1, -1) if fits(split.ctx, count, budget)), None)
+    if count is not None:
+        return DoesNotFit(message, f"-ngl {count} fits" if count else "--device cpu fits")
+    wanted = f"{TOO_LONG}it takes --vram {-(-split.vram // 2**20)}Mi"
+    try:
+        placed(split.ctx, split.gpu_layers, replace(budget, vram=split.vram))
+    except DoesNotFit as error:
+        also = error.hint.removeprefix(TOO_LONG).removeprefix("it takes ").removesuffix(" fits")
+        return DoesNotFit(message, f"{wanted}, and then {also}")
+    return DoesNotFit(message, f"{wanted}, or a smaller model")
 
 
 def _room(whole: Demand, budget: Budget, count: int, ctx_max: int) -> int:
