@@ -57,6 +57,7 @@ ONE_AFTER_THE_OTHER = IN_TURN or IN_PAIRS  # do the columns of a tile go by so, 
 RECORD = RECORD_IN_TURN if IN_TURN else RECORD_IN_PAIRS if IN_PAIRS else RECORD_ABREAST
 AT_ONCE = PAIR if IN_PAIRS else 1  # row blocks that are multiplied together where there are several columns
 STREAM_NBYTES = 131_072 if STREAMS > 1 else 65_536
+UNIT = max(AT_ONCE, STREAMS)  # row blocks that are multiplied together: no block of work ends within so many
 GATES = 16  # row blocks of gates in a block of work, at most: their sums are kept until the rows of up have come
 WHOLE_RUN = max(1, AT_ONCE // STREAMS)  # a run is a multiple of so many, so that row blocks always find one to be multiplied with
 STRETCH = 16 // AT_ONCE  # tiles of a row block that are expanded at once: 8 KiB together
@@ -306,12 +307,15 @@ def _works(a, m):
 
 @inlined()
 def _place(a, work):
-    """The matrix of a block of work, and its first row block."""
-    m = int64(FIRST)
-    while work >= _works(a, m):
-        work -= _works(a, m)
+    """The matrix of a block of work, its first row block and the end: all have one size, so that no worker waits for another's last."""
+    m, works = int64(FIRST), _works(a, FIRST)
+    while work >= works:
+        work -= works
         m += FIELDS
-    return m, work * STREAMS * _run(a, m)
+        works = _works(a, m)
+    blocks = (a[m + ROW_COUNT] + ROWS - 1) // ROWS
+    units = (blocks + UNIT - 1) // UNIT
+    return m, units * work // works * UNIT, min(units * (work + 1) // works * UNIT, blocks)
 
 
 @kernel()
@@ -336,8 +340,8 @@ def packed_columns(args, worker, counter):
         work, region, ended = take(counter, region, ended, works)
         if work < 0:
             return
-        m, begin = _place(a, work)
-        blocks, run, way = (a[m + ROW_COUNT] + ROWS - 1) // ROWS, _run(a, m), way_of(a, m)
+        m, begin, last = _place(a, work)
+        blocks, way = (a[m + ROW_COUNT] + ROWS - 1) // ROWS, way_of(a, m)
         several = tokens > 1 or way == HALF  # half tiles are rare: no loop of their own for a single column
         up = FIELDS if mode == GATED else 0
         written = m + up  # the matrix whose products are written: up, beside a gate
@@ -360,7 +364,6 @@ def packed_columns(args, worker, counter):
                 make_records(tokens, padded // TILE, x[0], x[1], x[2], x_nbytes, records)
             if spread:
                 spread_records(records, padded // TILE, x[3])
-        last = min(begin + STREAMS * run, blocks)
         run = (last - begin + STREAMS - 1) // STREAMS
         if mode == GATED and not several:  # all gates first, STREAMS at a time as everywhere
             following = codes_at(a, written, begin)
