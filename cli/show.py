@@ -22,8 +22,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     from ..offload.size import format_size
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.model import check_tensors
-    from ..runtime.model import parameters as count
     from ..runtime.source import licence_of
+    from ..runtime.tensors import parameters as count
     from ..runtime.text import Tokenizer
 
     screen = Screen(context.obj)

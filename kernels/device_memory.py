@@ -7,7 +7,7 @@ widest stage of a layer. `tests/test_device_memory.py` holds it against what tor
 from __future__ import annotations
 
 from .layout import PAGE, align
-from .workspace import Dims
+from .workspace import REPEATED, Dims
 
 ALLOCATION = 512  # bytes that an allocation is rounded up to
 SCORES = 1 << 25  # scores held at once: 128 MiB of float32
@@ -26,7 +26,13 @@ def allocation(nbytes: int) -> int:
 
 def card_workspace(dims: Dims, widest: int, opened: int) -> int:
     """Bytes at most. `widest`, `opened`: values of the largest matrix in a stored type, and of the largest low-bit one."""
-    tokens, heads, depth = dims.chunk, dims.heads, dims.head_dim
+    # A recorded pass (`cuda/repeated.py`) has memory of its own, which nothing else is given.
+    recorded = 0 if dims.packed_kv or dims.experts else _pass(dims, min(dims.chunk, REPEATED), widest, opened)
+    return SMALL + _pass(dims, dims.chunk, widest, opened) + recorded
+
+
+def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
+    heads, depth = dims.heads, dims.head_dim
     product = max(FLOAT * min(widest, TILE), OPENED_NBYTES * min(opened, OPENED + 16 * max(dims.hidden, dims.ffn)))
     queries, keys = tokens * heads * depth, tokens * dims.kv_heads * depth
     projected = FLOAT * (2 * tokens * dims.hidden + 3 * queries + 4 * keys)
@@ -35,11 +41,11 @@ def card_workspace(dims: Dims, widest: int, opened: int) -> int:
         visits = tokens * dims.top_k
         mlp += FLOAT * visits * (4 * dims.expert_ffn + 4 * dims.hidden) + FLOAT * tokens * dims.experts * 4
     stream = FLOAT * 2 * tokens * dims.hidden
-    return SMALL + stream + max(projected + _attention(dims), projected + product, mlp + product)
+    return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product)
 
 
-def _attention(dims: Dims) -> int:
-    tokens, heads, depth = dims.chunk, dims.heads, dims.head_dim
+def _attention(dims: Dims, tokens: int) -> int:
+    heads, depth = dims.heads, dims.head_dim
     pages = -(-dims.ctx // PAGE) + 3
     page = PAGE * dims.kv_heads * depth
     most = min(pages, MOST_OPEN) if dims.packed_kv else pages

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 
 MOST_VIEWS = 256
+REPEATED = 8  # tokens at most of a pass that may come again, an answer's or a draft's: kernels take more as a prompt
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from . import forecast, roofs
 from .demands import LOGIT_ROWS
 from .engine import Engine
 from .events import Progress
-from .model import parameters
 from .outcome import LEAST_NBYTES
 from .prepare import EngineOptions, Prepared, prepare_with
 from .sampler import Sampler, SamplerSettings
 from .synthetic import SyntheticStore, synthetic_config
+from .tensors import parameters
 
 ROOF_NBYTES = 1 << 30
 

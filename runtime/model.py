@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
 from .. import DoesNotFit
-from ..kernels.workspace import Dims
+from ..kernels.workspace import REPEATED, Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.neurons import ResidentBundles
@@ -29,18 +28,16 @@ from .bundles import THRESHOLDS, layout_of
 from .cache import AttnSpec, KVCache
 from .carried import BorderCache, Carrier
 from .config import ModelConfig
-from .config_rope import RopeConfig
 from .container import Container
 from .families import LayerWeights, expert_of, expert_role
 from .outliers import check_outliers
 from .paged_experts import PagedExperts, Paging
 from .predictors import FEW, Predictors
-from .rope import RopeTable, rope_table
+from .rope import rope_tables
 from .streamed import StreamedWeights, Streams
-from .tensors import ModelTensor, check_tensors
+from .tensors import ModelTensor, check_tensors, parameters
 
 Tap = Callable[[str, int, object], None]
-REPEATED = 8  # tokens at most of a pass that may come again, an answer's or a draft's: kernels take more as a prompt
 
 
 def no_tap(name: str, layer: int, value: object) -> None:
@@ -52,15 +49,6 @@ def attention_specs(config: ModelConfig) -> list[AttnSpec]:
     scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
     return [AttnSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, scale, window, config.attn_logit_softcapping)
             for window in config.windows]
-
-
-def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
-    """Each layer's rotary table for a context; layers of one kind share theirs."""
-    made: list[tuple[RopeConfig, RopeTable]] = []
-    for rope in config.ropes:
-        if rope is not None and not any(rope is known for known, _ in made):
-            made.append((rope, rope_table(rope, config.head_dim, ctx, config.max_position_embeddings)))
-    return [next((table for known, table in made if rope is known), None) for rope in config.ropes]
 
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
@@ -154,6 +142,8 @@ class Model:
 
     def announcements(self) -> list[str]:
         """What has been fallen back on since the last call."""
+        if "cuda" in self.devices:
+            self._said += map(Fallback, self.backends["cuda"].repeats.announcements())
         said, self._said = self._said, []
         return said
 
@@ -341,6 +331,10 @@ class Model:
         ops, copies = host, (least := self.copied_from) is not None and len(positions) >= least
         for layer, lives in enumerate(self.devices):
             device = "cuda" if copies else lives
+            if device == "cuda" and not copies and tap is no_tap and self._repeats(cache):
+                here, ops, before = device, self.backends[device], ops.to_host(x)
+                x = ops.repeat(before, cache.step.blocks, positions, lambda at, first=layer: self._on_card(at, cache, first))
+                break
             if device != here:
                 x, here, ops = self.backends[device].from_host(ops.to_host(x)), device, self.backends[device]
             if copies and lives == "cpu":
@@ -359,6 +353,19 @@ class Model:
                 w = self._on_device[layer]
                 x = self.block(ops, w, x, cache.layer(layer), positions, self.ropes[layer], self.config, layer, tap)
         return x if here == "cpu" else host.from_host(ops.to_host(x))
+
+    def _repeats(self, cache: KVCache) -> bool:
+        """May a pass do on a card what the last one did? What a window hides, who is routed where and how a packed page is opened is
+        decided on the host."""
+        few = len(cache.step.positions) <= REPEATED
+        return few and self.config.mixture is None and not any(self.config.windows) and not cache.is_packed
+
+    def _on_card(self, x: object, cache: KVCache, first: int) -> object:
+        """The blocks from `first` on, all of them on the card."""
+        for layer in range(first, len(self.devices)):
+            x = self.block(self.backends["cuda"], self._on_device[layer], x, cache.layer(layer), cache.step.positions, self.ropes[layer],
+                           self.config, layer, no_tap)
+        return x
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """Scores for hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
@@ -390,8 +397,3 @@ def _typed(raw: np.ndarray, spec: QuantSpec) -> np.ndarray:
 def _vector(tensor: ModelTensor, raw: Mapping[str, np.ndarray]) -> np.ndarray:
     """A raw tensor as float32, flat."""
     return to_f32(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
-
-
-def parameters(tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> int:
-    """Number of parameters."""
-    return sum(prod(tensor.shape) for roles in tensors.values() for tensor in roles.values())

@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .config_rope import RopeConfig
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
 
 F32 = np.float32
 
@@ -112,3 +116,12 @@ def _longrope_scaling(params: Mapping[str, object]) -> float:
         return params["attention_factor"]
     factor = params["factor"]
     return math.sqrt(1 + math.log(factor) / math.log(params["original_max_position_embeddings"])) if factor > 1 else 1.0
+
+
+def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
+    """Each layer's rotary table for a context; layers of one kind share theirs."""
+    made: list[tuple[RopeConfig, RopeTable]] = []
+    for rope in config.ropes:
+        if rope is not None and not any(rope is known for known, _ in made):
+            made.append((rope, rope_table(rope, config.head_dim, ctx, config.max_position_embeddings)))
+    return [next((table for known, table in made if rope is known), None) for rope in config.ropes]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ..quant.spec import QuantSpec
@@ -81,3 +82,8 @@ def _found(rule: TensorRule, store: TensorStore) -> TensorInfo:
 def _other_shape(name: str, shape: Sequence[int], asked: Sequence[int]) -> CheckpointError:
     return CheckpointError(f"tensor {name} has shape {list(shape)}, the config says {list(asked)}",
                            "the config and the weights are of different models")
+
+
+def parameters(tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> int:
+    """Number of parameters."""
+    return sum(prod(tensor.shape) for roles in tensors.values() for tensor in roles.values())

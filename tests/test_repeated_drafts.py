@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from effllm.kernels.workspace import REPEATED
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.model import REPEATED
 from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).parent))

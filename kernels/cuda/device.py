@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,7 +65,9 @@ class Lane(Protocol):
 
 class Device(Protocol):
     """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none, as does `link_rate`, in bytes a
-    second. `bring` and `fetch` copy an array there and a tensor back, and have done so when they return."""
+    second. `bring` and `fetch` copy an array there and a tensor back, and have done so when they return. `recorded` gives what
+    runs the kernels of `run` again, over the same memory, and their result, which is there once that has run. Raises RuntimeError where
+    `run` waits for the device."""
 
     name: str
     torch: torch.device
@@ -77,6 +79,7 @@ class Device(Protocol):
     def bring(self, array: np.ndarray) -> torch.Tensor: ...
     def fetch(self, tensor: torch.Tensor) -> np.ndarray: ...
     def lane(self) -> Lane: ...
+    def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]: ...
     def link_rate(self) -> float: ...
 
 
@@ -104,6 +107,21 @@ class CudaDevice:
 
     def lane(self) -> Lane:
         return CudaLane(self.torch)
+
+    def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        graph, beside, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.torch), torch.cuda.current_stream(self.torch)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):  # not torch.cuda.graph, which has Python look for garbage every time
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                out = run()
+            except BaseException:
+                with suppress(RuntimeError):  # of an end that has no graph
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        here.wait_stream(beside)
+        return graph.replay, out
 
     def link_rate(self) -> float:
         with within_memory("there is no memory to measure the way to the GPU with"):
@@ -181,6 +199,10 @@ class SimulatedDevice:
     def lane(self) -> Lane:
         return SimulatedLane()
 
+    def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        out = run()
+        return lambda: out.copy_(run()), out
+
     def link_rate(self) -> float:
         self.take(LINK_NBYTES)
         return self.link
@@ -211,5 +233,14 @@ class SimulatedLane:
 
 
 def found() -> Device | None:
-    """The GPU that torch can use here, if any."""
-    return CudaDevice() if torch.cuda.is_available() else None
+    """The GPU that torch can use here, if any. The libraries of a product are loaded then: some hundred MiB of the host's memory, which a plan
+    made afterwards weighs as a part of the program. A card that has no room even for these is none."""
+    if not torch.cuda.is_available():
+        return None
+    card = CudaDevice()
+    try:
+        some = torch.ones(8, 8, device=card.torch)
+        (some @ some).sum().item()
+    except RuntimeError:
+        return None
+    return card

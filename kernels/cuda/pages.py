@@ -69,13 +69,15 @@ def runs(is_sealed: np.ndarray) -> list[slice]:
 class TorchLayerPages:
     """`exact` and `sealed` are uint8 tensors on the device; scale, window (None: all) and softcap are the layer's attention.
 
-    `upload` brings a NumPy array to the device, once per step for arrays that every layer is given.
+    `upload` brings a NumPy array to the device, once per step for arrays that every layer is given; `places` makes positions there.
     """
 
     choice = "torch"
 
     def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
-                 scale: float, window: int | None, softcap: float | None) -> None:
+                 scale: float, window: int | None, softcap: float | None,
+                 places: Callable[[int, int], torch.Tensor] | None = None) -> None:
+        self._places = places or (lambda position, tokens: torch.arange(position, position + tokens, device=exact.device))
         self.upload, self.layout, self.exact, self.sealed = upload, layout, exact, sealed
         self.scale, self.window, self.softcap = scale, window, softcap
         self._exact_sides, self._sealed_sides = sides(exact, layout), sides(sealed, layout)
@@ -123,7 +125,7 @@ class TorchLayerPages:
         table = self.upload(blocks)[span]
         keys, values = self._gather(blocks[span, SEALED], table[:, INDEX])
         return attend_blocks(q.unflatten(1, (-1, self.layout.head_dim)), keys, values, table[:, FIRST], table[:, COUNT],
-                             torch.arange(position, position + tokens, device=q.device), self.scale, self.window, self.softcap, sinks)
+                             self._places(position, tokens), self.scale, self.window, self.softcap, sinks)
 
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V, of the blocks in their order: one copy per run of sealed or of exact blocks."""

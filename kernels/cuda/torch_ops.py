@@ -24,6 +24,7 @@ from . import low_bit
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
+from .repeated import Repeats
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
     from ...quant.weight import Bundles, Expert, Linear, Norm, Weight
@@ -82,11 +83,13 @@ class TorchOps:
         self.registry = registry or default_registry()
         self._angles: dict[int, tuple[object, object, torch.Tensor, torch.Tensor]] = {}
         self._uploads: dict[tuple[tuple[int, ...], str, bytes], torch.Tensor] = {}
+        self.repeats = Repeats(device)
 
     def close(self) -> None:
         """Let go of what was kept between steps."""
         self._angles.clear()
         self._uploads.clear()
+        self.repeats.forget()
 
     def within_memory(self, message: str) -> AbstractContextManager[None]:
         """Raises DoesNotFit with `message` where there is no memory, on the device or pinned, for what is done inside."""
@@ -209,17 +212,26 @@ class TorchOps:
         self.on.crossed.received += x.nbytes
         return self.on.fetch(x)
 
+    def repeat(self, x: np.ndarray, blocks: np.ndarray, positions: np.ndarray,
+               layers: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`layers` of the host's stream x, which are run again as one graph where they came before (`repeated.py`)."""
+        self.on.crossed.sends += 1
+        self.on.crossed.sent += x.nbytes
+        return self.repeats.run(blocks, positions, x, layers)
+
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None) -> TorchLayerPages:
         """One layer's pages on this device, as large as the host memory that stands for them."""
         memory = (self.on.take(host.nbytes) for host in (exact, sealed))
         if codec is not None and codec.is_packed:
             return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec)
-        return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap)
+        return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.places)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """An index array on this device. The last few are remembered, since every layer of a step passes the same ones: by what they hold,
         because the next step may come in the same arrays, changed in place."""
+        if (own := self.repeats.array(array)) is not None:
+            return own
         held = array.shape, array.dtype.char, array.tobytes()
         if held not in self._uploads:
             if len(self._uploads) == UPLOADS:
@@ -265,13 +277,26 @@ class TorchOps:
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, R/2] for these positions, made once per step and table on the host, so that every backend turns by the same
         angles."""
+        both = [self.repeats.of_positions((id(table), which), positions, lambda at, of=which: _turned(of, at, table)) for which in (0, 1)]
+        if both[0] is not None:
+            return both[0], both[1]
         known = self._angles.get(id(table))
         if known is None or known[0] is not positions or known[1] is not table:
-            angles = positions.astype(np.float32)[:, None] * table.inv_freq
-            scale = np.float32(table.attention_scaling)
             if len(self._angles) >= UPLOADS:
                 self._angles.clear()
-            turned = (self.on.bring(each * scale)[:, None] for each in (np.cos(angles), np.sin(angles)))
+            turned = (self.on.bring(_turned(which, positions, table)) for which in (0, 1))
             known = (positions, table, *turned)
             self._angles[id(table)] = known
         return known[2], known[3]
+
+    def places(self, position: int, tokens: int) -> torch.Tensor:
+        """Positions of queries, int64 [tokens] on this device."""
+        at = np.arange(position, position + tokens)
+        own = self.repeats.of_positions("positions", at, lambda positions: positions)
+        return torch.arange(position, position + tokens, device=self.device) if own is None else own
+
+
+def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
+    """cos or sin float32 [T, 1, R/2] of positions."""
+    angles = positions.astype(np.float32)[:, None] * table.inv_freq
+    return ((np.cos, np.sin)[which](angles) * np.float32(table.attention_scaling))[:, None]

@@ -1,0 +1,103 @@
+"""Passes of few tokens on a card, recorded and run again: the numbers of passes that are run anew."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from conversions import FABLE
+from family_models import Case, written
+from gpu_runs import divergence, opened, simulated
+
+from effllm.kernels.cuda.repeated import Repeats
+from effllm.runtime.engine import Engine
+
+IDS = np.random.default_rng(5).integers(0, 4096, 400).tolist()
+LENGTHS = (300, 120, 290, 301, 129, 128, 127, 400)  # of prompts that begin alike: pages are opened, sealed, and cut back to
+
+
+def answers(engine: Engine) -> np.ndarray:
+    """Logits of single tokens and of several at once, behind prompts of several lengths."""
+    rows = []
+    for length in LENGTHS:
+        list(engine.prefill(IDS[:length]))
+        rows += [engine.forward_logits([token]).copy() for token in IDS[:9]]
+        rows += [engine.forward_logits(IDS[:4]).copy() for _ in range(4)]
+    engine.close()
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("layers", (6, 2))
+def test_recorded_passes_have_the_numbers_of_passes_run_anew(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = opened(FABLE, simulated(), gpu_layers=layers)
+    replayed = 0
+    repeats, recorded = engine.backends["cuda"].repeats, engine.backends["cuda"].on.recorded
+
+    def counted(run: object) -> tuple:
+        again, out = recorded(run)
+
+        def counting() -> None:
+            nonlocal replayed
+            replayed += 1
+            again()
+
+        return counting, out
+
+    engine.backends["cuda"].on.recorded = counted
+    found = answers(engine)
+    assert replayed > 60 and not repeats.broken
+    monkeypatch.setattr(Repeats, "run", lambda self, blocks, positions, x, layers: layers(self._device.bring(x)))
+    anew = answers(opened(FABLE, simulated(), gpu_layers=layers)[0])
+    assert np.array_equal(found, anew)
+    assert divergence(found, answers(opened(FABLE, None)[0])) < 1e-6
+
+
+def test_a_pass_that_cannot_be_recorded_is_run_and_told_once() -> None:
+    engine, _ = opened(FABLE, simulated(), gpu_layers=6)
+
+    def refused(run: object) -> tuple:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    engine.backends["cuda"].on.recorded = refused
+    list(engine.prefill(IDS[:20]))
+    found = np.concatenate([engine.forward_logits([token]).copy() for token in IDS[:5]])
+    said = engine.announcements()
+    assert said == ["the GPU's kernels are started one by one, which takes several times as long: operation not permitted when stream is "
+                    "capturing"]
+    assert engine.announcements() == []
+    engine.close()
+    host, _ = opened(FABLE, None)
+    list(host.prefill(IDS[:20]))
+    assert divergence(found, np.concatenate([host.forward_logits([token]).copy() for token in IDS[:5]])) < 1e-6
+    host.close()
+
+
+@pytest.mark.parametrize("case, kv", [(Case("mistral", {"sliding_window": 40}), "16bit"), (Case("qwen3_moe"), "16bit"), (None, "4bit")])
+def test_what_the_host_decides_for_every_token_is_not_recorded(case: Case | None, kv: str, tmp_path: Path) -> None:
+    folder = FABLE if case is None else tmp_path
+    if case is not None:
+        written(case, folder)
+    engine, _ = opened(folder, simulated(), kv=kv)
+    engine.backends["cuda"].on.recorded = None  # never called
+    list(engine.prefill([1] * 20))
+    for _ in range(4):
+        engine.forward_logits([1])
+    assert not engine.backends["cuda"].repeats.broken
+    engine.close()
+
+
+def test_arrays_come_from_the_host_by_which_array_they_are() -> None:
+    """Two that hold the same now need not do so later."""
+    repeats, blocks, first, second = Repeats(simulated()), np.zeros((1, 4), np.int64), np.ones(1, np.float32), np.ones(1, np.float32)
+    x, positions = np.zeros((1, 1), np.float32), np.array([0])
+
+    def layers(stream: torch.Tensor) -> torch.Tensor:
+        return stream + 10 * repeats.array(first) + repeats.array(second) + repeats.of_positions("at", positions, lambda at: at * 100)
+
+    assert [repeats.run(blocks, np.array([at]), x + at, layers).item() for at in (0, 1, 2)] == [11, 112, 213]
+    second[:] = 5
+    assert repeats.run(blocks, np.array([3]), x, layers).item() == 315
+    assert repeats.run(blocks.copy(), np.array([0]), x, layers).item() == 15
