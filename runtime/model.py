@@ -331,7 +331,7 @@ class Model:
         ops, copies = host, (least := self.copied_from) is not None and len(positions) >= least
         for layer, lives in enumerate(self.devices):
             device = "cuda" if copies else lives
-            if device == "cuda" and not copies and tap is no_tap and self._repeats(cache):
+            if device == "cuda" and not copies and tap is no_tap and self._repeats(cache, layer):
                 here, ops, before = device, self.backends[device], ops.to_host(x)
                 x = ops.repeat(before, cache.step.blocks, positions, lambda at, first=layer: self._on_card(at, cache, first))
                 break
@@ -354,10 +354,10 @@ class Model:
                 x = self.block(ops, w, x, cache.layer(layer), positions, self.ropes[layer], self.config, layer, tap)
         return x if here == "cpu" else host.from_host(ops.to_host(x))
 
-    def _repeats(self, cache: KVCache) -> bool:
-        """May a pass do on a card what the last one did? What a window hides, who is routed where and how a packed page is opened is
-        decided on the host."""
-        few = len(cache.step.positions) <= REPEATED
+    def _repeats(self, cache: KVCache, first: int) -> bool:
+        """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where and how a
+        packed page is opened is decided on the host."""
+        few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:]
         return few and self.config.mixture is None and not any(self.config.windows) and not cache.is_packed
 
     def _on_card(self, x: object, cache: KVCache, first: int) -> object:

@@ -195,6 +195,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
     bundled, budget, beside = is_bundled(container), _budget(options, card, notices), beside + Speculating(draft=draft).draft_nbytes
+    beside += 0 if card is None else card.host_nbytes
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = _kinds(store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
