@@ -239,6 +239,12 @@ class TorchOps:
             self._uploads[held] = self.on.bring(array)
         return self._uploads[held]
 
+    def places(self, position: int, tokens: int) -> torch.Tensor:
+        """Positions of queries, int64 [tokens] on this device."""
+        at = np.arange(position, position + tokens)
+        own = self.repeats.of_positions("positions", at, lambda positions: positions)
+        return torch.arange(position, position + tokens, device=self.device) if own is None else own
+
     # -- beneath ---------------------------------------------------------------------------------------------------------------
 
     def _rows(self, table: Weight, ids: np.ndarray) -> torch.Tensor:
@@ -288,12 +294,6 @@ class TorchOps:
             known = (positions, table, *turned)
             self._angles[id(table)] = known
         return known[2], known[3]
-
-    def places(self, position: int, tokens: int) -> torch.Tensor:
-        """Positions of queries, int64 [tokens] on this device."""
-        at = np.arange(position, position + tokens)
-        own = self.repeats.of_positions("positions", at, lambda positions: positions)
-        return torch.arange(position, position + tokens, device=self.device) if own is None else own
 
 
 def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
