@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import UsageError
+from .. import DoesNotFit, UsageError
 from ..kernels.device_memory import allocation, card_workspace
 from ..kernels.workspace import Dims
 from ..offload import hardware
@@ -60,16 +60,21 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
         notices.append(Fallback("a GPU is here but torch is not installed: running on the CPU (pip install 'effllm[cuda]')"))
     if not torch or not (flag or driver):
         return None
-    found = probe()
+    try:
+        found, why = probe(), "torch finds no GPU here"
+    except DoesNotFit as error:
+        found, why = None, error.message
+    except RuntimeError as error:  # of a driver, a card or a torch that do not go together
+        found, why = None, str(error).splitlines()[0]
     if found is None and flag:
-        raise UsageError(f"{flag}: torch finds no GPU here", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else DOCTOR)
+        raise UsageError(f"{flag}: {why}", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else DOCTOR)
     if found is None:
-        notices.append(Fallback("a GPU is here but torch cannot use it: running on the CPU (effllm doctor says more)"))
+        notices.append(Fallback(f"a GPU is here and cannot be used: running on the CPU ({why})"))
     return found
 
 
 def probe() -> Device | None:
-    """The GPU that torch can use."""
+    """The GPU that torch can use. Raises DoesNotFit, RuntimeError where there is one that it cannot."""
     from ..kernels.cuda.device import found
 
     return found()

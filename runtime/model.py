@@ -143,7 +143,7 @@ class Model:
     def announcements(self) -> list[str]:
         """What has been fallen back on since the last call."""
         if "cuda" in self.devices:
-            self._said += map(Fallback, self.backends["cuda"].repeats.announcements())
+            self._said += map(Fallback, self.backends["cuda"].announcements())
         said, self._said = self._said, []
         return said
 

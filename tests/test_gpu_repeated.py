@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conversions import FABLE
+from conversions import FABLE, options, run
 from family_models import Case, written
 from gpu_runs import divergence, opened, simulated
 
+from effllm.kernels.cuda.device import SimulatedDevice
 from effllm.kernels.cuda.repeated import Repeats
 from effllm.runtime.engine import Engine
 
@@ -101,3 +103,58 @@ def test_arrays_come_from_the_host_by_which_array_they_are() -> None:
     second[:] = 5
     assert repeats.run(blocks, np.array([3]), x, layers).item() == 315
     assert repeats.run(blocks.copy(), np.array([0]), x, layers).item() == 15
+
+
+class Waiting(TorchDispatchMode):
+    """Refuses what a card would have to be waited for, as a recording does."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        if "_local_scalar_dense" in str(op) or "nonzero" in str(op):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {op}")
+        return op(*args, **(kwargs or {}))
+
+
+class Recording(SimulatedDevice):
+    def recorded(self, run):  # noqa: ANN001, ANN201
+        with Waiting():
+            out = run()
+        return lambda: out.copy_(run()), out
+
+
+@pytest.mark.parametrize("made", ({}, {"spec": "4bit"}, {"spec": "4bit+0.5%", "method": "spqr"}))
+def test_nothing_of_a_recorded_pass_waits_for_the_card(made: dict[str, str], tmp_path: Path) -> None:
+    folder = FABLE
+    if made:
+        run(FABLE, folder := tmp_path / "small", options(**made))
+    engine, _ = opened(folder, Recording(link=1.0), gpu_layers=6, exact=True)
+    list(engine.prefill(IDS[:20]))
+    found = np.concatenate([engine.forward_logits([token]).copy() for token in IDS[:5]])
+    assert engine.backends["cuda"].repeats.broken == "" and engine.announcements() == []
+    engine.close()
+    plain, _ = opened(folder, None, exact=True)
+    list(plain.prefill(IDS[:20]))
+    assert divergence(found, np.concatenate([plain.forward_logits([token]).copy() for token in IDS[:5]])) < 1e-4
+    plain.close()
+
+
+@pytest.mark.parametrize("layer", (0, 2))
+def test_a_pass_that_breaks_off_is_no_reason_to_record_none(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = opened(FABLE, simulated(), gpu_layers=6)
+    list(engine.prefill(IDS[:20]))
+    repeats, block, left = engine.backends["cuda"].repeats, engine.model.block, layer
+
+    def breaking(*args: object, **more: object) -> object:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return block(*args, **more)
+
+    monkeypatch.setattr(engine.model, "block", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward_logits([5])
+    monkeypatch.undo()
+    for token in (5, 6, 7):
+        engine.forward_logits([token])
+    assert repeats.broken == "" and engine.announcements() == [] and repeats._known[1].replay is not None
+    engine.close()

@@ -16,6 +16,7 @@ from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.offload.plan_gpu import Copied
 from effllm.offload.size import format_size
 from effllm.runtime import devices
+from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE
@@ -125,3 +126,22 @@ def test_no_answer_copies_layers_by_an_assumed_rate() -> None:
 def test_a_full_card_refuses_what_was_asked() -> None:
     with pytest.raises(DoesNotFit, match="of GPU memory"):
         planned(FABLE, simulated(16 << 20), gpu_layers=2)
+
+
+@pytest.mark.parametrize("error, reason", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore"), "other programs hold the GPU's memory"),
+    (RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore"),
+     "CUDA error: no kernel image is available for execution on the device")])
+def test_a_card_that_is_there_and_cannot_be_used_is_told_with_its_reason(error: Exception, reason: str,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **more: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", fails)
+    monkeypatch.setattr(devices, "DRIVER", Path("/dev/null"))
+    notices: list[str] = []
+    assert devices.gpu(EngineOptions(), notices) is None
+    assert notices == [f"a GPU is here and cannot be used: running on the CPU ({reason})"]
+    with pytest.raises(UsageError, match=f"--device cuda: {reason}"):
+        devices.gpu(EngineOptions(device="cuda"), notices)

@@ -328,7 +328,7 @@ def test_the_registry_names_what_runs(ops: TorchOps) -> None:
     weights = [parameter(ops, 1, 8, 8, stored).linear for stored in STORED]
     ops.norm_linear(ops.from_host(normal(1, 1, 8)), Norm("none"), weights)
     assert {call.stored: choice.candidate.name for call, choice in ops.registry.choices.items()} == {
-        "f32": "torch", "f16": "torch, tiles widened to float32", "bf16": "torch, tiles widened to float32"}
+        "f32": "torch", "f16": "widened to float32", "bf16": "widened to float32"}
     assert ops.registry.announcements() == []
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -67,10 +68,11 @@ class Device(Protocol):
     """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none, as does `link_rate`, in bytes a
     second. `bring` and `fetch` copy an array there and a tensor back, and have done so when they return. `recorded` gives what
     runs the kernels of `run` again, over the same memory, and their result, which is there once that has run. Raises RuntimeError where
-    `run` waits for the device."""
+    `run` waits for the device. `seconds` of a run, all kernels before it done; `compiles`: Triton's kernels can be tried."""
 
     name: str
     torch: torch.device
+    compiles: bool
     host_nbytes: int  # of the host's memory that its driver takes later
     crossed: Crossed
 
@@ -81,16 +83,19 @@ class Device(Protocol):
     def fetch(self, tensor: torch.Tensor) -> np.ndarray: ...
     def lane(self) -> Lane: ...
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]: ...
+    def seconds(self, run: Callable[[], object]) -> float: ...
     def link_rate(self) -> float: ...
 
 
 class CudaDevice:
     """The first NVIDIA GPU that torch finds."""
 
+    compiles = True
     host_nbytes = 448 << 20  # kernels are loaded as they are first run: 430 MiB were seen of an H100 with torch 2.11
 
     def __init__(self, name: str = "cuda") -> None:
         self.name, self.torch, self.crossed = name, torch.device(name), Crossed()
+        self._recorder: torch.cuda.Stream | None = None  # one for all, since a product's library sets memory aside for every stream
 
     def free(self) -> int:
         return torch.cuda.mem_get_info(self.torch)[0]
@@ -112,7 +117,8 @@ class CudaDevice:
         return CudaLane(self.torch)
 
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        graph, beside, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.torch), torch.cuda.current_stream(self.torch)
+        beside = self._recorder = self._recorder or torch.cuda.Stream(self.torch)
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch)
         beside.wait_stream(here)
         with torch.cuda.stream(beside):  # not torch.cuda.graph, which has Python look for garbage every time
             graph.capture_begin(capture_error_mode="thread_local")
@@ -126,19 +132,21 @@ class CudaDevice:
         here.wait_stream(beside)
         return graph.replay, out
 
+    def seconds(self, run: Callable[[], object]) -> float:
+        torch.cuda.synchronize(self.torch)
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize(self.torch)
+        return time.perf_counter() - started
+
     def link_rate(self) -> float:
         with within_memory("there is no memory to measure the way to the GPU with"):
             host, there = self.pinned(LINK_NBYTES), self.take(LINK_NBYTES)
-        rates = []
-        for _ in range(4):
-            torch.cuda.synchronize(self.torch)
-            started = time.perf_counter()
-            there.copy_(host, non_blocking=True)
-            torch.cuda.synchronize(self.torch)
-            rates.append(LINK_NBYTES / (time.perf_counter() - started))
-        del there
+        copy = partial(there.copy_, host, non_blocking=True)
+        seconds = min(self.seconds(copy) for _ in range(4))
+        del there, copy
         torch.cuda.empty_cache()  # a plan counts what is free
-        return max(rates)
+        return LINK_NBYTES / seconds
 
 
 class CudaLane:
@@ -168,11 +176,13 @@ class CudaLane:
 
 
 class SimulatedDevice:
-    """CPU tensors with the manners of a GPU of `memory` bytes (None: without limit), of which `held` are taken; `link`: bytes a second."""
+    """CPU tensors with the manners of a GPU of `memory` bytes (None: without limit), of which `held` are taken; `link`: bytes a second.
+    Time does not pass on it. `compiles`: Triton's kernels are interpreted on it."""
 
     host_nbytes = 0
 
-    def __init__(self, memory: int | None = None, link: float = 12e9, name: str = "cuda") -> None:
+    def __init__(self, memory: int | None = None, link: float = 12e9, name: str = "cuda", compiles: bool = False) -> None:
+        self.compiles = compiles
         self.name, self.torch, self.crossed = name, torch.device("cpu"), Crossed()
         self.memory, self.held, self.most, self.link = memory, 0, 0, link
 
@@ -208,6 +218,10 @@ class SimulatedDevice:
         out = run()
         return lambda: out.copy_(run()), out
 
+    def seconds(self, run: Callable[[], object]) -> float:
+        run()
+        return 0.0
+
     def link_rate(self) -> float:
         self.take(LINK_NBYTES)
         return self.link
@@ -239,13 +253,12 @@ class SimulatedLane:
 
 def found() -> Device | None:
     """The GPU that torch can use here, if any. The libraries of a product are loaded then: some hundred MiB of the host's memory, which a
-    plan made afterwards weighs as a part of the program. A card that has no room even for these is none."""
+    plan made afterwards weighs as a part of the program. Raises DoesNotFit where the card has no room even for these, RuntimeError with
+    torch's words where it has a card and cannot use it."""
     if not torch.cuda.is_available():
         return None
     card = CudaDevice()
-    try:
+    with within_memory("other programs hold the GPU's memory"):
         some = torch.ones(8, 8, device=card.torch)
         (some @ some).sum().item()
-    except RuntimeError:
-        return None
     return card

@@ -6,6 +6,7 @@ What a block is opened to is what `quant/codes.py` says a weight means, bit for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ from ..tiles import (
 QUADS = TILE // 4
 HALVES = ("block", "offset")
 CODE_MASK, COLUMN_BITS = 63, 28
+OUTLIERS = 1 << 20  # looked at together
 
 
 @dataclass(frozen=True)
@@ -43,28 +45,28 @@ class Format:
     at: Sections
 
 
-def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None) -> torch.Tensor:
-    """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]."""
+Opens = Callable[[torch.Tensor, Format, int, int], torch.Tensor]
+
+
+def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None, values: Opens | None = None) -> torch.Tensor:
+    """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]. `values` opens row blocks without their outliers, in
+    place of what is here."""
     rows = form.shape[0]
     each = max(1, OPENED // (ROWS * form.at.depth))
     out = torch.empty(len(x), rows, device=x.device)
     for first in range(0, form.at.rows // ROWS, each):
         end = min(form.at.rows // ROWS, first + each)
-        out[:, first * ROWS : end * ROWS] = x @ opened(blob, form, first, end).T
+        out[:, first * ROWS : end * ROWS] = x @ opened(blob, form, first, end, values).T
     return out if bias is None else out.add_(bias)
 
 
-def opened(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.Tensor:
-    """Row blocks [first, end) of a weight, float32 [rows, K]; the last block without its padding."""
+def opened(blob: torch.Tensor, form: Format, first: int, end: int, values: Opens | None = None) -> torch.Tensor:
+    """Row blocks [first, end) of a weight, float32 [rows, K]; the last block without its padding. `values`: see `product`."""
     own = _Blocks(blob, form, first, end)
-    v, factors, minima = own.values(), *own.factors()
-    w = own.spread(factors).mul_(v)
-    if minima is not None:
-        w -= own.spread(minima)
-    w.mul_(own.row_scales()[:, None])
+    w = own.plain() if values is None else values(blob, form, first, end)
     if form.at.sparse_count:
         own.correct(w)
-    return w[: max(0, form.shape[0] - first * ROWS)]
+    return w
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,14 @@ class _Blocks:
     @property
     def count(self) -> int:
         return self.end - self.first
+
+    def plain(self) -> torch.Tensor:
+        """Without outliers; the last block without its padding."""
+        v, factors, minima = self.values(), *self.factors()
+        w = self.spread(factors).mul_(v)
+        if minima is not None:
+            w -= self.spread(minima)
+        return w.mul_(self.row_scales()[:, None])[: max(0, self.form.shape[0] - self.first * ROWS)]
 
     def _part(self, name: str) -> torch.Tensor:
         """uint8 [blocks, bytes of a block] of a section."""
@@ -160,14 +170,20 @@ class _Blocks:
         return by_row(low & CODE_MASK, 0), by_row(low >> 6 | high << 2, 1)
 
     def correct(self, w: torch.Tensor) -> None:
-        """Add the outliers of these rows."""
+        """Add the outliers of these rows, without asking the device how many they are: all of the weight are looked at, some at a time."""
         at, blocks = self.form.at, self.form.at.rows // ROWS
-        starts = self.blob[at.sparse : at.sparse + 4 * (blocks + 1)].view(torch.int32)
-        begin, end = starts[self.first].item(), starts[self.end].item()
+        ends = self.blob[at.sparse + 4 : at.sparse + 4 * (blocks + 1)].view(torch.int32)
         places = at.sparse + 4 * (blocks + 1)
-        place = self.blob[places + 4 * begin : places + 4 * end].view(torch.int32).long() & 0xFFFFFFFF
+        place = self.blob[places : places + 4 * at.sparse_count].view(torch.int32)
         values = places + 4 * at.sparse_count
-        value = self.blob[values + 2 * begin : values + 2 * end].view(torch.bfloat16).float()
-        counts = (starts[self.first + 1 : self.end + 1] - starts[self.first : self.end]).long()
-        block = torch.arange(self.count, device=w.device).repeat_interleave(counts)
-        w[block * ROWS + (place >> COLUMN_BITS), place & (1 << COLUMN_BITS) - 1] += value
+        value = self.blob[values : values + 2 * at.sparse_count].view(torch.bfloat16)
+        flat = w.as_strided(((len(w) - 1) * w.stride(0) + w.shape[1],), (1,))
+        for first in range(0, at.sparse_count, OUTLIERS):
+            some = slice(first, min(at.sparse_count, first + OUTLIERS))
+            numbers = torch.arange(some.start, some.stop, dtype=torch.int32, device=w.device)
+            block = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+            inside = (block >= self.first) & (block < self.end)
+            where = place[some].long() & 0xFFFFFFFF
+            row = (block - self.first) * ROWS + (where >> COLUMN_BITS)
+            to = torch.where(inside, row * w.stride(0) + (where & (1 << COLUMN_BITS) - 1), 0)
+            flat.index_add_(0, to, torch.where(inside, value[some].float(), -0.0))  # -0.0 leaves every number as it is, 0.0 too

@@ -17,6 +17,11 @@ import torch
 
 from .device import Device
 
+
+class Unseen(Exception):
+    """A pass brings what the one before it, of as many tokens, did not."""
+
+
 Make = Callable[[np.ndarray], np.ndarray]  # of positions int64 [T], what lies on the device
 
 
@@ -46,9 +51,12 @@ class Repeats:
         """`layers` of the stream x float32 [T, D] on the device; it must do the same for every T tokens over these very `blocks`."""
         known = self._known.get(len(x))
         if known is None or known.blocks is not blocks or self.broken:
-            known = self._known[len(x)] = Recording(blocks)
+            self._known.pop(len(x), None)
+            known = Recording(blocks)
             with self._noting(None if self.broken else known):
-                return layers(self._device.bring(x))
+                out = layers(self._device.bring(x))
+            self._known[len(x)] = known  # of a pass that breaks off nothing is known
+            return out
         if known.x is None:
             known.x = self._device.bring(x)
         for array, own in known.arrays.values():
@@ -60,9 +68,11 @@ class Repeats:
                 try:
                     self._known = {len(x): known}  # the memory of one recording is planned
                     known.replay, known.out = self._device.recorded(lambda: layers(known.x))
-                except (RuntimeError, KeyError) as error:  # what this pass does cannot be in a graph
+                except Unseen:
+                    del self._known[len(x)]
+                except RuntimeError as error:  # what this pass does cannot be in a graph
                     self.broken = str(error).splitlines()[0]
-            if self.broken:
+            if known.replay is None:
                 return layers(self._device.bring(x))
         _put(x, known.x)
         with self._noting(known):
@@ -75,7 +85,7 @@ class Repeats:
             return None
         if id(array) not in self._now.arrays:
             if self._now.x is not None:
-                raise KeyError("an array that the pass before did not bring")
+                raise Unseen
             self._now.arrays[id(array)] = array, self._device.bring(array)
         return self._now.arrays[id(array)][1]
 
@@ -85,7 +95,7 @@ class Repeats:
             return None
         if key not in self._now.made:
             if self._now.x is not None:
-                raise KeyError("something of positions that the pass before did not bring")
+                raise Unseen
             self._now.made[key] = make, self._device.bring(make(positions))
         return self._now.made[key][1]
 

@@ -20,10 +20,10 @@ from ..layout import STORED_TYPES, SWISH_LIMIT, SWISH_SLOPE, PageLayout
 from ..reference_moe import Routed, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
-from . import low_bit
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
+from .products import Products, tiled
 from .repeated import Repeats
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
@@ -64,11 +64,11 @@ def _clamped_swish(x: torch.Tensor) -> torch.Tensor:
 
 
 def default_registry() -> Registry:
-    """One way per stored type; torch picks the kernel beneath."""
+    """One way per stored type."""
     stored = lambda kinds: lambda call: "" if call.stored in kinds else f"no product with {call.stored}"  # noqa: E731
-    return Registry([Candidate("matrix", "torch", stored(("f32",)), TorchOps._product),
-                     Candidate("matrix", "torch, tiles widened to float32", stored(tuple(STORED_TYPES)), TorchOps._widened_product),
-                     Candidate("matrix", "torch, codes opened to float32", stored(tuple(SCHEMES)), TorchOps._opened_product)])
+    return Registry([Candidate("matrix", "torch", stored(("f32",)), Products.plain),
+                     Candidate("matrix", "widened to float32", stored(tuple(STORED_TYPES)), Products.widened),
+                     Candidate("matrix", "codes opened to float32", stored(tuple(SCHEMES)), Products.of_codes)])
 
 
 class TorchOps:
@@ -83,7 +83,11 @@ class TorchOps:
         self.registry = registry or default_registry()
         self._angles: dict[int, tuple[object, object, torch.Tensor, torch.Tensor]] = {}
         self._uploads: dict[tuple[tuple[int, ...], str, bytes], torch.Tensor] = {}
-        self.repeats = Repeats(device)
+        self.repeats, self.products = Repeats(device), Products(device)
+
+    def announcements(self) -> list[str]:
+        """What is slower on this device than it could be, each said once."""
+        return self.repeats.announcements() + self.products.announcements()
 
     def close(self) -> None:
         """Let go of what was kept between steps."""
@@ -134,7 +138,7 @@ class TorchOps:
         if bundles.thresholds is not None:
             hidden = hidden.masked_fill_(hidden.abs() < bundles.thresholds, 0.0)
         if bundles.has_up:
-            hidden.mul_(self._tiled(n, bundles.holder[:, :width], bundles.up_bias))
+            hidden.mul_(tiled(n, bundles.holder[:, :width], bundles.up_bias))
         if see is not None:
             see(hidden)
         columns, branch = bundles.holder[:, bundles.has_up * width :][:, :width], torch.zeros_like(x)
@@ -259,26 +263,7 @@ class TorchOps:
     def _linear(self, x: torch.Tensor, each: Linear) -> torch.Tensor:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
-        return run(self, x, weight, each.bias)
-
-    def _product(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(x, weight.parts["data"], bias)
-
-    def _opened_product(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        spec = weight.spec
-        form = low_bit.Format(spec.bits, spec.group, spec.scheme, weight.shape, spec.sections(weight.shape))
-        return low_bit.product(x, weight.parts["data"], form, bias)
-
-    def _widened_product(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """By tiles of rows, so that no float32 copy of a whole matrix is ever held."""
-        return self._tiled(x, weight.parts["data"], bias)
-
-    def _tiled(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = max(1, TILE // weight.shape[1])
-        out = torch.empty(len(x), len(weight), device=x.device)
-        for begin in range(0, len(weight), rows):
-            out[:, begin : begin + rows] = x @ weight[begin : begin + rows].float().T
-        return out if bias is None else out.add_(bias)
+        return run(self.products, x, weight, each.bias)
 
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, R/2] for these positions, made once per step and table on the host, so that every backend turns by the same

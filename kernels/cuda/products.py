@@ -1,0 +1,111 @@
+"""How a product with a stored weight is made on a device: in one kernel where that gives the numbers and is faster, else by torch's.
+
+`stored_product.py` needs Triton, which compiles for the card that is there. Whether it does, and gains, is tried where a kind of weight is
+first multiplied: both ways over the same memory, compared, and timed. A kernel that fails is said once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ..device_memory import TILE
+from . import low_bit
+from .device import Device
+
+if TYPE_CHECKING:
+    from ...quant.weight import Weight
+
+Run = Callable[[], torch.Tensor]
+CLOSE = 1e-5  # of the largest result: two orders of the same float32 sums
+TRIALS, SLOWER = 3, "one kernel is not faster"
+REACH = 1 << 31  # bytes of a blob that a kernel's offsets reach
+
+
+class Products:
+    """Products on one device. `declined`: the kinds of product that one kernel does not make here, and why not; "" of those it does."""
+
+    def __init__(self, on: Device) -> None:
+        self._on = on
+        self.declined: dict[tuple[object, ...], str] = {}
+        self._pending: list[str] = []
+
+    def plain(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """With a weight that lies in float32."""
+        return functional.linear(x, weight.parts["data"], bias)
+
+    def of_codes(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """With a low-bit weight."""
+        spec, blob = weight.spec, weight.parts["data"]
+        form = low_bit.Format(spec.bits, spec.group, spec.scheme, weight.shape, spec.sections(weight.shape))
+        by_torch = partial(low_bit.product, x, blob, form, bias)
+        if not self._on.compiles or blob.numel() >= REACH:
+            return by_torch()
+
+        def in_one(kernels: ModuleType) -> torch.Tensor:
+            if len(x) <= kernels.MOST_TOKENS:
+                return kernels.of_codes(x, blob, form, bias)
+            return low_bit.product(x, blob, form, bias, kernels.opened)
+
+        return self._chosen((spec.scheme, spec.bits, spec.group, bool(spec.outliers)), len(x), in_one, by_torch)
+
+    def widened(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """With a 16-bit weight."""
+        data = weight.parts["data"]
+        by_torch = partial(tiled, x, data, bias)
+        if not self._on.compiles:
+            return by_torch()
+
+        def in_one(kernels: ModuleType) -> torch.Tensor:
+            return kernels.of_halves(x, data, bias) if len(x) <= kernels.MOST_TOKENS else by_torch()
+
+        return self._chosen((weight.spec.scheme,), len(x), in_one, by_torch)
+
+    def announcements(self) -> list[str]:
+        """What declined since the last call."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _chosen(self, kind: tuple[object, ...], tokens: int, in_one: Callable[[ModuleType], torch.Tensor], by_torch: Run) -> torch.Tensor:
+        """`kind` of weight by so many tokens, of which those are alike that are multiplied by one compiled kernel."""
+        known = *kind, min(16, 1 << (tokens - 1).bit_length())
+        if known in self.declined:
+            return by_torch() if self.declined[known] else in_one(_kernels())
+        out = by_torch()
+        self.declined[known] = reason = self._tried(in_one, by_torch, out)
+        if reason not in ("", SLOWER):
+            self._pending.append(f"the GPU multiplies {'-'.join(map(str, kind[:2]))} weights by several kernels each: {reason}")
+        return out
+
+    def _tried(self, in_one: Callable[[ModuleType], torch.Tensor], by_torch: Run, out: torch.Tensor) -> str:
+        """Why one kernel is not taken, or an empty string."""
+        try:
+            run = partial(in_one, _kernels())
+            found = run()
+        except Exception as error:  # whatever a compiler or its absence raises, there is another way
+            return (str(error) or type(error).__name__).splitlines()[0]
+        most = out.abs().max().item()
+        if not (found - out).abs().max().item() <= CLOSE * most:
+            return "its results are others"
+        one, several = (min(self._on.seconds(each) for _ in range(TRIALS)) for each in (run, by_torch))
+        return SLOWER if one > several else ""
+
+
+def tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x float32 [T, K] times a weight [N, K] of any type transposed, by tiles of rows, so that no float32 copy of it is ever held whole."""
+    rows = max(1, TILE // weight.shape[1])
+    out = torch.empty(len(x), len(weight), device=x.device)
+    for begin in range(0, len(weight), rows):
+        out[:, begin : begin + rows] = x @ weight[begin : begin + rows].float().T
+    return out if bias is None else out.add_(bias)
+
+
+def _kernels() -> ModuleType:
+    from . import stored_product
+
+    return stored_product

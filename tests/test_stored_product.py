@@ -1,0 +1,130 @@
+"""Products in one kernel of Triton: run on the GPU where there is one, by Triton's interpreter elsewhere, and compiled for a card."""
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+from effllm.kernels.cuda import products, stored_product
+from effllm.kernels.cuda.device import SimulatedDevice
+from effllm.kernels.cuda.low_bit import Format
+from effllm.kernels.cuda.low_bit import opened as opened_by_torch
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.quant.spec import QuantSpec
+from effllm.quant.weight import Linear, Norm, Weight
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from conversions import options, run
+from family_models import Case, written
+from gpu_runs import divergence, logits, opened, simulated
+from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_of
+
+ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SOME = ("codebook4:16", "codebook3:16", "affine5:64", "symmetric8:128", "ternary:32", "block4:32", "mxfp4:32", "offset8:32", "super5:32",
+        "signed6:16", "codebook2:16+0.05")
+TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+EVERY = [pytest.param(each, marks=() if each in SOME else pytest.mark.slow) for each in (*FORMATS, *WITH_OUTLIERS)]
+
+
+def sample(text: str, rows: int, inputs: int) -> tuple[Weight, Format]:
+    spec = QuantSpec.parse(text)
+    weight = low_bit(random_codes(np.random.default_rng(seed_of(text)), spec, (rows, inputs)), spec)
+    return weight, Format(spec.bits, spec.group, spec.scheme, weight.shape, spec.sections(weight.shape))
+
+
+def guarded(blob: np.ndarray) -> torch.Tensor:
+    """The same bytes, with no memory behind them: a read beyond ends the process."""
+    if ON.type == "cuda":
+        return torch.from_numpy(blob.copy()).to(ON)
+    end = -(-blob.size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = np.frombuffer(mmap.mmap(-1, end + mmap.PAGESIZE), np.uint8)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory.ctypes.data + end), mmap.PAGESIZE, 0) == 0
+    own = memory[end - blob.size : end]
+    own[:] = blob
+    return torch.from_numpy(own)
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_weights_are_opened_to_the_same_bits_and_multiplied(text: str) -> None:
+    rng, (weight, form) = np.random.default_rng(1), sample(text, 37, 150)
+    blob, bias = guarded(weight.parts["data"]), torch.from_numpy(rng.standard_normal(37, np.float32)).to(ON)
+    bare = replace(form, at=replace(form.at, sparse_count=0))
+    assert torch.equal(stored_product.opened(blob, form, 1, 3), opened_by_torch(blob, bare, 1, 3))
+    for tokens, added in ((1, None), (3, bias)):
+        x = torch.from_numpy(rng.standard_normal((tokens, 150), np.float32)).to(ON)
+        want = x.double() @ torch.from_numpy(weight.to_f32()).to(ON).double().T + (0 if added is None else added)
+        assert (stored_product.of_codes(x, blob, form, added) - want).abs().max() <= 2e-6 * max(1, want.abs().max())
+
+
+@pytest.mark.parametrize("stored", TYPES)
+def test_sixteen_bit_weights_are_multiplied(stored: str) -> None:
+    rng = np.random.default_rng(2)
+    for tokens, rows, inputs in ((1, 20, 600), (5, 9, 40)):
+        x, bias = (torch.from_numpy(rng.standard_normal(shape, np.float32)).to(ON) for shape in ((tokens, inputs), rows))
+        weight = torch.from_numpy(rng.standard_normal((rows, inputs), np.float32)).to(ON, TYPES[stored])
+        for added in (None, bias):
+            want = x.double() @ weight.double().T + (0 if added is None else added)
+            assert (stored_product.of_halves(x, weight, added) - want).abs().max() <= 2e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize("made", ["wide", "4bit", pytest.param("3bit", marks=pytest.mark.slow)])
+def test_a_model_is_multiplied_by_them(made: str, tmp_path: Path) -> None:
+    """All of its layers, passes that are run again among them."""
+    folder = tmp_path / "wide"
+    written(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), folder)
+    if made != "wide":
+        run(tmp_path / "wide", folder := tmp_path / made, options(made))
+    card = SimulatedDevice(link=1.0, compiles=True)
+    engine, _ = opened(folder, card)
+    several, own = opened(folder, simulated())[0], engine.backends["cuda"].products
+    found, want = (logits(each, 14, 10) for each in (engine, several))
+    assert divergence(found, want) < 1e-9 and not np.array_equal(found, want)
+    assert {known[-1] for known in own.declined} == {1, 16} and not any(own.declined.values()) and own.announcements() == []
+
+
+@pytest.mark.parametrize("kernels, reason", [(lambda *of: torch.ones(1, 48, device=ON), "its results are others"),
+                                             (lambda *of: of[4], "tuple index out of range"),
+                                             (lambda *of: torch.full((1, 48), torch.nan, device=ON), "its results are others")])
+def test_kernels_that_fail_or_err_are_not_taken(kernels: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_kernels", lambda: SimpleNamespace(MOST_TOKENS=8, of_codes=kernels))
+    ops = TorchOps(SimulatedDevice(compiles=True))
+    weight, _ = sample("4bit", 48, 64)
+    linear = Linear(Weight(weight.spec, weight.shape, {"data": ops.put(weight.parts["data"], weight.spec.scheme)}), None)
+    x = np.random.default_rng(3).standard_normal((1, 64), np.float32)
+    for _ in range(2):
+        found = ops.to_host(ops.norm_linear(ops.from_host(x), Norm("none"), [linear])[0])
+        np.testing.assert_allclose(found, x @ weight.to_f32().T, rtol=1e-4, atol=1e-5)
+    assert ops.announcements() == [f"the GPU multiplies codebook-4 weights by several kernels each: {reason}"]
+    assert ops.announcements() == []
+
+
+def test_slower_kernels_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of one kernel and of several by turns, as `seconds` is asked for them."""
+    device = SimulatedDevice(compiles=True)
+    times = iter((2.0, 2.0, 2.0, 1.5, 1.5, 1.0))
+    monkeypatch.setattr(device, "seconds", lambda run: next(times))
+    ops = TorchOps(device)
+    data = ops.put(np.full((16, 16), 0x3F80, np.uint16), "bf16")
+    linear = Linear(Weight(QuantSpec.parse("bf16"), (16, 16), {"data": data}), None)
+    ops.norm_linear(ops.from_host(np.ones((1, 16), np.float32)), Norm("none"), [linear])
+    assert list(ops.products.declined.values()) == ["one kernel is not faster"] and ops.announcements() == []
+
+
+@pytest.mark.parametrize("capability, texts", [("90", ("codebook4:16", "affine3:64+0.02")),
+                                               pytest.param("80", (*FORMATS, *WITH_OUTLIERS), marks=pytest.mark.slow)])
+def test_kernels_compile_for_a_card(capability: str, texts: tuple[str, ...], tmp_path: Path) -> None:
+    """What the interpreter runs is not all that the compiler takes; neither needs a GPU."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("compiled_products.py")), capability, *texts], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 2 * len(texts)
