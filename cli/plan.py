@@ -160,7 +160,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                            "neuron_bytes": work.neurons, "kv_bytes": placement.kv_disk_bytes},
                   "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.card.weights_bytes, "tensor_bytes": lies.gpu,
                           "kv_bytes": placement.card.kv_bytes, "other_bytes": placement.card.workspace_bytes,
-                          "copied_layers_bytes": placement.card.buffers_bytes}},
+                          "copied_layers_bytes": placement.card.buffers_bytes, "head_bytes": placement.card.head_bytes}},
         "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
                       work.kv_bytes * placement.ctx, "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
         "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
@@ -263,10 +263,11 @@ def on_gpu(placement: Placement, width: int = BAR) -> list[tuple[str, str]]:
     if not whole:
         return []
     buffers = f", of that {format_size(card.buffers_bytes)} for copied layers" if card.buffers_bytes else ""
+    head = f", of that {format_size(card.head_bytes)} the head's" if card.head_bytes else ""
     return [("GPU", f"{bar(((WEIGHTS, card.weights_bytes), (CACHE, card.kv_bytes), (OTHER, card.workspace_bytes)), whole, width)} "
                     f"{format_size(placement.vram_bytes)} of {format_size(whole)}"),
-            ("", f"{WEIGHTS} weights {format_size(card.weights_bytes)}  {CACHE} cache {format_size(card.kv_bytes)}  {OTHER} workspace "
-                 f"{format_size(card.workspace_bytes)}{buffers}  {FREE} free")]
+            ("", f"{WEIGHTS} weights {format_size(card.weights_bytes)}{head}  {CACHE} cache {format_size(card.kv_bytes)}  "
+                 f"{OTHER} workspace {format_size(card.workspace_bytes)}{buffers}  {FREE} free")]
 
 
 def drafts(prepared: Prepared) -> str:

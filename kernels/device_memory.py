@@ -31,6 +31,12 @@ def card_workspace(dims: Dims, widest: int, opened: int) -> int:
     return SMALL + _pass(dims, dims.chunk, widest, opened) + recorded
 
 
+def head_workspace(tokens: int, hidden: int, vocabulary: int, values: int, is_raw: bool) -> int:
+    """Bytes at most that the logits of so many tokens take with what makes them, by a head of `values` weights."""
+    product = FLOAT * min(values, TILE) if is_raw else OPENED_NBYTES * min(values, OPENED + 16 * hidden)
+    return FLOAT * tokens * (4 * hidden + 4 * vocabulary) + product
+
+
 def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
     heads, depth = dims.heads, dims.head_dim
     product = max(FLOAT * min(widest, TILE), OPENED_NBYTES * min(opened, OPENED + 16 * max(dims.hidden, dims.ffn)))

@@ -98,12 +98,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class OnCard:
-    """Bytes on a GPU: weights, cache, working memory, and of that `buffers` for layers that are copied there for a pass."""
+    """Bytes on a GPU: weights, with a `head` that the host has too, cache, working memory with `buffers` for copied layers."""
 
     weights_bytes: int = 0
     kv_bytes: int = 0
     workspace_bytes: int = 0
     buffers_bytes: int = 0
+    head_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,14 @@ class Copied:
 
 
 @dataclass(frozen=True)
+class HeadBytes:
+    """What a head takes of a card beside all layers: its weights, and working memory for some tokens' logits."""
+
+    weights: int
+    workspace: int
+
+
+@dataclass(frozen=True)
 class LinkRates:
     """What decides between computing a layer on the host and copying it: products and bytes a second of the processor, bytes a second of
     the way to the card."""
@@ -75,9 +83,9 @@ def copied_from(nbytes: int, products: int, border: int, rates: LinkRates) -> in
 
 
 def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
-               spill: Spill | None, copied: Callable[[], Copied | None] | None = None) -> Placement:
+               spill: Spill | None, copied: Callable[[], Copied | None] | None = None, head: HeadBytes | None = None) -> Placement:
     """The plan for a model of which `host(n)` is what is left beside a card with its last n layers; `host(0)` is all of it. `copied` is
-    asked only where layers lie on both sides and in memory.
+    asked only where layers lie on both sides and in memory; the `head` goes where all layers are, if there is room.
 
     Raises DoesNotFit and UsageError as `plan` and `plan_tiers` do.
     """
@@ -87,7 +95,7 @@ def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
         return plan_tiers(whole, replace(budget, vram=0), ctx_max, ctx_wanted, "cpu", None, spill)
     placed = _with_card(host, budget, ctx_max, ctx_wanted, device, gpu_layers, spill, copied)
     if "cuda" in placed.devices:
-        return placed
+        return placed if head is None or "cpu" in placed.devices else _with_head(placed, head)
     one = _split(whole, 1, ctx_wanted or min(ctx_max, AUTO_CTX), PAGE).vram
     return replace(placed, notes=(*placed.notes, Fallback(
         f"no layer fits the GPU: one takes {format_size(one)} there, its cache and working memory included, and "
@@ -189,6 +197,16 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
     return replace(made, devices=made.devices + ("cuda",) * count, weights_bytes=made.weights_bytes + card.weights_bytes,
                    kv_bytes=made.kv_bytes + card.kv_bytes, vram_bytes=split.vram, budget=budget, card=card, notes=tuple(notes),
                    kv_bytes_per_token=whole.kv_bytes_per_token)
+
+
+def _with_head(placed: Placement, head: HeadBytes) -> Placement:
+    """The plan with the head behind the layers, where the card has room for it too."""
+    vram = placed.vram_bytes + with_slack(head.weights + head.workspace)
+    if vram > placed.budget.vram:
+        return placed
+    card = replace(placed.card, weights_bytes=placed.card.weights_bytes + head.weights, head_bytes=head.weights,
+                   workspace_bytes=placed.card.workspace_bytes + head.workspace)
+    return replace(placed, weights_bytes=placed.weights_bytes + head.weights, vram_bytes=vram, card=card)
 
 
 def _with_copies(placed: Placement, plain: Demand, budget: Budget, ctx_max: int, gpu_layers: int | None,

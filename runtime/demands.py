@@ -21,7 +21,7 @@ from ..offload.plan import Budget, Demand, Placement
 from ..offload.plan_gpu import Copied, plan_split
 from ..quant.kv import PackedCodec, RawCodec, codec
 from ..quant.kv_ends import ENDS
-from . import devices, kv_disk
+from . import card_head, devices, kv_disk
 from .bundles import Windows, places
 from .cache import CacheShape
 from .cache_parts import layer_codecs
@@ -208,7 +208,8 @@ class Asked:
 
         spill = None if cache.kv.policy else kv_disk.spill(options, cache.codecs, cache.layout, shape, spilled - workspace)
         return plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx,
-                          "cpu" if self.card is None else options.device, None if self.card is None else options.gpu_layers, spill, copied)
+                          "cpu" if self.card is None else options.device, None if self.card is None else options.gpu_layers, spill, copied,
+                          card_head.asked(self.tensors["outer"], config.hidden_size))
 
     @cached_property
     def link(self) -> float | None:

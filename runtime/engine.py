@@ -109,7 +109,8 @@ class Engine:
             self.backends = backends
             self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                                mmap=options.load == "mmap", container=prepared.container, streams=streams,
-                               copied_from=self.placement.copied_from, predictors=prepared.predictors)
+                               copied_from=self.placement.copied_from, predictors=prepared.predictors,
+                               head_on_card=self.placement.card.head_bytes > 0)
             unless_made.callback(self.model.close)
             self.cache = self.new_cache()
             unless_made.callback(self.cache.close)

@@ -20,9 +20,8 @@ from ..offload.memory import anonymous
 from ..offload.neurons import ResidentBundles
 from ..offload.notes import Fallback
 from ..offload.pager import ResidentPager
-from ..quant.spec import QuantSpec
-from ..quant.weight import RAW_NUMPY, Bundles, Expert, Linear, Norm, Weight, to_f32
-from . import families
+from ..quant.weight import Bundles, Expert, Linear, Norm, Weight, to_f32
+from . import card_head, families
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
 from .cache import AttnSpec, KVCache
@@ -35,7 +34,7 @@ from .paged_experts import PagedExperts, Paging
 from .predictors import FEW, Predictors
 from .rope import rope_tables
 from .streamed import StreamedWeights, Streams
-from .tensors import ModelTensor, check_tensors, parameters
+from .tensors import ModelTensor, as_float32, check_tensors, parameters, typed
 
 Tap = Callable[[str, int, object], None]
 
@@ -72,11 +71,12 @@ class OuterWeights:
 
 
 class Model:
-    """`backends` maps device names to ops; `devices` names each layer's. The embedding and the head run on the host's backend."""
+    """`backends` maps device names to ops; `devices` names each layer's. The embedding runs on the host's backend, and the head but with
+    `head_on_card`."""
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
                  mmap: bool = False, container: Container | None = None, streams: Streams | PagedExperts | None = None,
-                 copied_from: int | None = None, predictors: Predictors | None = None) -> None:
+                 copied_from: int | None = None, predictors: Predictors | None = None, head_on_card: bool = False) -> None:
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container)
         check_outliers(self.tensors, store)
@@ -94,6 +94,7 @@ class Model:
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self._copied_from, self.carrier = copied_from, None
+        self._head_on_card, self.card_head = head_on_card, None
         self._said: list[str] = []
 
     @property
@@ -132,6 +133,11 @@ class Model:
                 self._on_device[layer] = self._layer_weights(layer, raw, self.backends[device])
                 done += sum(info.nbytes for info in roles.values())
                 yield done, total
+        if self._head_on_card:
+            with self.pager.lease("outer") as raw:
+                head = card_head.tensor_of(self.tensors["outer"])
+                data = raw[head.name] if head.name in raw else self.store.read(head.info)
+                self.card_head = card_head.placed(self.backends["cuda"], self.config, head, typed(data, head.spec), self._last_norm(raw))
         if self._copied_from is not None:
             hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
             try:
@@ -156,6 +162,7 @@ class Model:
             self.carrier.close()
         self._wrapped.clear()
         self._on_device.clear()
+        self.card_head = None
         if self.paging is not None:
             self.paging.close()
         self.pager.close()
@@ -169,7 +176,7 @@ class Model:
         config, roles = self.config, self.tensors[key]
 
         def vector(role: str) -> object | None:
-            return None if role not in roles else ops.put(_vector(roles[role], raw), "f32")
+            return None if role not in roles else ops.put(as_float32(roles[role], raw), "f32")
 
         def linear(role: str) -> Linear | None:
             if role not in roles:
@@ -177,7 +184,7 @@ class Model:
             tensor = roles[role]
             if self.streamed is not None and self.streamed.holds(tensor):
                 return Linear(self.streamed.matrix(tensor, raw), vector(f"{role}_bias"))
-            data = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme) if place is None else place(tensor)
+            data = ops.put(typed(raw[tensor.name], tensor.spec), tensor.spec.scheme) if place is None else place(tensor)
             shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
             return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"))
 
@@ -203,7 +210,7 @@ class Model:
         tensor = roles[BUNDLES]
         layout = layout_of(tensor, self.config, "gate" in roles)
         if ops is not self.backends["cpu"]:
-            holder = ops.put(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme).reshape(tensor.shape)
+            holder = ops.put(typed(raw[tensor.name], tensor.spec), tensor.spec.scheme).reshape(tensor.shape)
         elif tensor.name in raw:
             holder = ResidentBundles(raw[tensor.name], layout.stride, tensor.shape[0])
         else:
@@ -243,11 +250,11 @@ class Model:
         tensor = self.tensors["outer"][role]
         distinct, places = np.unique(ids, return_inverse=True)
         rows = np.concatenate([self.store.read(tensor.info, int(row), int(row) + 1) for row in distinct])
-        return to_f32(_typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
+        return to_f32(typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
 
     def _last_norm(self, raw: Mapping[str, np.ndarray]) -> Norm:
         roles, host = self.tensors["outer"], self.backends["cpu"]
-        weight, bias = (host.put(_vector(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
+        weight, bias = (host.put(as_float32(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
         return Norm(self.config.norm_kind, weight, bias, self.config.norm_eps)
 
     def _outer(self, raw: Mapping[str, np.ndarray]) -> OuterWeights:
@@ -280,7 +287,7 @@ class Model:
             for tensor in roles.values():
                 raw = {tensor.name: self.store.read(tensor.info)}
                 low = None if tensor.spec.is_raw else Weight.low_bit(tensor.spec, tensor.shape, raw[tensor.name])
-                values = _vector(tensor, raw) if low is None else low.to_f32()
+                values = as_float32(tensor, raw) if low is None else low.to_f32()
                 if not np.isfinite(values).all():
                     return tensor.name
         return None
@@ -370,6 +377,8 @@ class Model:
     def logits(self, x: np.ndarray) -> np.ndarray:
         """Scores for hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
         config = self.config
+        if self.card_head is not None:
+            return self.card_head.logits(x)
         with self.pager.lease("outer") as raw:
             outer = self._lease("outer", raw)
             return self.backends["cpu"].logits(x, outer.norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
@@ -388,12 +397,3 @@ def _after_flush(host: object, tap: Tap) -> Tap:
         tap(name, layer, value)
 
     return see
-
-
-def _typed(raw: np.ndarray, spec: QuantSpec) -> np.ndarray:
-    return raw.view(RAW_NUMPY[spec.scheme]) if spec.is_raw else raw
-
-
-def _vector(tensor: ModelTensor, raw: Mapping[str, np.ndarray]) -> np.ndarray:
-    """A raw tensor as float32, flat."""
-    return to_f32(_typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from ..offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ..quant.spec import QuantSpec
+from ..quant.weight import RAW_NUMPY, to_f32
 from . import families
 from .bundles import bundled_rules
 from .config import ModelConfig
@@ -82,6 +85,16 @@ def _found(rule: TensorRule, store: TensorStore) -> TensorInfo:
 def _other_shape(name: str, shape: Sequence[int], asked: Sequence[int]) -> CheckpointError:
     return CheckpointError(f"tensor {name} has shape {list(shape)}, the config says {list(asked)}",
                            "the config and the weights are of different models")
+
+
+def typed(raw: np.ndarray, spec: QuantSpec) -> np.ndarray:
+    """Bytes as the values of a raw scheme; codes as they are."""
+    return raw.view(RAW_NUMPY[spec.scheme]) if spec.is_raw else raw
+
+
+def as_float32(tensor: ModelTensor, raw: Mapping[str, np.ndarray]) -> np.ndarray:
+    """A raw tensor as float32, flat."""
+    return to_f32(typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
 
 
 def parameters(tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> int:
