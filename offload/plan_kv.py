@@ -108,6 +108,8 @@ def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
     pages = largest(fits, most, 1)
     own = held(pages)
     placed = _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, own.residency, own.total_bytes)
+    if placed.kv_pages is None:
+        return placed  # another plan, with slots for its own cache
     return replace(placed, slots=own.slots, window_bytes=own.window_bytes, expert_slots=own.expert_slots, always_bytes=own.always_bytes,
                    notes=own.notes + placed.notes)
 

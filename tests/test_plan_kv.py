@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.plan import BlockBytes, Budget, Demand, Experts, Placement, Units, plan
+from effllm.offload.plan import BlockBytes, Budget, Demand, Experts, Placement, Units, plan, with_slack
 from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
 from effllm.offload.predict import KindRate, Part, Rates, Work, decode, prompt
 from effllm.offload.size import parse_size
@@ -185,15 +185,33 @@ def test_a_context_that_fits_only_on_the_disk_beside_weights_that_come_and_go(ki
     assert shared(-(-needed // MB), 16_384, SPILL, **kind).kv_pages == 0
 
 
+def parts_of(placed: Placement) -> int:
+    """The sum of what the plan says of its parts, slack included where it is of them."""
+    every_pass = placed.baseline_bytes + placed.workspace_bytes + placed.kv_bytes
+    if placed.residency is None and placed.expert_slots is None:
+        return with_slack(every_pass + placed.weights_bytes)
+    ring = placed.residency.nbytes if placed.residency else 0
+    return with_slack(every_pass) + placed.always_bytes + placed.window_bytes + ring + (placed.expert_slots or 0) * EXPERTS.slot_nbytes
+
+
+@pytest.mark.parametrize("kind,ram,cap", (({"experts": EXPERTS}, 540, 60), ({"experts": EXPERTS}, 620, 200), ({"units": UNITS}, 580, 60)))
+def test_a_plan_that_leaves_the_disk_alone_adds_up(kind: dict[str, object], ram: int, cap: int) -> None:
+    placed = shared(ram, None, replace(SPILL, ram=cap * MB, disk=0, where="--disk allows", capped=True), **kind)
+    assert placed.kv_pages is None and placed.total_bytes == parts_of(placed) <= ram * MB
+    assert sum("experts stay" in note or "neurons are on the disk" in note for note in placed.notes) == 1
+
+
 @given(ram=st.integers(200, 1200), ctx=st.one_of(st.none(), st.integers(1, 32_768)), cap=st.one_of(st.none(), st.integers(1, 1000)),
-       kind=st.sampled_from(({"experts": EXPERTS}, {"units": UNITS})))
-def test_a_plan_beside_weights_that_come_and_go_is_kept(ram: int, ctx: int | None, cap: int | None, kind: dict[str, object]) -> None:
+       disk=st.one_of(st.integers(0, 150), st.just(10**6)), kind=st.sampled_from(({"experts": EXPERTS}, {"units": UNITS})))
+def test_a_plan_beside_weights_that_come_and_go_is_kept(ram: int, ctx: int | None, cap: int | None, disk: int,
+                                                        kind: dict[str, object]) -> None:
     try:
-        placed = shared(ram, ctx, replace(SPILL, ram=cap and cap * MB), **kind)
+        placed = shared(ram, ctx, replace(SPILL, ram=cap and cap * MB, disk=disk * MB), **kind)
     except DoesNotFit as error:
         assert error.exit_code == 4 and error.hint
         return
-    assert placed.total_bytes <= ram * MB and (ctx is None or placed.ctx == ctx)
+    assert placed.total_bytes == parts_of(placed) <= ram * MB and (ctx is None or placed.ctx == ctx)
+    assert placed.kv_disk_bytes <= disk * MB and len(placed.notes) == len(set(placed.notes))
     assert cap is None or placed.kv_bytes <= cap * MB, "whatever else does not fit"
     if placed.kv_pages is not None:
         assert placed.kv_pages * PAGE * 100_000 + placed.kv_disk_bytes >= placed.ctx * 100_000
