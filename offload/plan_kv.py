@@ -52,10 +52,16 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     if spill.ram is None:
         if spill.ring + spill.workspace >= total * page or _is_resident(demand, budget, ctx_max, ctx, PAGE):
             return None
-    elif spill.ram >= demand.kv_fixed + total * page:
-        return None
     else:
+        is_whole = spill.ram >= demand.kv_fixed + total * page
+        if is_whole:  # where memory holds that much too
+            try:
+                return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
+            except DoesNotFit:
+                pass
         most = (spill.ram - demand.kv_fixed - spill.ring) // page
+        if most < 0 and is_whole:
+            return None  # reading from the disk takes more memory than that
         if most < 0:
             needed = demand.kv_fixed + spill.ring
             raise DoesNotFit(f"--kv-ram {format_size(spill.ram)} is too small: {format_size(needed)} of the cache are in memory wherever "

@@ -81,6 +81,19 @@ def test_memory_for_the_cache_as_asked() -> None:
     assert tiers(3000, None, replace(SPILL, ram=26 << 20)).kv_pages == 0
 
 
+@pytest.mark.parametrize("blocks", (True, False))
+def test_memory_for_the_cache_that_is_not_there_refuses_no_context(blocks: bool) -> None:
+    """A cache that 600 MB hold and memory does not goes to the disk, as a longer one does."""
+    ram, spill = 400 if blocks else 1150, replace(SPILL, ram=600 * MB)
+    for ctx in (1024, 4096, 5000, 16_384):
+        placed = tiers(ram, ctx, spill, blocks=blocks)
+        assert placed.ctx == ctx and placed.kv_bytes <= 600 * MB and placed.total_bytes <= ram * MB
+        assert (placed.kv_pages is None) == (ctx == 1024)
+    with pytest.raises(DoesNotFit, match="needs .* of memory") as caught:  # a ring that takes more than the cache is no help
+        tiers(150, 128, replace(SPILL, ram=20 * MB))
+    assert "--kv-ram" not in caught.value.message
+
+
 def test_the_disk_is_a_budget_too() -> None:
     with pytest.raises(DoesNotFit, match="GiB of the KV cache for 16384 tokens would lie on the disk, --disk allows 95.37 MiB") as caught:
         tiers(1200, 16_384, replace(SPILL, disk=100 * MB, where="--disk allows"))
