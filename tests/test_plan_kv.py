@@ -95,7 +95,7 @@ def test_memory_for_the_cache_that_is_not_there_refuses_no_context(blocks: bool)
 
 
 def test_the_disk_is_a_budget_too() -> None:
-    with pytest.raises(DoesNotFit, match="GiB of the KV cache for 16384 tokens would lie on the disk, --disk allows 95.37 MiB") as caught:
+    with pytest.raises(DoesNotFit, match="622.56 MiB of .* 16384 tokens would lie on the disk, --disk allows 95.37 MiB") as caught:
         tiers(1200, 16_384, replace(SPILL, disk=100 * MB, where="--disk allows"))
     ctx = int(caught.value.hint.split("-c ")[1].split()[0])
     assert tiers(1200, ctx, replace(SPILL, disk=100 * MB)).ctx == ctx
