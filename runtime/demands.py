@@ -207,8 +207,9 @@ class Asked:
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 
         spill = None if cache.kv.policy else kv_disk.spill(options, cache.codecs, cache.layout, shape, spilled - workspace)
-        return plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx,
-                          "cpu" if self.card is None else options.device, None if self.card is None else options.gpu_layers, spill, copied)
+        device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
+        return plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
+                          beside)
 
     @cached_property
     def link(self) -> float | None:
