@@ -83,33 +83,85 @@ def copied_from(nbytes: int, products: int, border: int, rates: LinkRates) -> in
 
 
 def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
-               spill: Spill | None, copied: Callable[[], Copied | None] | None = None, head: HeadBytes | None = None) -> Placement:
+               spill: Spill | None, copied: Callable[[], Copied | None] | None = None, beside: int = 0) -> Placement:
     """The plan for a model of which `host(n)` is what is left beside a card with its last n layers; `host(0)` is all of it. `copied` is
-    asked only where layers lie on both sides and in memory; the `head` goes where all layers are, if there is room.
+    asked only where layers lie on both sides and in memory. `beside`: bytes of the host's memory that a card takes once it has layers;
+    where nobody asked for layers there and memory does not hold that too, the CPU alone runs.
 
     Raises DoesNotFit and UsageError as `plan` and `plan_tiers` do.
     """
     _check(budget, ctx_wanted, device, gpu_layers)
     whole = host(0)
+
+    def alone(more: int = 0) -> Placement:
+        return plan_tiers(whole, Budget(budget.ram + more), ctx_max, ctx_wanted, "cpu", None, spill)
+
     if not budget.vram or device == "cpu" or gpu_layers == 0:
-        return plan_tiers(whole, replace(budget, vram=0), ctx_max, ctx_wanted, "cpu", None, spill)
-    placed = _with_card(host, budget, ctx_max, ctx_wanted, device, gpu_layers, spill, copied)
-    if "cuda" in placed.devices:
-        return placed if head is None or "cpu" in placed.devices else _with_head(placed, head)
+        return alone()
+
+    def paid(above: int) -> Demand:
+        own = host(above)
+        return replace(own, baseline=own.baseline + beside) if above else own
+
+    is_open = device == "auto" and gpu_layers is None
     one = _split(whole, 1, ctx_wanted or min(ctx_max, AUTO_CTX), PAGE).vram
-    return replace(placed, notes=(*placed.notes, Fallback(
-        f"no layer fits the GPU: one takes {format_size(one)} there, its cache and working memory included, and "
-        f"{format_size(budget.vram)} may be used: running on the CPU")))
+    try:
+        placed = _with_card(paid, budget, ctx_max, ctx_wanted, device, gpu_layers, spill, copied, beside)
+    except DoesNotFit as refused:
+        if not is_open:
+            raise _or_cpu(refused, alone) from None
+        placed = _unless(refused, alone, beside, one <= budget.vram)
+    if "cuda" in placed.devices and not (is_open and beside and _reads_disk(placed)):
+        return placed
+    try:
+        cpu = alone()
+    except DoesNotFit:
+        return placed
+    if "cuda" in placed.devices and (_reads_disk(cpu) or cpu.ctx < placed.ctx):
+        return placed
+    why = (f"no layer fits the GPU: one takes {format_size(one)} there, its cache and working memory included, and "
+           f"{format_size(budget.vram)} may be used" if one > budget.vram else
+           f"the GPU's libraries take {format_size(beside)} of memory, beside which {format_size(budget.ram)} hold too little of the model")
+    return replace(cpu, budget=budget, notes=(*cpu.notes, Fallback(f"{why}: running on the CPU")))
+
+
+def _or_cpu(refused: DoesNotFit, alone: Callable[[], Placement]) -> DoesNotFit:
+    """The error for layers that were asked for on the card, with the CPU as another way where that is one and memory is what is short."""
+    if "of GPU memory" in refused.message and "it takes" not in refused.hint:
+        return refused
+    try:
+        alone()
+    except DoesNotFit:
+        return refused
+    return DoesNotFit(refused.message, f"{refused.hint}, or --device cpu")
+
+
+def _unless(refused: DoesNotFit, alone: Callable[[int], Placement], beside: int, fits_card: bool) -> Placement:
+    """The plan without the card where there is one; else raises the error of which way is nearer."""
+    try:
+        return alone(0)
+    except DoesNotFit as error:
+        if fits_card:
+            try:
+                alone(beside)
+            except DoesNotFit:
+                raise refused from None
+        raise error from None
+
+
+def _reads_disk(placed: Placement) -> bool:
+    """Whether tokens read weights or pages from the disk by this plan."""
+    return bool(placed.streamed_bytes or placed.slots or placed.kv_disk_bytes or placed.expert_slots is not None)
 
 
 def _with_card(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
-               spill: Spill | None, copied: Callable[[], Copied | None] | None) -> Placement:
+               spill: Spill | None, copied: Callable[[], Copied | None] | None, beside: int) -> Placement:
     """The plan with what fits on the card."""
     whole = host(0)
     may_leave = bool(whole.blocks or whole.experts or spill is not None)
     placed = refusal = None
     if spill is None or spill.ram is None:
-        plain = replace(whole, blocks=(), always=0, experts=None, units=())
+        plain = replace(whole, baseline=whole.baseline + beside, blocks=(), always=0, experts=None, units=())
         try:
             placed = plan(plain, budget, ctx_max, ctx_wanted, device, gpu_layers, PAGE)
         except DoesNotFit as error:
@@ -199,8 +251,10 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
                    kv_bytes_per_token=whole.kv_bytes_per_token)
 
 
-def _with_head(placed: Placement, head: HeadBytes) -> Placement:
-    """The plan with the head behind the layers, where the card has room for it too."""
+def with_head(placed: Placement, head: HeadBytes) -> Placement:
+    """The plan with the head behind the layers, where all of them are on the card and it has room for that too."""
+    if "cpu" in placed.devices:
+        return placed
     vram = placed.vram_bytes + with_slack(head.weights + head.workspace)
     if vram > placed.budget.vram:
         return placed

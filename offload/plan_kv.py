@@ -2,7 +2,8 @@
 
 A page in memory and as many bytes of weights save a token the same reading, but weights are read from the first token on and a page only
 when the context has grown to it. So weights come first: where they fit, all of them stay, and pages take what is left. Where they do not,
-the context comes first as long as it fits beside streamed weights; only then its pages go to the disk, all of them.
+or the disk does not take the other pages, the context comes first as long as it fits beside streamed weights; only then its pages go to
+the disk, all that it takes.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from .. import DoesNotFit
 from .notes import Fallback
 from .placement import Residency, reside
 from .plan import Budget, Demand, Placement, _is_resident, _least, kv_pages, largest, page_nbytes, plan, with_slack
-from .size import asked_mib, format_size
+from .size import SPARE, asked_mib, format_size
 
 PAGE = 128  # tokens
 
@@ -31,12 +32,45 @@ class Spill:
     capped: bool = False
 
 
+class _Short(DoesNotFit):
+    """Refused, with what to ask for besides a shorter context as its hint."""
+
+
 def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
                spill: Spill | None) -> Placement:
     """`plan.plan`, with pages on the disk where a context was asked for that memory does not hold, or `spill.ram` holds less than it.
 
-    Raises DoesNotFit and UsageError as `plan` does, DoesNotFit where the disk or `spill.ram` is too small.
+    Raises DoesNotFit and UsageError as `plan` does, DoesNotFit where the disk or `spill.ram` is too small, with the longest context that
+    this would plan.
     """
+    try:
+        return _tiers(demand, budget, ctx_max, ctx_wanted, device, gpu_layers, spill)
+    except _Short as short:
+        more = f", or {short.hint}" if short.hint.startswith("--") else ""
+        longest = _longest(demand, budget, ctx_max, ctx_wanted or ctx_max, spill)
+        raise DoesNotFit(short.message, f"-c {longest} fits{more}" if longest else short.hint) from None
+
+
+def _longest(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spill) -> int:
+    """The longest context shorter than `ctx` that is planned where it is asked for, with SPARE; 0 for none."""
+    within = replace(budget, ram=budget.ram - SPARE)
+
+    def length(pages: int) -> int:
+        return min(ctx_max, demand.kv_sinks + pages * PAGE)
+
+    def is_planned(pages: int) -> bool:
+        try:
+            return bool(_tiers(demand, within, ctx_max, length(pages), "cpu", None, spill))
+        except DoesNotFit:
+            return False
+
+    shorter = kv_pages(demand, ctx, PAGE) - 1
+    pages = largest(is_planned, shorter, 1) if shorter else 0
+    return length(pages) if pages else 0
+
+
+def _tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
+           spill: Spill | None) -> Placement:
     ctx = ctx_wanted or (ctx_max if spill is not None and spill.ram is not None else 0)
     if spill is not None and not budget.vram and ctx and demand.kv_bytes_per_token:
         placed = _spilled(demand, budget, ctx_max, ctx_wanted, ctx, spill)
@@ -52,41 +86,52 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     if spill.ram is None:
         if spill.ring + spill.workspace >= total * page or _is_resident(demand, budget, ctx_max, ctx, PAGE):
             return None
-    elif spill.ram >= demand.kv_fixed + total * page:
-        return None
     else:
+        is_whole = spill.ram >= demand.kv_fixed + total * page
+        if is_whole:  # where memory holds that much too
+            try:
+                return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
+            except DoesNotFit:
+                pass
         most = (spill.ram - demand.kv_fixed - spill.ring) // page
+        if most < 0 and is_whole:
+            return None  # reading from the disk takes more memory than that
         if most < 0:
             needed = demand.kv_fixed + spill.ring
             raise DoesNotFit(f"--kv-ram {format_size(spill.ram)} is too small: {format_size(needed)} of the cache are in memory wherever "
                              f"the rest lies ({format_size(demand.kv_fixed)} for the first and newest tokens, {format_size(spill.ring)} "
                              "to read pages with)", f"--kv-ram {-(-needed // 2**20)}Mi")
+    kept = 0 if ctx_wanted is None else min(most, max(0, total - spill.disk // page))  # pages that the disk does not take
+    read = () if kept == total else (f"{format_size((total - kept) * page)} of the KV cache" if kept else "the KV cache",)
     least = demand.baseline + demand.workspace + spill.workspace + demand.kv_fixed + spill.ring
     weights = sum(block.nbytes for block in demand.weights)
     if with_slack(least + weights) <= budget.ram:
         pages = min(most, total, (budget.ram * 100 // 105 - least - weights) // page)
-        return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, None, with_slack(least + weights + pages * page))
+        if pages >= kept or not (demand.blocks or demand.experts):
+            return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, None, with_slack(least + weights + pages * page))
     if demand.experts or demand.units:
-        return _beside(demand, budget, ctx_max, ctx_wanted, ctx, most, spill)
+        return _beside(demand, budget, ctx_max, ctx_wanted, ctx, most, kept, spill)
     if not demand.blocks:
-        return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + weights), "the KV cache")
+        return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + weights + kept * page), read, spill)
     if spill.ram is None:
         try:
             return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
         except DoesNotFit:
-            most = 0
+            most = kept
     ring = demand.always + reside(demand.blocks, _least(demand.blocks)).nbytes
     pages = min(most, ((budget.ram - ring) * 100 // 105 - least) // page)
     if with_slack(least) + ring > budget.ram:
-        return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least) + ring, "weights and the KV cache")
+        return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + kept * page) + ring, ("weights", *read), spill)
     fixed = with_slack(least + pages * page)
     residency = reside(demand.blocks, budget.ram - fixed - demand.always)
     return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, residency, fixed + demand.always + residency.nbytes)
 
 
-def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, most: int, spill: Spill) -> Placement:
+def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, most: int, kept: int,
+            spill: Spill) -> Placement:
     """The plan where experts, or neurons, take what memory a cache leaves that has as many of `most` pages as fit beside the least of
-    them. Where nobody said how much it may have, the cache lies on the disk only if it does not fit otherwise."""
+    them. Where nobody said how much it may have, the cache lies on the disk only if it does not fit otherwise, but for the `kept` pages
+    that the disk does not take."""
     page = page_nbytes(demand, PAGE)
 
     def held(pages: int) -> Placement:
@@ -104,35 +149,42 @@ def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
         try:
             return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
         except DoesNotFit:
-            most = 0
+            most = kept
     pages = largest(fits, most, 1)
-    own = held(pages)
+    try:
+        own = held(pages if pages or fits(0) else kept)
+    except DoesNotFit as error:
+        raise _Short(error.message, error.hint) from None
     placed = _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, own.residency, own.total_bytes)
+    if placed.kv_pages is None:
+        return placed  # another plan, with slots for its own cache
     return replace(placed, slots=own.slots, window_bytes=own.window_bytes, expert_slots=own.expert_slots, always_bytes=own.always_bytes,
                    notes=own.notes + placed.notes)
 
 
-def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, needed: int, what: str) -> Placement:
+def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, needed: int,
+             read: tuple[str, ...], spill: Spill) -> Placement:
     """The plan without pages on the disk, which take too much as well. Raises DoesNotFit where there is none."""
-    try:
-        return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
-    except DoesNotFit as error:
-        hint = error.hint if error.hint.startswith("-c ") else f"it takes --ram {asked_mib(needed)}, or a smaller model"
-        raise DoesNotFit(f"needs {format_size(needed)} of memory even with {what} read from the disk for every token, the budget is "
-                         f"{format_size(budget.ram)}", hint) from None
+    if (alone := _in_memory(demand, budget, ctx_max, ctx_wanted, spill)) is not None:
+        return alone
+    even = f" even with {' and '.join(read)} read from the disk for every token" if read else ""
+    raise _Short(f"needs {format_size(needed)} of memory{even}, the budget is {format_size(budget.ram)}",
+                 f"it takes --ram {asked_mib(needed)}, or a smaller model")
 
 
-def _in_memory(demand: Demand, budget: Budget, ctx_max: int, spill: Spill) -> Placement | None:
-    """The plan for the longest context that memory holds with no page on the disk, at most `spill.ram` of the cache; None where there is
-    none."""
+def _in_memory(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill) -> Placement | None:
+    """The plan with no page on the disk and at most `spill.ram` of the cache, for `ctx_wanted` or else for the longest context that is
+    chosen so; None where there is none."""
     pages = None if spill.ram is None else (spill.ram - demand.kv_fixed) // page_nbytes(demand, PAGE)
     if pages is not None and pages < 1:
         return None
-    most = ctx_max if pages is None else min(ctx_max, demand.kv_sinks + pages * PAGE)
     try:
-        placed = plan(demand, budget, ctx_max, None, "cpu", None, PAGE)
-        if placed.ctx <= most:
+        placed = plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
+        if pages is None or kv_pages(demand, placed.ctx, PAGE) <= pages:
             return placed
+        if ctx_wanted is not None:
+            return None
+        most = demand.kv_sinks + pages * PAGE
         placed = plan(demand, budget, ctx_max, most, "cpu", None, PAGE)
     except DoesNotFit:
         return None
@@ -147,15 +199,15 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
     page = page_nbytes(demand, PAGE)
     on_disk = kv_pages(demand, ctx, PAGE) - pages
     if on_disk * page > spill.disk:
-        most, alone = pages + spill.disk // page, _in_memory(demand, budget, ctx_max, spill)
-        fitting = min(ctx_max, demand.kv_sinks + most * PAGE) if most else 0
-        if ctx_wanted is None and alone is not None and (alone.ctx >= fitting or spill.disk < page):
+        fitting = min(ctx_max, demand.kv_sinks + (pages + spill.disk // page) * PAGE)
+        alone = _in_memory(demand, budget, ctx_max, None, spill) if ctx_wanted is None else None
+        if alone is not None and (alone.ctx >= fitting or spill.disk < page):
             return alone
         if ctx_wanted is not None or spill.disk < page:
-            fitting = max(fitting, 0 if alone is None else alone.ctx)
-            more = f"--disk {-(-on_disk * page // 2**20)}Mi" if spill.capped else "--spill-dir DIR for another disk"
-            raise DoesNotFit(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would lie on the disk, {spill.where} "
-                             f"{format_size(spill.disk)}", f"-c {fitting} fits, or {more}" if fitting else more)
+            # A page more: what this program holds differs between two runs.
+            more = f"--disk {asked_mib((on_disk + 1) * page)}" if spill.capped else "--spill-dir DIR for another disk"
+            raise _Short(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would lie on the disk, {spill.where} "
+                         f"{format_size(spill.disk)}", more)
         ctx, on_disk = fitting, kv_pages(demand, fitting, PAGE) - pages
     held = demand.kv_fixed + spill.ring + pages * page
     read = "of which a token reads few pages" if spill.picks else "read for every token"

@@ -18,7 +18,7 @@ from ..offload.neurons import BundlePlace
 from ..offload.notes import Fallback
 from ..offload.placement import Units
 from ..offload.plan import Budget, Demand, Placement
-from ..offload.plan_gpu import Copied, plan_split
+from ..offload.plan_gpu import Copied, plan_split, with_head
 from ..quant.kv import PackedCodec, RawCodec, codec
 from ..quant.kv_ends import ENDS
 from . import card_head, devices, kv_disk
@@ -207,9 +207,10 @@ class Asked:
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 
         spill = None if cache.kv.policy else kv_disk.spill(options, cache.codecs, cache.layout, shape, spilled - workspace)
-        return plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx,
-                          "cpu" if self.card is None else options.device, None if self.card is None else options.gpu_layers, spill, copied,
-                          card_head.asked(self.tensors["outer"], config.hidden_size))
+        device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
+        placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
+                            beside)
+        return with_head(placed, card_head.asked(self.tensors["outer"], config.hidden_size))
 
     @cached_property
     def link(self) -> float | None:

@@ -195,7 +195,6 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
     bundled, budget, beside = is_bundled(container), _budget(options, card, notices), beside + Speculating(draft=draft).draft_nbytes
-    beside += 0 if card is None else card.host_nbytes
     predictors = _predictors(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = _kinds(store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
@@ -359,7 +358,9 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 
 def weighed(prepared: Prepared) -> Program:
     """The program as a plan counted it, for plans that are compared with that one, with what it may take more when one of them is run."""
-    return Program(prepared.placement.baseline_bytes + SPARE, _kinds(prepared.store, prepared.container, prepared.options))
+    placement = prepared.placement
+    later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # which each of those plans pays where it uses the card
+    return Program(placement.baseline_bytes - later + SPARE, _kinds(prepared.store, prepared.container, prepared.options))
 
 
 def _kinds(store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.offload.plan_gpu import Copied
 from effllm.offload.size import format_size
 from effllm.runtime import devices
-from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.prepare import EngineOptions, weighed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE
@@ -38,6 +38,28 @@ def test_a_card_that_is_nearly_full_is_left_alone() -> None:
     card = simulated(16 << 20, LINK)
     code, out, err = typed("run", FABLE, "Once", "-n", 4, "--seed", 1, card=card)
     assert code == 0 and out and "no layer fits the GPU: one takes" in err and "running on the CPU" in err and card.most == 0
+
+
+class Costly(SimulatedDevice):
+    """Its libraries take host memory once it is used."""
+
+    host_nbytes = 448 << 20
+
+
+@pytest.mark.parametrize("vram", (16 << 20, 8 << 30))
+def test_memory_of_libraries_that_are_not_loaded_is_not_planned(vram: int) -> None:
+    cpu = planned(FABLE, None, device="cpu").placement
+    ram = str(cpu.total_bytes + (64 << 20))
+    found = planned(FABLE, Costly(vram), ram=ram)
+    assert "cuda" not in found.placement.devices and found.placement.baseline_bytes < cpu.baseline_bytes + (16 << 20)
+    assert any("running on the CPU" in line for line in found.notices)
+    with pytest.raises(DoesNotFit) as refused:
+        planned(FABLE, Costly(8 << 30), ram=ram, gpu_layers=3)
+    assert refused.value.hint.endswith("--device cpu")
+    used = planned(FABLE, Costly(8 << 30), gpu_layers=3)
+    more = used.placement.baseline_bytes - planned(FABLE, simulated(8 << 30), gpu_layers=3).placement.baseline_bytes
+    assert abs(more - Costly.host_nbytes) < 16 << 20
+    assert weighed(used).nbytes < used.placement.baseline_bytes - (440 << 20), "what it is compared with pays for itself"
 
 
 def test_no_room_to_measure_is_no_room_for_copies() -> None:

@@ -16,9 +16,8 @@ from effllm import DoesNotFit, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.kernels.cuda.device import SimulatedDevice
-from effllm.offload import plan_gpu
 from effllm.offload.plan_gpu import LinkRates, copied_from
-from effllm.runtime import devices
+from effllm.runtime import demands, devices
 from effllm.runtime import prepare as preparing
 from effllm.runtime.engine import Engine
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -56,7 +55,7 @@ def planned(folder: Path, card: SimulatedDevice | None, **asked: object):
 
 @pytest.mark.parametrize("count", [1, 4, pytest.param(LAYERS, marks=pytest.mark.slow)])
 def test_layers_on_the_card_answer_alike_and_the_stream_crosses_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_gpu, "_with_head", lambda placed, head: placed)
+    monkeypatch.setattr(demands, "with_head", lambda placed, head: placed)
     card = simulated()
     engine, said = opened(FABLE, card, gpu_layers=count)
     assert engine.placement.tiers == ("memory",) * (LAYERS - count) + ("gpu",) * count

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.plan import BlockBytes, Budget, Demand, Experts, Placement, Units, plan
+from effllm.offload.plan import BlockBytes, Budget, Demand, Experts, Placement, Units, plan, with_slack
 from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
 from effllm.offload.predict import KindRate, Part, Rates, Work, decode, prompt
 from effllm.offload.size import parse_size
@@ -81,8 +81,21 @@ def test_memory_for_the_cache_as_asked() -> None:
     assert tiers(3000, None, replace(SPILL, ram=26 << 20)).kv_pages == 0
 
 
+@pytest.mark.parametrize("blocks", (True, False))
+def test_memory_for_the_cache_that_is_not_there_refuses_no_context(blocks: bool) -> None:
+    """A cache that 600 MB hold and memory does not goes to the disk, as a longer one does."""
+    ram, spill = 400 if blocks else 1150, replace(SPILL, ram=600 * MB)
+    for ctx in (1024, 4096, 5000, 16_384):
+        placed = tiers(ram, ctx, spill, blocks=blocks)
+        assert placed.ctx == ctx and placed.kv_bytes <= 600 * MB and placed.total_bytes <= ram * MB
+        assert (placed.kv_pages is None) == (ctx == 1024)
+    with pytest.raises(DoesNotFit, match="needs .* of memory") as caught:  # a ring that takes more than the cache is no help
+        tiers(150, 128, replace(SPILL, ram=20 * MB))
+    assert "--kv-ram" not in caught.value.message
+
+
 def test_the_disk_is_a_budget_too() -> None:
-    with pytest.raises(DoesNotFit, match="GiB of the KV cache for 16384 tokens would lie on the disk, --disk allows 95.37 MiB") as caught:
+    with pytest.raises(DoesNotFit, match="622.56 MiB of .* 16384 tokens would lie on the disk, --disk allows 95.37 MiB") as caught:
         tiers(1200, 16_384, replace(SPILL, disk=100 * MB, where="--disk allows"))
     ctx = int(caught.value.hint.split("-c ")[1].split()[0])
     assert tiers(1200, ctx, replace(SPILL, disk=100 * MB)).ctx == ctx
@@ -185,15 +198,33 @@ def test_a_context_that_fits_only_on_the_disk_beside_weights_that_come_and_go(ki
     assert shared(-(-needed // MB), 16_384, SPILL, **kind).kv_pages == 0
 
 
+def parts_of(placed: Placement) -> int:
+    """The sum of what the plan says of its parts, slack included where it is of them."""
+    every_pass = placed.baseline_bytes + placed.workspace_bytes + placed.kv_bytes
+    if placed.residency is None and placed.expert_slots is None:
+        return with_slack(every_pass + placed.weights_bytes)
+    ring = placed.residency.nbytes if placed.residency else 0
+    return with_slack(every_pass) + placed.always_bytes + placed.window_bytes + ring + (placed.expert_slots or 0) * EXPERTS.slot_nbytes
+
+
+@pytest.mark.parametrize("kind,ram,cap", (({"experts": EXPERTS}, 540, 60), ({"experts": EXPERTS}, 620, 200), ({"units": UNITS}, 580, 60)))
+def test_a_plan_that_leaves_the_disk_alone_adds_up(kind: dict[str, object], ram: int, cap: int) -> None:
+    placed = shared(ram, None, replace(SPILL, ram=cap * MB, disk=0, where="--disk allows", capped=True), **kind)
+    assert placed.kv_pages is None and placed.total_bytes == parts_of(placed) <= ram * MB
+    assert sum("experts stay" in note or "neurons are on the disk" in note for note in placed.notes) == 1
+
+
 @given(ram=st.integers(200, 1200), ctx=st.one_of(st.none(), st.integers(1, 32_768)), cap=st.one_of(st.none(), st.integers(1, 1000)),
-       kind=st.sampled_from(({"experts": EXPERTS}, {"units": UNITS})))
-def test_a_plan_beside_weights_that_come_and_go_is_kept(ram: int, ctx: int | None, cap: int | None, kind: dict[str, object]) -> None:
+       disk=st.one_of(st.integers(0, 150), st.just(10**6)), kind=st.sampled_from(({"experts": EXPERTS}, {"units": UNITS})))
+def test_a_plan_beside_weights_that_come_and_go_is_kept(ram: int, ctx: int | None, cap: int | None, disk: int,
+                                                        kind: dict[str, object]) -> None:
     try:
-        placed = shared(ram, ctx, replace(SPILL, ram=cap and cap * MB), **kind)
+        placed = shared(ram, ctx, replace(SPILL, ram=cap and cap * MB, disk=disk * MB), **kind)
     except DoesNotFit as error:
         assert error.exit_code == 4 and error.hint
         return
-    assert placed.total_bytes <= ram * MB and (ctx is None or placed.ctx == ctx)
+    assert placed.total_bytes == parts_of(placed) <= ram * MB and (ctx is None or placed.ctx == ctx)
+    assert placed.kv_disk_bytes <= disk * MB and len(placed.notes) == len(set(placed.notes))
     assert cap is None or placed.kv_bytes <= cap * MB, "whatever else does not fit"
     if placed.kv_pages is not None:
         assert placed.kv_pages * PAGE * 100_000 + placed.kv_disk_bytes >= placed.ctx * 100_000
