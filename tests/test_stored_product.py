@@ -108,18 +108,6 @@ def test_kernels_that_fail_or_err_are_not_taken(kernels: object, reason: str, mo
     assert ops.announcements() == []
 
 
-def test_slower_kernels_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of one kernel and of several by turns, as `seconds` is asked for them."""
-    device = SimulatedDevice(compiles=True)
-    times = iter((2.0, 2.0, 2.0, 1.5, 1.5, 1.0))
-    monkeypatch.setattr(device, "seconds", lambda run: next(times))
-    ops = TorchOps(device)
-    data = ops.put(np.full((16, 16), 0x3F80, np.uint16), "bf16")
-    linear = Linear(Weight(QuantSpec.parse("bf16"), (16, 16), {"data": data}), None)
-    ops.norm_linear(ops.from_host(np.ones((1, 16), np.float32)), Norm("none"), [linear])
-    assert list(ops.products.declined.values()) == ["one kernel is not faster"] and ops.announcements() == []
-
-
 @pytest.mark.parametrize("capability, texts", [("90", ("codebook4:16", "affine3:64+0.02")),
                                                pytest.param("80", (*FORMATS, *WITH_OUTLIERS), marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_card(capability: str, texts: tuple[str, ...], tmp_path: Path) -> None:

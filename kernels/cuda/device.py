@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -68,7 +67,7 @@ class Device(Protocol):
     """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none, as does `link_rate`, in bytes a
     second. `bring` and `fetch` copy an array there and a tensor back, and have done so when they return. `recorded` gives what
     runs the kernels of `run` again, over the same memory, and their result, which is there once that has run. Raises RuntimeError where
-    `run` waits for the device. `seconds` of a run, all kernels before it done; `compiles`: Triton's kernels can be tried."""
+    `run` waits for the device. `compiles`: Triton's kernels can be tried."""
 
     name: str
     torch: torch.device
@@ -83,7 +82,6 @@ class Device(Protocol):
     def fetch(self, tensor: torch.Tensor) -> np.ndarray: ...
     def lane(self) -> Lane: ...
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]: ...
-    def seconds(self, run: Callable[[], object]) -> float: ...
     def link_rate(self) -> float: ...
 
 
@@ -132,21 +130,19 @@ class CudaDevice:
         here.wait_stream(beside)
         return graph.replay, out
 
-    def seconds(self, run: Callable[[], object]) -> float:
-        torch.cuda.synchronize(self.torch)
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize(self.torch)
-        return time.perf_counter() - started
-
     def link_rate(self) -> float:
         with within_memory("there is no memory to measure the way to the GPU with"):
             host, there = self.pinned(LINK_NBYTES), self.take(LINK_NBYTES)
-        copy = partial(there.copy_, host, non_blocking=True)
-        seconds = min(self.seconds(copy) for _ in range(4))
-        del there, copy
+        rates = []
+        for _ in range(4):
+            torch.cuda.synchronize(self.torch)
+            started = time.perf_counter()
+            there.copy_(host, non_blocking=True)
+            torch.cuda.synchronize(self.torch)
+            rates.append(LINK_NBYTES / (time.perf_counter() - started))
+        del there
         torch.cuda.empty_cache()  # a plan counts what is free
-        return LINK_NBYTES / seconds
+        return max(rates)
 
 
 class CudaLane:
@@ -177,7 +173,7 @@ class CudaLane:
 
 class SimulatedDevice:
     """CPU tensors with the manners of a GPU of `memory` bytes (None: without limit), of which `held` are taken; `link`: bytes a second.
-    Time does not pass on it. `compiles`: Triton's kernels are interpreted on it."""
+    `compiles`: Triton's kernels are interpreted on it."""
 
     host_nbytes = 0
 
@@ -217,10 +213,6 @@ class SimulatedDevice:
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         out = run()
         return lambda: out.copy_(run()), out
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        run()
-        return 0.0
 
     def link_rate(self) -> float:
         self.take(LINK_NBYTES)
