@@ -1,6 +1,7 @@
 """What benchmarks measure, where that is not what they print by itself: depths that rows begin at, names of results."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +9,10 @@ from types import ModuleType
 import pytest
 
 import effllm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from family_models import Case, written
+from gpu_runs import card_here, simulated
 
 ROOT = Path(__file__).resolve().parent.parent
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -93,3 +98,17 @@ def test_random_weights_are_quantized_once_and_a_folder_without_its_end_again(sc
     for _ in range(2):
         assert sides.own_folder(tmp_path, "4", 2) == tmp_path / "own-4bit"
     assert made == [tmp_path / "own-4bit"]
+
+
+def test_a_card_is_measured_by_turns_with_the_processor(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    gpu: ModuleType = script("gpu_decode")
+    gpu.PROMPT, gpu.TOKENS, gpu.CTX, gpu.GIB = 12, 2, 64, 1 << 20
+    written(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
+    words = ["--shape", str(tmp_path / "config.json"), "--bits", "4bit", "--rounds", "1", "--no-results"]
+    monkeypatch.setattr(sys, "argv", ["gpu_decode.py", *words])
+    with card_here(simulated()):
+        gpu.main()
+    said = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["figures"]
+    assert {f"4bit_{of}_{side}_tps" for of in ("prompt", "token") for side in ("card", "torch", "cpu")} < said.keys()
+    assert min(said.values()) > 0
