@@ -39,10 +39,17 @@ PROMPT = 512
 RAW_KIND = "bf16"  # raw types are read alike: their bytes decide
 WORTH = 1.05  # a flag that gains less is not named
 ACTIVE = 0.1  # of the neurons of a sparse model of which nobody measured it
-NO_ROOFS = "this machine was not measured: effllm doctor"
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
 SLOW_DISK = "the disk was not measured: effllm doctor"
 PICKED = "how many pages of the cache a token picks (--kv-read sparse) is not predicted in this version"
+
+
+def no_roofs(options: EngineOptions) -> str:
+    """What there is to say where the machine was not measured: another number of threads is another machine."""
+    if options.threads is None:
+        return "this machine was not measured: effllm doctor"
+    threads = worker_count(options)
+    return f"this machine was not measured with {threads} thread{'' if threads == 1 else 's'}: effllm doctor -t {threads}"
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,7 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int = PROMPT) -> F
     if prepared.options.kv_read == "sparse":
         return replace(made, reason=PICKED)
     if rates is None:
-        return replace(made, reason=NO_ROOFS)
+        return replace(made, reason=no_roofs(prepared.options))
     start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
     if start is None or full is None:
         return replace(made, reason=SLOW_DISK)

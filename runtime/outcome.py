@@ -68,7 +68,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     depth, picks = prompt_tokens + made // 2, engine.options.kv_read == "sparse"
     predicted = decode(asked, rates, depth) if rates and not on_gpu and not picks else None
     if predicted is None:
-        reason = (forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.NO_ROOFS if rates is None
+        reason = (forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.no_roofs(engine.options) if rates is None
                   else forecast.SLOW_DISK)
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited else None

@@ -177,9 +177,10 @@ def test_run_and_bench_only_look(nobody: Path) -> None:
     placement = json.loads(out)["placement"]
     assert code == 0 and placement["layers"] == {"cpu": 6} and placement["pinned_bytes"] == 11_540_992
     assert placement["predicted_tps"] is None and placement["measured_tps"] > 0 and "effllm doctor" in placement["reason"]
-    assert "no prediction: " in said
-    rows = json.loads(ran("bench", "fable", "-p", "8", "-n", "2", "-r", "1", "--device", "cpu", "-o", "json")[1])
-    assert [row["predicted_ts"] for row in rows] == [None, None] and not list(nobody.iterdir())
+    assert "no prediction: this machine was not measured: effllm doctor\n" in said
+    code, rows, said = ran("bench", "fable", "-p", "8", "-n", "2", "-r", "1", "--device", "cpu", "-t", "1", "-o", "json")
+    assert [row["predicted_ts"] for row in json.loads(rows)] == [None, None] and not list(nobody.iterdir())
+    assert said.count("no prediction: this machine was not measured with 1 thread: effllm doctor -t 1\n") == 1
 
 
 def test_run_holds_the_prediction_against_what_came(known: None) -> None:
