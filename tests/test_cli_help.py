@@ -109,6 +109,7 @@ def test_every_flag_has_its_variable_and_a_description() -> None:
             name = long[2:] if (both := f"{' '.join(words)} {long}") not in own else both.replace(" --", "-")
             assert parameter.envvar == "EFFLLM_" + name.upper().replace("-", "_"), (words, long)
             assert parameter.help, (words, long)
+            assert (parameter.envvar in parameter.help) == (both in own), "what the rule does not tell is told"
             seen += 1
     assert seen > 60, "the walk over the commands found too little"
 
