@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from .. import UsageError
 from ..runtime.small_file import read_whole
 from .flags import names_and_types, token_count, variable
+from .habits import meant_variable
 from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
 
 if TYPE_CHECKING:
@@ -132,8 +133,10 @@ def line_of(text: str, key: str) -> int:
 def checked(key: str, value: object, where: str) -> object:
     """The value, if this key is known and may have it."""
     if key not in known():
-        close = difflib.get_close_matches(key.replace("_", "-"), list(known()), 1)
-        raise UsageError(f"{where}: there is no setting {key!r}{f', did you mean {close[0]}?' if close else ''}",
+        by_variable = {variable(name): name for name in known()}
+        alike = difflib.get_close_matches(key.replace("_", "-"), list(known()), 1)
+        meant = by_variable.get(meant_variable(key, by_variable)) or "".join(alike)
+        raise UsageError(f"{where}: there is no setting {key!r}{f', did you mean {meant}?' if meant else ''}",
                          "effllm config show lists them")
     kind = known()[key][2]
     if get_origin(kind) is Literal:

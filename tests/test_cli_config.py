@@ -63,6 +63,10 @@ def test_a_variable_of_no_flag_is_said_and_one_of_another_command_is_not(place: 
     assert ran.code == 0 and len(said) == 2
     assert said[0] == "EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?" and "EFFLLM_ZQX" in said[1]
     assert "did you mean EFFLLM_TEMP?" in Ran("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
+    for short, meant in (("CTX", "CTX_SIZE"), ("N", "PREDICT"), ("NUM_CTX", "CTX_SIZE"), ("NGL", "GPU_LAYERS"), ("TEMPERATURE", "TEMP")):
+        said = Ran("config", "show", **{f"EFFLLM_{short}": "3"}).err
+        assert said == f"EFFLLM_{short} is the variable of no flag, did you mean EFFLLM_{meant}?\n"
+    assert "did you mean EFFLLM_N_GEN?" in Ran("bench", EFFLLM_N="3").err, "what -n is to this command"
     assert "variable" not in Ran("plan", "fable", "--no-probe", EFFLLM_TEMP="0.3", EFFLLM_PREDICTOR="8").err
 
 
@@ -132,6 +136,10 @@ def test_switches_and_numbers_arrive(place: Path) -> None:
 @pytest.mark.parametrize(("text", "said"), [
     ("kv = '16bit'\ntmep = 1\n", "effllm.toml:2: there is no setting 'tmep', did you mean temp?"),
     ("ctx_size = 5\n", "effllm.toml:1: there is no setting 'ctx_size', did you mean ctx-size?"),
+    ("ctx = 512\n", "effllm.toml:1: there is no setting 'ctx', did you mean ctx-size?"),
+    ("n = 4\n", "effllm.toml:1: there is no setting 'n', did you mean predict?"),
+    ("ngl = 0\n", "effllm.toml:1: there is no setting 'ngl', did you mean gpu-layers?"),
+    ("num_ctx = 512\n", "effllm.toml:1: there is no setting 'num_ctx', did you mean ctx-size?"),
     ("[run]\ntemp = 1\n", "effllm.toml:1: there is no setting 'run'"),
     ("\n\nyes = true\n", "effllm.toml:3: there is no setting 'yes'"),
     ("temp = 'hot'\n", "effllm.toml:1: temp is a number, not 'hot'"), ("temp = true\n", "effllm.toml:1: temp is a number, not True"),
