@@ -151,23 +151,28 @@ def where_typing_shows(screen: Screen, model: str) -> TextIO:
 @contextmanager
 def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions, text: bool = True) -> Iterator[ModelRef]:
     """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run. What
-    the model cannot do for `options` is said before, and whether it has a tokenizer where its `text` is wanted."""
+    the run would refuse when it plans with `options` is refused before, and a model without a tokenizer where its `text` is wanted."""
     bits = bits_for(ref, weights, screen)
     if bits is None:
         yield ref
         return
     from ..runtime import on_load
     from ..runtime.convert import Converted
-    from ..runtime.prepare import demand_context
+    from ..runtime.forecast import demand_plan
 
-    demand_context(ref.folder, options)
+    held = None
     if text:
-        read_tokenizer(ref.folder, options)
+        from ..runtime import session  # noqa: F401  (like the tokenizer a part of what a run takes)
+
+        held = read_tokenizer(ref.folder, options)
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
     if kept := on_load.find_kept(request):
         screen.note(f"weights of {bits} from {kept}")
         yield replace(ref, folder=kept)
-    elif weights.keep:
+        return
+    demand_plan(ref.folder, bits, options)
+    del held
+    if weights.keep:
         request.folder.parent.mkdir(parents=True, exist_ok=True)
         last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted))
         yield replace(ref, folder=request.folder)

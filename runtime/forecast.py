@@ -28,7 +28,7 @@ from .expected import ExpectedStore
 from .families import expert_of
 from .model import ModelTensor, check_tensors
 from .paged_experts import PagedExperts
-from .prepare import EngineOptions, Prepared, prepare_with, weighed, worker_count
+from .prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from .roofs import Roofs, Wanted, largest_file
 from .roofs import known as roofs_known
 from .sparsity_file import Sparsity
@@ -173,6 +173,14 @@ def wanted(prepared: Prepared, tensors: Tensors | None = None) -> Wanted:
 def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
     """The plan for a model as it would be after quantizing to `spec`, from its config."""
     return prepare_config(read_config(folder, strict=options.strict), spec, options, folder)
+
+
+def demand_plan(folder: Path, spec: str, options: EngineOptions) -> None:
+    """Before a model is quantized to `spec` for a run: raises what that would raise when it plans."""
+    prepared = prepare_at(folder, spec, options)
+    if prepared.speculating.draft is not None:
+        prepared.speculating.draft.store.close()
+    refuse_beyond_machine(prepared)
 
 
 def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folder: Path | None = None) -> Prepared:

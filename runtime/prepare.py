@@ -274,12 +274,6 @@ def _check_context(options: EngineOptions, config: ModelConfig) -> None:
                          f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try")
 
 
-def demand_context(folder: Path, options: EngineOptions) -> None:
-    """Before a model is quantized for a run: raises UsageError for a context that it was not made for."""
-    if "ctx" not in options.preset:
-        _check_context(options, read_config(folder, strict=options.strict))
-
-
 def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig) -> Predictors | None:
     """Those that were trained for a model, where a run is to use them. Raises UsageError where there are none."""
     if not options.predict_neurons:
