@@ -36,6 +36,9 @@ def find(model: str, screen: Screen) -> ModelRef:
     """The model of that name, its files present. A sentence in its place is told apart from a typing error."""
     ref = find_any(model, screen)
     if ref.variant:
+        from ..runtime.container import refuse_quantized
+
+        refuse_quantized(ref.folder, model.rpartition(":")[0], f":{ref.variant}")
         raise UsageError(f"{model} would be quantized as it is loaded, which this command does not do",
                          f"effllm quantize {typed(model.rpartition(':')[0])} -o DIR --spec {ref.variant}, then give DIR")
     return ref
@@ -99,7 +102,7 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     bits = wanted_bits(ref.text, ref.variant, weights)
     if bits is None:
         return None
-    from ..runtime.container import read_container
+    from ..runtime.container import read_container, refuse_quantized
     from ..runtime.source import is_low_bit
 
     for_all = "bits" in weights.settled and ref.variant is None
@@ -110,7 +113,8 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     if on_load.find_kept(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
         return bits
     if not for_all:
-        raise UsageError(f"{ref.text} is quantized already ({made.spec_text})", "leave --bits away")
+        asked = f":{ref.variant}" if ref.variant else "--bits"
+        refuse_quantized(ref.folder, ref.text.removesuffix(asked), asked)
     from .settings import origin
 
     how = made.spec_text if made else "by another tool"
