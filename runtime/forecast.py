@@ -46,10 +46,14 @@ PICKED = "how many pages of the cache a token picks (--kv-read sparse) is not pr
 
 def no_roofs(options: EngineOptions) -> str:
     """What there is to say where the machine was not measured: another number of threads is another machine."""
-    if options.threads is None:
-        return "this machine was not measured: effllm doctor"
     threads = worker_count(options)
-    return f"this machine was not measured with {threads} thread{'' if threads == 1 else 's'}: effllm doctor -t {threads}"
+    with_them = "" if options.threads is None else f" with {threads} thread{'' if threads == 1 else 's'}"
+    return f"this machine was not measured{with_them}: {doctor(options)}"
+
+
+def doctor(options: EngineOptions, *flags: str) -> str:
+    """The command that measures the machine with the threads of a run."""
+    return " ".join(("effllm doctor", *flags, *(() if options.threads is None else ("-t", str(worker_count(options))))))
 
 
 @dataclass(frozen=True)
