@@ -142,7 +142,7 @@ def test_switches_and_numbers_arrive(place: Path) -> None:
     ("num_ctx = 512\n", "effllm.toml:1: there is no setting 'num_ctx', did you mean ctx-size?"),
     ("[run]\ntemp = 1\n", "effllm.toml:1: there is no setting 'run'"),
     ("\n\nyes = true\n", "effllm.toml:3: there is no setting 'yes'"),
-    ("temp = 'hot'\n", "effllm.toml:1: temp is a number, not 'hot'"), ("temp = true\n", "effllm.toml:1: temp is a number, not True"),
+    ("temp = 'hot'\n", "effllm.toml:1: temp is a number, not 'hot'"), ("temp = true\n", "effllm.toml:1: temp is a number, not true"),
     ("top-k = 1.5\n", "effllm.toml:1: top-k is a whole number, not 1.5"), ("strict = 1\n", "effllm.toml:1: strict is true or false, not 1"),
     ("device = 'tpu'\n", "effllm.toml:1: device is auto or cpu or cuda, not 'tpu'"),
     ("ctx-size = 1.5\n", "effllm.toml:1: ctx-size is a number of tokens"), ("ctx-size = '1g'\n", "effllm.toml:1: ctx-size is a number of"),
@@ -155,6 +155,13 @@ def test_a_file_that_is_wrong_is_one_line_with_its_place(place: Path, text: str,
         lines = ran.err.splitlines()
         assert ran.code == 2 and ran.out == "" and len(lines) == 2 and lines[0].startswith(f"effllm: {said}"), ran.err
     assert Ran("plan", "--help").code == 0 and Ran("--version").code == 0, "help is there, whatever the file says"
+
+
+def test_a_size_without_its_unit_is_answered_with_one(place: Path) -> None:
+    for key in ("ram", "kv-ram", "session-disk"):
+        project(place, f"{key} = 6\n")
+        said = f'effllm: effllm.toml:1: {key} is a size between quotes, not 6\nhint: with its unit: {key} = "6G", or M\n'
+        assert Ran("config", "show").err == said
 
 
 def test_text_without_quotes_is_answered_with_how_it_is_written(place: Path) -> None:
