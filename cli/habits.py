@@ -44,6 +44,8 @@ COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags"
             "sessions": "session list", "settings": "config show"}
 SENTENCES = {**dict.fromkeys(("serve", "server", "start"), f"there is no server here: effllm chat MODEL, or {RUN}"),
              **dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended"),
+             **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "
+                             "--install-completion keeps it there"),
              **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN")}
 
 KEPT = "a setting is a line of effllm.toml, as temp = 0.5: effllm config show --help"
