@@ -33,6 +33,7 @@ def register(app: typer.Typer) -> None:
 def alias(context: typer.Context, name: Name = None, model: Target = None, rm: Remove = False, json: Json = False) -> None:
     """Give a model a short name of yours, or list those that you gave."""
     from ..runtime.aliases import check_alias, own_aliases, own_file, packaged, remove_alias, write_alias
+    from ..runtime.hub import shown_licence
     from ..runtime.listing import entry_for
 
     screen = Screen(context.obj)
@@ -62,5 +63,5 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, rm: R
         return
     if name is None:
         screen.table(("alias", "model", "licence"),
-                     [(entry.alias, str(entry.packaged or entry.repo or entry.path), entry.licence or "") for entry in own])
+                     [(entry.alias, str(entry.packaged or entry.repo or entry.path), shown_licence(entry.licence)) for entry in own])
     screen.note(said)

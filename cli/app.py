@@ -18,7 +18,7 @@ from .. import __version__
 from .completion import own_script, whole_words
 from .environment import Environment
 from .errors import guarded
-from .habits import as_help
+from .habits import as_help, meant_variable
 from .help import PlainGroup
 from .interrupt import falling_apart_quietly
 
@@ -37,8 +37,8 @@ EXAMPLES = """examples
   effllm quantize ./my-model -o ./my-model-4bit --bits 4
   effllm bench fable -p 512 -n 64
 
-The answer goes to stdout, everything else to stderr. Every flag is also a variable: --ctx-size is EFFLLM_CTX_SIZE, and most may stand
-in a file: ctx-size = 4096 in effllm.toml (`effllm config show --help`).
+The answer goes to stdout, everything else to stderr. Every flag is also a variable: --ctx-size is EFFLLM_CTX_SIZE (a flag whose variable
+is another says so), and most may stand in a file: ctx-size = 4096 in effllm.toml (`effllm config show --help`).
 
 exit codes: 0 ok, 1 failure, 2 usage, 3 model not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline,
 130 interrupted
@@ -88,12 +88,16 @@ def say_unknown_variables(command: Any, environment: Environment) -> None:
     if not unknown or "_EFFLLM_COMPLETE" in environment.variables or not takes_settings(command):
         return
     for name in sorted(unknown):
-        from difflib import get_close_matches
-
         from .screen import Screen
 
-        close = get_close_matches(name, VARIABLES, 1)
-        Screen(environment).note(f"{name} is the variable of no flag{f', did you mean {close[0]}?' if close else ''}")
+        meant = meant_variable(name.removeprefix("EFFLLM_"), own_variables(command))
+        Screen(environment).note(f"{name} is the variable of no flag{f', did you mean {meant}?' if meant else ''}")
+
+
+def own_variables(command: Any) -> set[str]:
+    """Those of a command and of the ones beneath it."""
+    beneath = getattr(command, "commands", {})
+    return {parameter.envvar for parameter in command.params if parameter.envvar}.union(*map(own_variables, beneath.values()))
 
 
 def takes_settings(command: Any) -> bool:

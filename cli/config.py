@@ -28,7 +28,7 @@ EXAMPLES = f"""examples
   effllm config show --origin
   effllm config show fable --json
 
-A setting is a flag without its dashes, in {PROJECT_FILE} in the working directory or in the user's file (named by --origin):
+A setting is a flag's long name without its dashes, in {PROJECT_FILE} in the working directory or in the user's file (named by --origin):
 
   temp = 0.5
   ctx-size = 4096

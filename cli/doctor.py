@@ -17,7 +17,7 @@ import typer
 from .. import UsageError
 from .flags import add_command, flag
 from .loading import follow, last
-from .options import OUTPUT, Json
+from .options import COMPUTE, OUTPUT, Json
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -41,21 +41,25 @@ Probe = Annotated[bool, flag(OUTPUT, "--probe", "", "measure memory, kernels and
 NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: show what is known")]
 Warm = Annotated[bool, flag(OUTPUT, "--warm", "", "compile and measure the kernels now, so that the next run starts at once")]
 
+Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads that are measured (all physical cores)")]
+
 
 def register(app: typer.Typer) -> None:
     add_command(app, "doctor", "look around", doctor)
 
 
-def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_probe: NoProbe = False, json: Json = False) -> int:
+def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_probe: NoProbe = False, threads: Threads = None,
+           json: Json = False) -> int:
     """What this machine offers, how fast it is, which kernels run on it, and whether they work."""
     from ..runtime.diagnose import diagnose, warm_up
+    from ..runtime.prepare import EngineOptions, worker_count
 
-    screen = Screen(context.obj)
+    screen, workers = Screen(context.obj), worker_count(EngineOptions(threads=threads))
     if probe and no_probe:
         raise UsageError("--probe and --no-probe contradict each other", "give one of them")
     if warm:
-        list(follow(warm_up(), screen, type(None)))
-    report = diagnose(measured(screen, probe, no_probe), screen.environment.variables)
+        list(follow(warm_up(workers), screen, type(None)))
+    report = diagnose(measured(screen, workers, probe, no_probe), screen.environment.variables)
     works, verdict = trial()
     if json:
         screen.json({**report.to_json(), "trial": {"ok": works, "message": verdict}})
@@ -65,12 +69,12 @@ def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_
     return 0 if works else 1
 
 
-def measured(screen: Screen, again: bool, never: bool) -> Roofs:
-    """What is known of the machine's speed, after measuring what is not, or all of it `again`."""
+def measured(screen: Screen, threads: int, again: bool, never: bool) -> Roofs:
+    """What is known of the machine's speed with so many threads, after measuring what is not, or all of it `again`."""
     from ..runtime import roofs
     from ..runtime.diagnose import roofs_wanted
 
-    wanted = roofs_wanted(screen.environment.variables)
+    wanted = roofs_wanted(screen.environment.variables, threads)
     known = roofs.known(wanted)
     lacking = wanted if again else None if never else roofs.missing(wanted, known)
     return known if lacking is None else last(follow(roofs.probe(lacking, known, again), screen, roofs.Roofs))
@@ -158,7 +162,7 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
     if machine is None:
         screen.line("speed: not measured; `effllm doctor` without --no-probe measures it, and so does the first `effllm plan`")
         return
-    screen.line(f"speed with {machine.threads} threads, measured {machine.date}")
+    screen.line(f"speed with {machine.threads} thread{'' if machine.threads == 1 else 's'}, measured {machine.date}")
     between = "" if machine.choice_s is None else f"; {1e6 * machine.choice_s:.0f} us until the next begins"
     alone = "" if machine.memory_alone is None else f", one thread alone {machine.memory_alone / 1e9:.1f}"
     screen.pairs((

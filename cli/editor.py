@@ -19,6 +19,7 @@ from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import create_output
+from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.styles import Style
 
 QUOTES = '"""'
@@ -39,7 +40,7 @@ class Editor:
         self.left = ""
         self.quoted = False  # the line that was read last: such a one is a message, however it begins
         self._shown: list[str] = []
-        screen = create_output(stdout=output)
+        screen = PlainTextOutput(output) if plain else create_output(stdout=output)
         with create_app_session(output=screen):  # the plain prompt goes to the session's output: it is plain where none is given
             self._session: PromptSession[str] = PromptSession(
                 multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,

@@ -68,7 +68,8 @@ def describe(error: Exception) -> tuple[str, str, int]:
 
 
 def usage_message(error: typer.TyperException) -> str:
-    message = error.format_message().removesuffix(".")
+    # The library adds flags that are written alike, which the hint knows better.
+    message = (error.message if own_hint(error) else error.format_message()).removesuffix(".")
     if variable := variable_of(error):
         value = error.ctx.find_root().obj.variables.get(variable, "")
         reason = f"{value!r} is neither true nor false" if "valid boolean" in message else message.partition(": ")[2]
@@ -96,6 +97,12 @@ def unset(variable: str) -> str:
     return f"correct it, or `unset {variable}`"
 
 
+def own_hint(error: typer.TyperException) -> str:
+    """The next step for a flag that the command does not have and that is known from elsewhere."""
+    context, name = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    return flag_hint(context.command, name) if context is not None and name and not variable_of(error) else ""
+
+
 def usage_hint(error: typer.TyperException) -> str:
     """The page that says how the command is written, or how a prompt is typed."""
     context = getattr(error, "ctx", None)  # set on usage errors alone
@@ -103,7 +110,7 @@ def usage_hint(error: typer.TyperException) -> str:
         return unset(variable)
     if context is None:
         return "effllm --help"
-    if (name := getattr(error, "option_name", None)) and (hint := flag_hint(context.command, name)):
+    if hint := own_hint(error):
         return hint
     missing = getattr(getattr(error, "param", None), "metavar", None) if "missing argument" in error.format_message().lower() else None
     if missing == "MODEL":

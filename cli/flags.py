@@ -8,7 +8,7 @@ value. Values are converted here: the library's converter loads a schema library
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import NoneType, UnionType
@@ -28,10 +28,15 @@ TOKEN_UNITS = {"k": 1 << 10, "m": 1 << 20}
 def flag(panel: str, names: str, value: str, help: str, command: str = "", **more: Any) -> Any:
     """`flag("memory", "-c --ctx-size", "N", "context in tokens")`; a flag without a value has an empty one. `command`: the one that means
     something else by this name than others do, and has a variable of its own."""
-    long = next(name for name in names.split() if name.startswith("--"))
-    return typer.Option(*names.split(), help=help, rich_help_panel=panel, metavar=value or None,
-                        envvar=variable(f"{command}-{long.removeprefix('--')}" if command else long), show_envvar=False,
-                        show_default=False, **more)
+    long = long_name(names.split())
+    own = variable(f"{command}-{long.removeprefix('--')}" if command else long)
+    return typer.Option(*names.split(), help=f"{help}; its variable is {own}" if command else help, rich_help_panel=panel,
+                        metavar=value or None, envvar=own, show_envvar=False, show_default=False, **more)
+
+
+def long_name(names: Iterable[str]) -> str:
+    """The name of a flag that its variable and its setting are called by."""
+    return next(name for name in names if name.startswith("--"))
 
 
 def variable(name: str) -> str:
@@ -117,8 +122,7 @@ def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.
 
 def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
     """What the files of settings say of a flag that was not given."""
-    long = next(name for name in parameter.opts if name.startswith("--"))
-    setting = context.find_root().obj.settings.get(long.removeprefix("--"))
+    setting = context.find_root().obj.settings.get(long_name(parameter.opts).removeprefix("--"))
     return otherwise if setting is None else setting.value
 
 
@@ -178,6 +182,7 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
 
     def call(**given: Any) -> int | None:
         del given["debug"], given["no_color"]
+        say_variables_of_others(given["context"])
         for name, kind in groups.items():
             values = {field.name: given.pop(field.name) for field in flags_of(kind)}
             settled = frozenset(flag for flag, value in values.items()
@@ -202,6 +207,19 @@ def judge_settled(environment: Environment, group: type, values: Mapping[str, ob
             demand_usable(key, values[field], place(environment, key))
 
 
+def say_variables_of_others(context: typer.Context) -> None:
+    """A variable that other commands take for a flag of this name, and this one does not, is said where the flag is left to variables."""
+    for parameter in context.command.params:
+        if parameter.param_type_name != "option" or not parameter.envvar:
+            continue
+        long, environment = long_name(parameter.opts), context.find_root().obj
+        source = context.get_parameter_source(parameter.name)
+        if parameter.envvar != (other := variable(long)) and environment.variables.get(other) and source.name == "DEFAULT":
+            from .screen import Screen
+
+            Screen(environment).note(f"{other} means nothing to {context.command.name}: the variable of its {long} is {parameter.envvar}")
+
+
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -213,6 +231,6 @@ def names_and_types(group: type) -> dict[str, tuple[str, type]]:
     for field in (field.name for field in flags_of(group)):
         annotation = kinds[field]
         option = get_args(annotation)[1]
-        long = next(name for name in (option.default, *(option.param_decls or ())) if name.startswith("--"))
+        long = long_name((option.default, *(option.param_decls or ())))
         found[long.removeprefix("--")] = field, value_type(annotation)
     return found

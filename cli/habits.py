@@ -5,7 +5,7 @@ A line is looked through before the library reads it, because the library cuts `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import EffllmError, UsageError, typed
@@ -44,6 +44,8 @@ COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags"
             "sessions": "session list", "settings": "config show"}
 SENTENCES = {**dict.fromkeys(("serve", "server", "start"), f"there is no server here: effllm chat MODEL, or {RUN}"),
              **dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended"),
+             **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "
+                             "--install-completion keeps it there"),
              **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN")}
 
 KEPT = "a setting is a line of effllm.toml, as temp = 0.5: effllm config show --help"
@@ -92,6 +94,22 @@ def flag_hint(command: Any, name: str) -> str:
     if here is not None and here in flags_of(command):
         return f"here it is {here}: {command_path(command)} --help"
     return INSTEAD.get(name, "") if command.name in ("run", "chat") else ""
+
+
+def meant_variable(name: str, own: Collection[str] = ()) -> str:
+    """The variable that a person means who calls it by a flag's second name (`ctx`, `N`), by that of another program (`num_ctx`), or
+    misspells it; of a name that several flags have, the one among `own`. Empty where none is like it."""
+    from difflib import get_close_matches
+
+    from .variables import SECOND, VARIABLES
+
+    dashed = name.lower().replace("_", "-")
+    here = SAME.get(f"--{dashed}") or SAME.get(f"-{dashed}") or CALLED.get(f"--{dashed}") or dashed
+    here = here.lstrip("-").upper().replace("-", "_")
+    found = [variable for short, variable in SECOND if short == here]
+    # Without what all of them begin with: that is alike in any two. The closest match of a name is itself.
+    found = found or [f"EFFLLM_{each}" for each in get_close_matches(here, [each.removeprefix("EFFLLM_") for each in VARIABLES], 1)]
+    return next((variable for variable in found if variable in own), found[0] if found else "")
 
 
 def command_path(command: Any) -> str:

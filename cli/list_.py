@@ -24,6 +24,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     """The models on this machine."""
     from ..offload.size import format_size
     from ..runtime.catalog import catalog
+    from ..runtime.hub import shown_licence
     from ..runtime.listing import incomplete_models, local_models, unreadable_models
 
     screen = Screen(context.obj)
@@ -45,12 +46,13 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
         return
     if long:
         screen.table(("model", "revision", "template", "licence", "from"),
-                     [(model.name, shortened(model.revision), "yes" if model.has_template else "none", model.licence or "", model.source)
+                     [(model.name, shortened(model.revision), "yes" if model.has_template else "none", shown_licence(model.licence),
+                       model.source)
                       for model in here])
     else:
         screen.table(("model", "family", "parameters", "bits", "size", "context", "licence", "from"),
                      [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
-                       str(model.context), model.licence or "", model.source) for model in here], right=(2, 3, 4, 5))
+                       str(model.context), shown_licence(model.licence), model.source) for model in here], right=(2, 3, 4, 5))
     if incomplete:
         screen.line()
         screen.table(("incomplete", "here", "of"), [(each.name, format_size(each.held), format_size(each.size)) for each in incomplete],
@@ -64,7 +66,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     if absent:
         screen.line()
         screen.table(("not here", "repository", "parameters", "size", "licence", ""),
-                     [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), entry.licence or "",
+                     [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), shown_licence(entry.licence),
                        "gated" if entry.gated else "") for entry in absent], right=(2, 3))
     else:
         screen.note("`effllm list --all` also shows the names of models that are not here; `effllm pull MODEL` fetches one")

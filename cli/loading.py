@@ -36,6 +36,9 @@ def find(model: str, screen: Screen) -> ModelRef:
     """The model of that name, its files present. A sentence in its place is told apart from a typing error."""
     ref = find_any(model, screen)
     if ref.variant:
+        from ..runtime.container import refuse_quantized
+
+        refuse_quantized(ref.folder, model.rpartition(":")[0], f":{ref.variant}")
         raise UsageError(f"{model} would be quantized as it is loaded, which this command does not do",
                          f"effllm quantize {typed(model.rpartition(':')[0])} -o DIR --spec {ref.variant}, then give DIR")
     return ref
@@ -99,7 +102,7 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     bits = wanted_bits(ref.text, ref.variant, weights)
     if bits is None:
         return None
-    from ..runtime.container import read_container
+    from ..runtime.container import read_container, refuse_quantized
     from ..runtime.source import is_low_bit
 
     for_all = "bits" in weights.settled and ref.variant is None
@@ -110,7 +113,8 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     if on_load.find_kept(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
         return bits
     if not for_all:
-        raise UsageError(f"{ref.text} is quantized already ({made.spec_text})", "leave --bits away")
+        asked = f":{ref.variant}" if ref.variant else "--bits"
+        refuse_quantized(ref.folder, ref.text.removesuffix(asked), asked)
     from .settings import origin
 
     how = made.spec_text if made else "by another tool"
@@ -151,23 +155,28 @@ def where_typing_shows(screen: Screen, model: str) -> TextIO:
 @contextmanager
 def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions, text: bool = True) -> Iterator[ModelRef]:
     """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run. What
-    the model cannot do for `options` is said before, and whether it has a tokenizer where its `text` is wanted."""
+    the run would refuse when it plans with `options` is refused before, and a model without a tokenizer where its `text` is wanted."""
     bits = bits_for(ref, weights, screen)
     if bits is None:
         yield ref
         return
     from ..runtime import on_load
     from ..runtime.convert import Converted
-    from ..runtime.prepare import demand_context
+    from ..runtime.forecast import demand_plan
 
-    demand_context(ref.folder, options)
+    held = None
     if text:
-        read_tokenizer(ref.folder, options)
+        from ..runtime import session  # noqa: F401  (like the tokenizer a part of what a run takes)
+
+        held = read_tokenizer(ref.folder, options)
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
     if kept := on_load.find_kept(request):
         screen.note(f"weights of {bits} from {kept}")
         yield replace(ref, folder=kept)
-    elif weights.keep:
+        return
+    demand_plan(ref.folder, bits, options)
+    del held
+    if weights.keep:
         request.folder.parent.mkdir(parents=True, exist_ok=True)
         last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted))
         yield replace(ref, folder=request.folder)

@@ -187,10 +187,11 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     read = work.streamed + round(work.missed)
     said = [("model", f"{model} ({prepared.config.family})")]
     if coming is not None:
+        from ..runtime.hub import shown_licence
         from .pull import suffix
 
         said.append(("not here", f"effllm pull {coming.wish.reference.text}{suffix(coming)} loads {format_size(coming.to_load)}, keeps "
-                                 f"{format_size(coming.kept_bytes)}; licence {coming.licence or 'not stated'}"
+                                 f"{format_size(coming.kept_bytes)}; licence {shown_licence(coming.licence, 'not stated')}"
                                  + (", gated" if coming.repository.gated else "")))
     said += tiers(prepared, work, known, width)
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"

@@ -156,6 +156,7 @@ def suffix(plan: PullPlan) -> str:
 def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     """The plan on stderr: stdout is for the answer of `run`, and for --json."""
     from ..offload.size import format_size
+    from ..runtime.hub import shown_licence
     from .plan import BAR, tiers
 
     repository, wish, run = plan.repository, plan.wish, plan.run
@@ -165,7 +166,7 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
     gate = f", gated: your token must have access{other}" if repository.gated else ""
     made = f" at {wish.bits}" if wish.bits else ""
     lines = [("model", f"{repository.repo} at {repository.commit[:12]}" + (f" ({wish.entry.alias})" if wish.entry else "")),
-             ("licence", f"{plan.licence or 'not stated'}{gate}"),
+             ("licence", f"{shown_licence(plan.licence, 'not stated')}{gate}"),
              ("download", to_come(plan)),
              ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]

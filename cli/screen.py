@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,9 @@ class Screen:
         self._dim_open = False  # the same for thinking on stderr
         self._status = ""
         self._noted: set[str] = set()
-        self._phase: Progress | None = None
-        self._phase_began, self._drawn = 0.0, -math.inf
+        self._paces: dict[str, Pace] = {}  # of each phase
+        self._pace: Pace | None = None  # of the phase whose turn it is
+        self._turn_began, self._drawn = 0.0, -math.inf
         if markdown:
             self.markdown = True
 
@@ -167,21 +169,25 @@ class Screen:
             self._dim_open = False
 
     def progress(self, event: Progress) -> None:
-        now = self.environment.clock()
-        if self._phase is None or is_another(event, self._phase):
-            self._phase_began, self._drawn = now, -math.inf
-        self._phase = event
-        elapsed, finished = now - self._phase_began, event.done >= event.total
+        now, pace = self.environment.clock(), self._paces.get(event.phase)
+        if pace is None or is_another(event, pace.last):
+            pace = self._paces[event.phase] = Pace(event, now)
+        if pace is self._pace:
+            pace.go_on(event, now)
+        else:
+            pace.take_turn(event, now)
+            self._pace, self._turn_began, self._drawn = pace, now, -math.inf
+        elapsed, finished = now - self._turn_began, event.done >= event.total
         patience, every = (PATIENCE_S, REDRAW_S) if self._redraws else (PLAIN_PATIENCE_S, PLAIN_EVERY_S)
         if elapsed < patience or (now - self._drawn < every and not finished) or (finished and not self._redraws):
             return
         self._drawn = now
         if self._redraws:
             width = self.environment.width - 1
-            self._status = cut(describe(event, elapsed, width), width)
+            self._status = cut(describe(event, pace.per_s, width), width)
             self._stderr(f"\r\x1b[K{self._dim(self._status)}")
         else:
-            self._stderr(describe(event, elapsed) + "\n")
+            self._stderr(describe(event, pace.per_s) + "\n")
 
     def clear(self) -> None:
         """Take the progress line away."""
@@ -275,20 +281,41 @@ def cell_width(text: str) -> int:
     return cell_len(text)
 
 
+@dataclass
+class Pace:
+    """How fast a phase goes: what it did over its own time. What was done before its first event, and what other phases do between its
+    turns, are not counted. `last`: its newest event, `at` seconds of the clock."""
+
+    last: Progress
+    at: float
+    done: int = 0
+    seconds: float = 0.0
+
+    def take_turn(self, event: Progress, now: float) -> None:
+        self.last, self.at = event, now
+
+    def go_on(self, event: Progress, now: float) -> None:
+        self.done, self.seconds = self.done + event.done - self.last.done, self.seconds + now - self.at
+        self.take_turn(event, now)
+
+    @property
+    def per_s(self) -> float:
+        return self.done / self.seconds if self.seconds else 0.0
+
+
 def is_another(event: Progress, before: Progress) -> bool:
-    """Whether an event is of another operation than the one before, which may have had the same name: the next prompt, or saving."""
-    other = event.phase != before.phase or event.done < before.done or 0 < before.total <= before.done
-    return other or (event.unit == "tokens" and event.total != before.total)
+    """Whether an event is of another operation than the one of the same name before: the next prompt, or saving."""
+    return event.done < before.done or 0 < before.total <= before.done or (event.unit == "tokens" and event.total != before.total)
 
 
-def describe(event: Progress, elapsed: float, width: int | None = None) -> str:
-    """`loading weights  1.20 GiB of 4.50 GiB  27%  1.1 GiB/s`. What `width` columns do not show is left out whole, the share last: a
-    number that is cut is another number."""
+def describe(event: Progress, per_s: float, width: int | None = None) -> str:
+    """`loading weights  1.20 GiB of 4.50 GiB  27%  1.1 GiB/s`, at `per_s` where the event knows no rate itself. What `width` columns do not
+    show is left out whole, the share last: a number that is cut is another number."""
     from ..offload.size import format_size
 
     share = f"{100 * event.done // event.total}%" if event.total else ""
     left = ""
-    per_s = event.done / elapsed if event.rate is None else event.rate
+    per_s = per_s if event.rate is None else event.rate
     if event.unit == "bytes":
         amount, rate = f"{format_size(event.done)} of {format_size(event.total)}", f"{format_size(int(per_s))}/s"
         if event.rate is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from .. import UsageError
 from ..runtime.small_file import read_whole
 from .flags import names_and_types, token_count, variable
+from .habits import meant_variable
 from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 GROUPS = (RunFlags, WeightFlags, SamplingFlags, AnswerFlags, SessionFlags, ShowFlags)
 PROJECT_FILE = "effllm.toml"
 LARGEST = 1 << 20  # bytes
+SIZES, SIZES_ARE = ("ram", "vram", "kv_ram", "disk", "session_disk"), "a size between quotes"
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -70,7 +72,7 @@ def demand_usable(key: str, value: object, where: str) -> None:
     group, field, _ = known()[key]
     own: dict[str, Callable[[Any], object]] = {
         "bits": lambda bits: demand_format(f"{bits}bit"), "predict": most_tokens, "stop": StopStrings, "session": check_name,
-        **dict.fromkeys(("vram", "kv_ram", "disk", "session_disk"), parse_size),
+        **dict.fromkeys(SIZES, parse_size),
         "ram": lambda ram: (parse_size(ram), EngineOptions(ram=ram)),
         # one alone may not go with 16 bits
         **dict.fromkeys(("cache_k", "cache_v"), lambda kind: EngineOptions(cache_k=kind, cache_v=kind))}
@@ -132,8 +134,10 @@ def line_of(text: str, key: str) -> int:
 def checked(key: str, value: object, where: str) -> object:
     """The value, if this key is known and may have it."""
     if key not in known():
-        close = difflib.get_close_matches(key.replace("_", "-"), list(known()), 1)
-        raise UsageError(f"{where}: there is no setting {key!r}{f', did you mean {close[0]}?' if close else ''}",
+        by_variable = {variable(name): name for name in known()}
+        alike = difflib.get_close_matches(key.replace("_", "-"), list(known()), 1)
+        meant = by_variable.get(meant_variable(key, by_variable)) or "".join(alike)
+        raise UsageError(f"{where}: there is no setting {key!r}{f', did you mean {meant}?' if meant else ''}",
                          "effllm config show lists them")
     kind = known()[key][2]
     if get_origin(kind) is Literal:
@@ -152,5 +156,8 @@ def checked(key: str, value: object, where: str) -> object:
     else:
         fits, wanted = type(value) is kind, WORDS[kind]
     if not fits:
-        raise UsageError(f"{where}: {key} is {wanted}, not {value!r}"[:300], "correct the line, or remove it")
+        given = str(value).lower() if isinstance(value, bool) else repr(value)
+        quoted = known()[key][1] in SIZES and type(value) in (int, float)
+        raise UsageError(f"{where}: {key} is {SIZES_ARE if quoted else wanted}, not {given}"[:300],
+                         f'with its unit: {key} = "{value}G", or M' if quoted else "correct the line, or remove it")
     return float(value) if kind is float else value

@@ -21,6 +21,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     """What a model is: shape, context, precision, licence."""
     from ..offload.size import format_size
     from ..runtime.engine import EngineOptions, prepare
+    from ..runtime.hub import shown_licence
     from ..runtime.model import check_tensors
     from ..runtime.source import licence_of
     from ..runtime.tensors import parameters as count
@@ -60,7 +61,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
         ("model", f"{model}, {config.family}"),
         ("from", source),
         ("folder" if ref.folder.is_dir() else "file", str(ref.folder)),
-        ("licence", licence or "not stated"),
+        ("licence", shown_licence(licence, "not stated")),
         ("parameters", f"{counted(parameters)}, stored as {', '.join(stored)}, {format_size(prepared.store.nbytes)}"),
         ("quantized", "" if container is None else f"{container.spec_text}, {container.bits_per_weight:.2f} bits per weight, by "
                                                    f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),

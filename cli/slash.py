@@ -333,17 +333,20 @@ def run(chat: Conversation, line: str) -> None:
     """Carry out a line that begins with a slash."""
     words = line[1:].split(None, 1)
     name, rest = (*words, "", "")[:2]
-    command = named(name)
+    command = named(name, rest.strip())
     if rest and not command.takes_words:
         raise UsageError(f"/{name} takes no words after it, and {rest.strip()!r} stands there",
                          f"/{name} alone; a space before the slash sends the line to the model")
     command.run(chat, rest.strip())
 
 
-def named(name: str) -> SlashCommand:
+def named(name: str, rest: str = "") -> SlashCommand:
+    """The command of that name. Raises UsageError, for the name of a setting with the line that sets it to `rest`."""
     found = BY_NAME.get(ALIASES.get(name, name))
     if found is None:
-        raise UsageError(f"there is no command /{name}{suggestion(name, [*BY_NAME, *ALIASES], '/')}",
+        setting = OLLAMAS.get(name, name.replace("_", "-"))
+        set_so = f", did you mean {f'/set {setting} {rest}'.rstrip()}?" if setting in settable() else ""
+        raise UsageError(f"there is no command /{name}{set_so or suggestion(name, [*BY_NAME, *ALIASES], '/')}",
                          "/help lists them; a space before the slash sends the line to the model")
     return found
 

@@ -25,7 +25,7 @@ from ..quant.spec import QuantSpec
 from . import forecast, roofs
 from .demands import LOGIT_ROWS
 from .engine import Engine
-from .events import Progress
+from .events import Notice, Progress
 from .outcome import LEAST_NBYTES
 from .prepare import EngineOptions, Prepared, prepare_with
 from .sampler import Sampler, SamplerSettings
@@ -153,8 +153,9 @@ def prepare_synthetic(shape: str, options: EngineOptions, spec: str | None = Non
     return prepare_with(None, config, store, options, store.container)
 
 
-def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress | BenchRow]:
-    """Measure; yields Progress per repetition and a BenchRow per test. Each test warms up once first."""
+def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress | Notice | BenchRow]:
+    """Measure; yields Progress per repetition and a BenchRow per test, before those a Notice where the machine was not measured: nothing
+    is predicted then. Each test warms up once first."""
     if options.ctx > engine.n_ctx:
         raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}", f"-c {options.ctx}")
     if engine.speculation is not None and options.columns > 1:
@@ -174,6 +175,8 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         made = (_passes(engine) - passes) // options.repetitions or test.gen
         measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
     roof = _roof(engine)  # last: its buffer is no part of what the model takes
+    if _may_predict(engine, options.columns) and roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates is None:
+        yield Notice(f"no prediction: {forecast.no_roofs(engine.options)}")
     for each in measured:
         yield _row(engine, options, name, each, roof)
 
@@ -238,7 +241,7 @@ def _row(engine: Engine, options: BenchOptions, name: str, measured: Measured, r
 def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
     """What a plan would have said of a test, from what is known of this machine; several columns and picked pages are not predicted."""
     known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
-    if known is None or "cuda" in engine.placement.devices or columns > 1 or (test.gen and engine.cache.pool.picks):
+    if known is None or not _may_predict(engine, columns) or (test.gen and engine.cache.pool.picks):
         return None
     asked = forecast.work(engine.prepared, engine.model.tensors)
     if test.gen:
@@ -246,6 +249,10 @@ def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
         return made and made.tokens_per_s
     whole, before = predict.prompt(asked, known, test.depth + test.prompt), predict.prompt(asked, known, test.depth)
     return test.prompt / (whole.seconds - (before.seconds if test.depth else 0)) if whole and before else None
+
+
+def _may_predict(engine: Engine, columns: int) -> bool:
+    return "cuda" not in engine.placement.devices and columns == 1
 
 
 def _spread(values: Sequence[float]) -> float:

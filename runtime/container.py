@@ -103,6 +103,12 @@ def read_container(folder: Path) -> Container | None:
         return _read(Path(folder) / FILE)
 
 
+def refuse_quantized(folder: Path, called: str, asked: str) -> None:
+    """Raises UsageError where a model, which a person has `called` so, was quantized by this program; `asked`: what asks for that again."""
+    if (made := read_container(folder)) is not None:
+        raise UsageError(f"{called} is quantized already ({made.spec_text})", f"leave {asked} away")
+
+
 def _read(path: Path) -> Container | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import DoesNotFit, UsageError, __version__
-from ..kernels.threads import MOST_WORKERS, ThreadPool, beyond
+from ..kernels.threads import MOST_WORKERS, ThreadPool
 from ..offload import hardware
 from ..offload.checkpoint import CheckpointError
 from ..offload.shards import INDEX, index_json
@@ -41,6 +41,7 @@ from .convert_tensors import EQUALISING, Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .hub import COMPANIONS
+from .prepare import too_many_threads
 from .small_file import TOKENIZER_NBYTES
 from .source import folder_files
 from .written import demand_folder, foreign, what_lies_at
@@ -140,7 +141,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 plan = item
             else:
                 yield item
-        yield from (Notice(text) for text in (*plan.config.warnings, *plan.notices(), *beyond(options.threads)))
+        yield from (Notice(text) for text in (*plan.config.warnings, *plan.notices(), *too_many_threads(options.threads)))
         started = time.monotonic()
         pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
         copies = copied(plan.folder)

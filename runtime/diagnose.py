@@ -23,7 +23,7 @@ from ..kernels.cpu.int8_ir import INSTRUCTION_SET
 from ..kernels.cpu.ops import LOW_BIT, default_registry
 from ..kernels.layout import PAGE, STORED_TYPES
 from ..kernels.registry import Call
-from ..offload.hardware import Machine, cpu_threads, describe
+from ..offload.hardware import Machine, describe
 from ..quant.spec import DEFAULTS, QuantSpec
 from . import roofs
 from .events import Progress
@@ -125,12 +125,12 @@ def installed(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def roofs_wanted(env: Mapping[str, str]) -> roofs.Wanted:
-    """The speed of this machine in every common format, and of the disk that the largest model here lies on."""
+def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.Wanted:
+    """The speed of this machine with so many threads in every common format, and of the disk that the largest model here lies on."""
     kinds = ("bf16", *(kind_of_weight(QuantSpec.parse(f"{bits}bit")) for bits in (8, 6, 5, 4, 3, 2)))
     files = [file for model in local_models(env)
              for file in ((model.folder,) if model.folder.is_file() else model.folder.glob("*.safetensors"))]
-    return roofs.Wanted(cpu_threads(), kinds, ("16bit", "8bit", "4bit"), roofs.largest_file(files))
+    return roofs.Wanted(threads, kinds, ("16bit", "8bit", "4bit"), roofs.largest_file(files))
 
 
 def kernel_choices() -> tuple[KernelChoice, ...]:
@@ -163,12 +163,12 @@ def measurements() -> tuple[Measurement, ...]:
     return tuple(Measurement(case, timing, timing.kernel, timing.reason) for case, timing in known)
 
 
-def warm_up() -> Iterator[Progress]:
+def warm_up(threads: int) -> Iterator[Progress]:
     """Compile every kernel that is not compiled yet, and measure the choice between kernels for common kinds of weights."""
     if warm.is_cold():
         for done, total in warm.warm():
             yield Progress("compiling kernels", done, total, "kernels")
-    common, known = choice.common(cpu_threads()), choice.remembered()
+    common, known = choice.common(threads), choice.remembered()
     unknown = [(case, rows) for case, rows in common if case not in known]
     if unknown and compile.cache_folder() is not None:
         for done, total in choice.measure(unknown):

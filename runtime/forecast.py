@@ -28,7 +28,7 @@ from .expected import ExpectedStore
 from .families import expert_of
 from .model import ModelTensor, check_tensors
 from .paged_experts import PagedExperts
-from .prepare import EngineOptions, Prepared, prepare_with, weighed, worker_count
+from .prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from .roofs import Roofs, Wanted, largest_file
 from .roofs import known as roofs_known
 from .sparsity_file import Sparsity
@@ -39,10 +39,21 @@ PROMPT = 512
 RAW_KIND = "bf16"  # raw types are read alike: their bytes decide
 WORTH = 1.05  # a flag that gains less is not named
 ACTIVE = 0.1  # of the neurons of a sparse model of which nobody measured it
-NO_ROOFS = "this machine was not measured: effllm doctor"
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
 SLOW_DISK = "the disk was not measured: effllm doctor"
 PICKED = "how many pages of the cache a token picks (--kv-read sparse) is not predicted in this version"
+
+
+def no_roofs(options: EngineOptions) -> str:
+    """What there is to say where the machine was not measured: another number of threads is another machine."""
+    threads = worker_count(options)
+    with_them = "" if options.threads is None else f" with {threads} thread{'' if threads == 1 else 's'}"
+    return f"this machine was not measured{with_them}: {doctor(options)}"
+
+
+def doctor(options: EngineOptions, *flags: str) -> str:
+    """The command that measures the machine with the threads of a run."""
+    return " ".join(("effllm doctor", *flags, *(() if options.threads is None else ("-t", str(worker_count(options))))))
 
 
 @dataclass(frozen=True)
@@ -168,6 +179,14 @@ def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
     return prepare_config(read_config(folder, strict=options.strict), spec, options, folder)
 
 
+def demand_plan(folder: Path, spec: str, options: EngineOptions) -> None:
+    """Before a model is quantized to `spec` for a run: raises what that would raise when it plans."""
+    prepared = prepare_at(folder, spec, options)
+    if prepared.speculating.draft is not None:
+        prepared.speculating.draft.store.close()
+    refuse_beyond_machine(prepared)
+
+
 def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folder: Path | None = None) -> Prepared:
     """`prepare_at` for a config at hand, of a model that need not be here."""
     store = ExpectedStore(config, QuantSpec.parse(spec))
@@ -184,7 +203,7 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int = PROMPT) -> F
     if prepared.options.kv_read == "sparse":
         return replace(made, reason=PICKED)
     if rates is None:
-        return replace(made, reason=NO_ROOFS)
+        return replace(made, reason=no_roofs(prepared.options))
     start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
     if start is None or full is None:
         return replace(made, reason=SLOW_DISK)

@@ -65,6 +65,9 @@ class Scoring:
         given = {"ctx": ctx, "threads": threads, "kv": kv, "device": device if device in ("cpu", "cuda") else None}
         ref = resolve(str(pretrained), os.environ)
         if ref.variant:
+            from .container import refuse_quantized
+
+            refuse_quantized(ref.folder, str(pretrained).rpartition(":")[0], f":{ref.variant}")
             raise UsageError(f"{pretrained} would be quantized as it is loaded, which an evaluation does not do",
                              f"effllm quantize {typed(str(pretrained).rpartition(':')[0])} -o DIR --spec {ref.variant}, "
                              "then pretrained=DIR")

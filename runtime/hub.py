@@ -145,6 +145,20 @@ def gguf_files(folder: Path, deep: bool = True) -> list[str]:
     return sorted(name for name, path in each.items() if GGUF_PATH.fullmatch(name) and path.is_file())
 
 
+# Licences with a name in SPDX's list, as it spells them: model cards have small letters, which is what the hub takes.
+SPDX = {name.lower(): name for name in """
+Apache-2.0 MIT MIT-0 ISC Zlib Unlicense WTFPL 0BSD BSD-2-Clause BSD-3-Clause BSD-3-Clause-Clear BSL-1.0 MPL-2.0 AFL-3.0
+OSL-3.0 EPL-1.0 EPL-2.0 ECL-2.0 EUPL-1.1 EUPL-1.2 MS-PL NCSA PostgreSQL Artistic-2.0 GPL-2.0 GPL-3.0 LGPL-2.1 LGPL-3.0
+AGPL-3.0 CC0-1.0 CC-BY-2.0 CC-BY-3.0 CC-BY-4.0 CC-BY-SA-3.0 CC-BY-SA-4.0 CC-BY-NC-2.0 CC-BY-NC-3.0 CC-BY-NC-4.0
+CC-BY-ND-4.0 CC-BY-NC-ND-3.0 CC-BY-NC-ND-4.0 CC-BY-NC-SA-2.0 CC-BY-NC-SA-3.0 CC-BY-NC-SA-4.0
+""".split()}
+
+
+def shown_licence(licence: str | None, none: str = "") -> str:
+    """A licence for a person to read: one of SPDX's as that spells it, any other as it was stated."""
+    return SPDX.get(licence.lower(), licence) if licence else none
+
+
 def stated_licence(folder: Path) -> str | None:
     """The licence in the head of a model card, if it states one."""
     card = folder / "README.md"

@@ -253,6 +253,9 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
         return replace(known, alias=alias, revision=reference.revision or known.revision, own=True)
     ref = resolve(text, env)
     if ref.variant is not None:
+        from .container import refuse_quantized
+
+        refuse_quantized(ref.folder, reference.base, f":{ref.variant}")
         raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
                          f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
     if known is not None and known.path is not None and (known.packaged or not known.own) and ref.folder == entry_folder(known):

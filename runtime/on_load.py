@@ -22,12 +22,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import DiskFull, DoesNotFit, EffllmError, UsageError, not_written
+from .. import DiskFull, DoesNotFit, EffllmError, not_written
 from ..offload.size import format_size
 from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
 from .catalog import ModelRef
-from .container import read_container
+from .container import read_container, refuse_quantized
 from .convert import Converted, ConvertOptions, convert
 from .events import Notice, Progress
 from .source import licence_of
@@ -64,8 +64,7 @@ def find_kept(request: Request) -> Path | None:
 
 def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice | Converted]:
     """Convert into `out`, announced; the result last."""
-    if (made := read_container(request.ref.folder)) is not None:
-        raise UsageError(f"{request.ref.text} is quantized already ({made.spec_text})", "leave --bits away")
+    refuse_quantized(request.ref.folder, request.ref.text, "--bits")
     spec = QuantSpec.parse(request.bits)
     source = {key: value for key, value in (("model", request.ref.alias or request.ref.text), ("repo", request.ref.repo),
                                             ("revision", request.ref.revision),

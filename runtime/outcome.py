@@ -1,4 +1,4 @@
-"""After an answer: what was predicted against what came, and why they differ where they do by a quarter.
+"""After an answer: what was predicted against what came, and why they differ where they do by a quarter and by more than the stated error.
 
 A reason is looked for, not guessed: reads from the disk were counted and timed, the memory is read again (the weights themselves, so it
 takes none), the system is asked how many programs wait for the cores, the answer for its length, the engine for what lay between its
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..kernels.threads import ThreadPool
+from ..offload import hardware
 from ..offload.direct import Traffic
 from ..offload.predict import Prediction, Work, decode, prompt
 from ..offload.size import format_size
@@ -68,19 +69,25 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     depth, picks = prompt_tokens + made // 2, engine.options.kv_read == "sparse"
     predicted = decode(asked, rates, depth) if rates and not on_gpu and not picks else None
     if predicted is None:
-        reason = (forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.NO_ROOFS if rates is None
+        reason = (forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.no_roofs(engine.options) if rates is None
                   else forecast.SLOW_DISK)
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited else None
     expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
     miss = ""
-    if measured is not None and abs(measured / expected - 1) > MISS:
+    if measured is not None and is_a_miss(measured / expected, predicted):
         passes = drafted.passes if drafted and drafted.passes else steps
         ratio = measured / expected
         miss = explain_disk(asked, depth, predicted, known.disk.date, ratio, passes, decode_s, reads) if known.disk else ""
         if not miss or reads.busy_s < (1 - MISS) * decode_s:  # not all of the time
             miss = explain(engine, known.machine, ratio, steps, decode_s, passes_s, miss)
     return Outcome(expected, measured, predicted.error, first and first.seconds, waited, miss)
+
+
+def is_a_miss(ratio: float, predicted: Prediction) -> bool:
+    """Whether what was measured, as a share of what was predicted, is worth an explanation: no difference is that is within the error."""
+    low, high = (each / predicted.tokens_per_s for each in predicted.range)
+    return abs(ratio - 1) > MISS and not low <= ratio <= high
 
 
 def placed(engine: Engine, found: Outcome) -> dict[str, object]:
@@ -124,7 +131,8 @@ def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: in
     if steps < FEW_TOKENS:
         return disk or ("one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell")
     said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, steps, decode_s, passes_s)) if each)
-    return said or f"no cause was found: effllm doctor --probe measures this machine again (last {machine.date})"
+    again = forecast.doctor(engine.options, "--probe")
+    return said or f"which nothing that was looked at explains: {again} measures this machine again (last {machine.date})"
 
 
 def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float) -> str:
@@ -132,9 +140,9 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
         then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
         return f"memory reads at {now / 1e9:.1f} GB/s now and at {then}: {_who(engine, machine, ratio, now)}"
-    waiting, cores = os.getloadavg()[0], engine.backends["cpu"].pool.workers
+    waiting, cores = os.getloadavg()[0], max(engine.backends["cpu"].pool.workers, hardware.cpu_threads())
     if ratio < 1 and waiting > cores + 1:
-        return f"{waiting:.0f} programs want the {cores} cores that this one uses"
+        return f"{waiting:.0f} programs want the {'one core' if cores == 1 else f'{cores} cores'} of this machine"
     if ratio < 1 and engine.options.load == "mmap":
         return "the weights are mapped: what the system had not in memory was read from the file while the answer was written"
     between, late = decode_s - passes_s, decode_s * (1 - ratio)

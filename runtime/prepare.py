@@ -183,7 +183,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
     what it was weighed at before. `unless_planned` is told what else was opened."""
     tensors = check_tensors(config, store, container)
-    notices = [*config.warnings, *store.notices, *map(Fallback, beyond(options.threads)), *unread_notices(config, store, tensors)]
+    notices = [*config.warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
     options = fitted(options, folder, config, store, notices)
     card = devices.gpu(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)
@@ -273,12 +273,6 @@ def _check_context(options: EngineOptions, config: ModelConfig) -> None:
                          f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try")
 
 
-def demand_context(folder: Path, options: EngineOptions) -> None:
-    """Before a model is quantized for a run: raises UsageError for a context that it was not made for."""
-    if "ctx" not in options.preset:
-        _check_context(options, read_config(folder, strict=options.strict))
-
-
 def _predictors(options: EngineOptions, folder: Path | None, config: ModelConfig) -> Predictors | None:
     """Those that were trained for a model, where a run is to use them. Raises UsageError where there are none."""
     if not options.predict_neurons:
@@ -334,6 +328,11 @@ def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotF
 def worker_count(options: EngineOptions) -> int:
     """Threads of the pool: as asked, else one per core; never more than the pool takes."""
     return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
+
+
+def too_many_threads(threads: int | None) -> list[Fallback]:
+    """What to say of more threads than a pool takes, and why it takes no more."""
+    return [Fallback(f"{said} (the workers of one pool are counted in one integer; fewer saturate the memory)") for said in beyond(threads)]
 
 
 def kernel_kinds(low_bit: bool, options: EngineOptions, bundled: bool = False, foreign: bool = False) -> tuple[str, ...]:

@@ -223,6 +223,9 @@ def test_commands_are_listed_completed_and_corrected(chat: Chat) -> None:
                  "file", "export", "retry", "continue"):
         assert f"/{name}" in listed, name
     assert "did you mean /regen?" in chat.say("/regne")
+    for typed, meant in (("/temp 0.1", "/set temp 0.1"), ("/temperature 0", "/set temp 0"), ("/top_k", "/set top-k"),
+                         ("/think on", "/set think on")):
+        assert f"there is no command {typed.split()[0]}, did you mean {meant}?" in chat.say(typed)
     chat.type("/sho" + TAB)
     assert "model fable: llama" in chat.say("")
     assert chat.say(" /clear is a word here").strip(), "a space before the slash sends the line to the model"
@@ -271,6 +274,7 @@ def test_a_summary_takes_the_place_of_the_conversation_or_nothing_does(chat: Cha
 def test_a_dumb_terminal_gets_plain_text(tmp_path: Path) -> None:
     running = Chat(tmp_path, "chat", "fable", "-n", "4", "--temp", "0", TERM="dumb")
     running.terminal.expect_exact("> ")
+    assert "\x1b" not in running.terminal.before, "before the first line"
     running.type(STORY + ENTER)
     running.terminal.expect_exact("(-n)")
     assert "\x1b" not in running.terminal.before

@@ -63,6 +63,10 @@ def test_a_variable_of_no_flag_is_said_and_one_of_another_command_is_not(place: 
     assert ran.code == 0 and len(said) == 2
     assert said[0] == "EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?" and "EFFLLM_ZQX" in said[1]
     assert "did you mean EFFLLM_TEMP?" in Ran("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
+    for short, meant in (("CTX", "CTX_SIZE"), ("N", "PREDICT"), ("NUM_CTX", "CTX_SIZE"), ("NGL", "GPU_LAYERS"), ("TEMPERATURE", "TEMP")):
+        said = Ran("config", "show", **{f"EFFLLM_{short}": "3"}).err
+        assert said == f"EFFLLM_{short} is the variable of no flag, did you mean EFFLLM_{meant}?\n"
+    assert "did you mean EFFLLM_N_GEN?" in Ran("bench", EFFLLM_N="3").err, "what -n is to this command"
     assert "variable" not in Ran("plan", "fable", "--no-probe", EFFLLM_TEMP="0.3", EFFLLM_PREDICTOR="8").err
 
 
@@ -132,9 +136,13 @@ def test_switches_and_numbers_arrive(place: Path) -> None:
 @pytest.mark.parametrize(("text", "said"), [
     ("kv = '16bit'\ntmep = 1\n", "effllm.toml:2: there is no setting 'tmep', did you mean temp?"),
     ("ctx_size = 5\n", "effllm.toml:1: there is no setting 'ctx_size', did you mean ctx-size?"),
+    ("ctx = 512\n", "effllm.toml:1: there is no setting 'ctx', did you mean ctx-size?"),
+    ("n = 4\n", "effllm.toml:1: there is no setting 'n', did you mean predict?"),
+    ("ngl = 0\n", "effllm.toml:1: there is no setting 'ngl', did you mean gpu-layers?"),
+    ("num_ctx = 512\n", "effllm.toml:1: there is no setting 'num_ctx', did you mean ctx-size?"),
     ("[run]\ntemp = 1\n", "effllm.toml:1: there is no setting 'run'"),
     ("\n\nyes = true\n", "effllm.toml:3: there is no setting 'yes'"),
-    ("temp = 'hot'\n", "effllm.toml:1: temp is a number, not 'hot'"), ("temp = true\n", "effllm.toml:1: temp is a number, not True"),
+    ("temp = 'hot'\n", "effllm.toml:1: temp is a number, not 'hot'"), ("temp = true\n", "effllm.toml:1: temp is a number, not true"),
     ("top-k = 1.5\n", "effllm.toml:1: top-k is a whole number, not 1.5"), ("strict = 1\n", "effllm.toml:1: strict is true or false, not 1"),
     ("device = 'tpu'\n", "effllm.toml:1: device is auto or cpu or cuda, not 'tpu'"),
     ("ctx-size = 1.5\n", "effllm.toml:1: ctx-size is a number of tokens"), ("ctx-size = '1g'\n", "effllm.toml:1: ctx-size is a number of"),
@@ -147,6 +155,13 @@ def test_a_file_that_is_wrong_is_one_line_with_its_place(place: Path, text: str,
         lines = ran.err.splitlines()
         assert ran.code == 2 and ran.out == "" and len(lines) == 2 and lines[0].startswith(f"effllm: {said}"), ran.err
     assert Ran("plan", "--help").code == 0 and Ran("--version").code == 0, "help is there, whatever the file says"
+
+
+def test_a_size_without_its_unit_is_answered_with_one(place: Path) -> None:
+    for key in ("ram", "kv-ram", "session-disk"):
+        project(place, f"{key} = 6\n")
+        said = f'effllm: effllm.toml:1: {key} is a size between quotes, not 6\nhint: with its unit: {key} = "6G", or M\n'
+        assert Ran("config", "show").err == said
 
 
 def test_text_without_quotes_is_answered_with_how_it_is_written(place: Path) -> None:

@@ -38,7 +38,8 @@ def typed(*words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(("word", "hint"), [
     ("ls", "here it is effllm list"), ("ps", "nothing stays in memory"), ("serve", "there is no server here"),
     ("remove", "here it is effllm rm"), ("download", "here it is effllm pull"), ("version", "effllm --version"),
-    ("perplexity", "effllm eval ppl"), ("fable", 'effllm run fable "your prompt"'), ("qwen3-4b", "effllm chat qwen3-4b")])
+    ("perplexity", "effllm eval ppl"), ("completion", "effllm --show-completion"),
+    ("fable", 'effllm run fable "your prompt"'), ("qwen3-4b", "effllm chat qwen3-4b")])
 def test_a_command_of_elsewhere_is_answered_with_the_one_here(word: str, hint: str) -> None:
     code, out, err = typed(word, "something", "--more")
     assert (code, out) == (2, "") and f"no such command '{word}'" in err and hint in err
@@ -82,6 +83,11 @@ def test_names_that_both_have_are_taken() -> None:
 def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed("run", *words)
     assert (code, out) == (2, "") and hint in " ".join(err.split()), err
+
+
+def test_a_hint_stands_without_flags_that_are_only_written_alike() -> None:
+    assert typed("run", "fable", "hi", "--verbose")[2].splitlines()[0] == "effllm: no such option: --verbose"
+    assert "--overflow" in typed("run", "fable", "hi", "--overflw", "shift")[2], "where nothing else is known"
 
 
 def test_what_hints_name_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import typer
 from effllm.cli.app import build
 from effllm.cli.flags import flags_of
 from effllm.cli.options import AnswerFlags, EngineFlags, SamplingFlags
-from effllm.cli.variables import VARIABLES
+from effllm.cli.variables import SECOND, VARIABLES
 
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
 REFERENCE = Path(__file__).parent.parent / "docs" / "commands.md"
@@ -80,9 +80,21 @@ def variables() -> list[str]:
     return sorted({parameter.envvar for _, command in commands() for parameter in command.params if parameter.envvar})
 
 
-def table(names: list[str]) -> str:
+def second_names() -> list[tuple[str, str]]:
+    """(name, variable) of every name of a flag that is not what its variable is called by, in the order of the commands."""
+    taken, found = set(variables()), {}
+    for _, command in commands():
+        for parameter in command.params:
+            for name in (*parameter.opts, *parameter.secondary_opts) if parameter.envvar else ():
+                if (short := name.strip("-").upper().replace("-", "_")) and f"EFFLLM_{short}" not in taken:
+                    found[short, parameter.envvar] = None
+    return [*found]
+
+
+def table(names: list[str], second: list[tuple[str, str]]) -> str:
     """The module that lists the variables of all flags, so that nobody who sets one waits for the flags of every command."""
     lines = textwrap.wrap(" ".join(names), 120)
+    others = textwrap.wrap(" ".join(map("=".join, second)), 120)
     return '''"""The variables of all flags of all commands, as `python tests/test_cli_help.py` writes them.
 
 A command knows its own alone, and to build the flags of the others would be a tenth of a second for everyone who has set one of theirs.
@@ -91,11 +103,17 @@ A command knows its own alone, and to build the flags of the others would be a t
 VARIABLES = frozenset("""
 ''' + "\n".join(lines) + '''
 """.split())
+
+# A second name of a flag, as -c, and the variable of that flag; one name may stand for several, in the order of the commands.
+SECOND = tuple(tuple(pair.split("=")) for pair in """
+''' + "\n".join(others) + '''
+""".split())
 '''
 
 
 def test_the_table_of_variables_is_that_of_the_flags() -> None:
     assert sorted(VARIABLES) == variables() and len(VARIABLES) > 60, "python tests/test_cli_help.py"
+    assert [*SECOND] == second_names() and ("NGL", "EFFLLM_GPU_LAYERS") in SECOND, "python tests/test_cli_help.py"
 
 
 def test_every_flag_has_its_variable_and_a_description() -> None:
@@ -109,6 +127,7 @@ def test_every_flag_has_its_variable_and_a_description() -> None:
             name = long[2:] if (both := f"{' '.join(words)} {long}") not in own else both.replace(" --", "-")
             assert parameter.envvar == "EFFLLM_" + name.upper().replace("-", "_"), (words, long)
             assert parameter.help, (words, long)
+            assert (parameter.envvar in parameter.help) == (both in own), "what the rule does not tell is told"
             seen += 1
     assert seen > 60, "the walk over the commands found too little"
 
@@ -174,4 +193,4 @@ if __name__ == "__main__":
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(all_pages(), encoding="utf-8")
     REFERENCE.write_text(reference(GOLDEN.read_text(encoding="utf-8")), encoding="utf-8")
-    TABLE.write_text(table(variables()), encoding="utf-8")
+    TABLE.write_text(table(variables(), second_names()), encoding="utf-8")

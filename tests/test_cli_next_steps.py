@@ -142,3 +142,14 @@ def test_a_remark_behind_an_answer_on_the_same_pipe_begins_a_line() -> None:
     command = [sys.executable, "-P", "-m", "effllm", "run", "fable", "--raw", "Once upon a time", "-c", "20", "--temp", "0"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert "\nthe context of 20 tokens is full" in done.stdout, done.stdout
+
+
+def test_a_format_behind_the_name_of_a_quantized_model_is_left_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint was a command that refuses it."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    four = tmp_path / "f4"
+    assert said("quantize", FABLE, "-o", four, "--bits", "4", "--no-kv-profile")[0] == 0
+    for words in (("show", f"{four}:4bit"), ("verify", f"{four}:6bit"), ("run", f"{four}:3bit", "Hi"), ("alias", "four", f"{four}:4bit")):
+        code, err = said(*words)
+        asked = words[1 + (words[0] == "alias")].rpartition(":")[2]
+        assert code == 2 and err == f"effllm: {four} is quantized already (codebook4:16)\nhint: leave :{asked} away\n"

@@ -159,8 +159,24 @@ def test_an_operation_of_the_same_name_begins_anew() -> None:
         now[0] = at
         shown.progress(event)
     drawn = [line for line in texts(shown)[1].replace("\x1b[K", "").split("\r") if line]
-    assert drawn == ["saving  4.00 MiB of 4.00 MiB  100%  455.11 KiB/s", "saving  4.00 MiB of 8.00 MiB  50%  2.00 MiB/s",
+    assert drawn == ["saving  4.00 MiB of 4.00 MiB  100%  455.11 KiB/s", "saving  4.00 MiB of 8.00 MiB  50%  1.50 MiB/s",
                      "reading  192/300 tokens  64%  32 tokens/s"]
+
+
+def test_phases_that_take_turns_have_the_rate_of_their_own_time() -> None:
+    """Calibrating and quantizing, layer by layer, taken up where 1000 tokens were done: 10 tokens a second, and 1 MiB."""
+    now, mib = 0.0, 1 << 20
+    shown = screen(err=Terminal(), NO_COLOR="1")
+    shown.environment.clock = lambda: now
+    for layer in range(3):
+        for step in range(11):
+            shown.progress(Progress("calibrating", 1000 + 110 * layer + 10 * step, 2000, "tokens"))
+            now += 1
+        for step in range(4):
+            shown.progress(Progress("quantizing", (4 * layer + step) * mib, 100 * mib, "bytes"))
+            now += 1
+    rates = [re.search(r"  (\S+ ?\S*)/s", line)[1] for line in texts(shown)[1].split("\r") if "/s" in line]
+    assert len(rates) > 30 and set(rates) == {"10 tokens", "1.00 MiB"}, rates
 
 
 def test_progress_of_wide_characters_stays_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.kernels.cpu.ops import default_registry
-from effllm.runtime import diagnose
+from effllm.runtime import diagnose, roofs
+from effllm.runtime.forecast import no_roofs
 from effllm.runtime.places import places
+from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.roofs import MachineRoofs, Roofs
 
 
@@ -60,6 +63,24 @@ def test_what_was_not_measured_is_not_shown_as_nothing(choice: float | None, sai
     shown = world.stdout.getvalue()
     assert "100 us, and 10 us a layer, beside its weights" in shown and ("; 30 us until the next begins" in shown) == said
     assert said or "until the next" not in shown
+
+
+def test_what_was_measured_is_of_so_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run says that was not measured with its threads is there after the command that it names."""
+    monkeypatch.setattr(doctor, "trial", lambda: (True, "fable wrote 8 tokens"))
+    monkeypatch.setattr(roofs, "cache_root", lambda: tmp_path)
+    known = MachineRoofs("A CPU", 3, "2026-01-01 12:00", 20e9, 18e9, 1e-4, 1e-5, {}, {}, 3e-5)
+    roofs._write("machines", roofs._machine_key(3), asdict(known))
+    *_, command = no_roofs(EngineOptions(threads=3)).split(": effllm ")
+    for words, threads, shown in ((command.split(), "", True), (["doctor"], "3", True), (["doctor"], "", False)):
+        monkeypatch.setenv("EFFLLM_THREADS", threads)
+        world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+        assert main([*words, "--no-probe"], world) == 0, world.stderr.getvalue()
+        assert ("speed with 3 threads" in world.stdout.getvalue()) == shown
+    asked = diagnose.roofs_wanted(os.environ, 3)
+    assert asked.threads == 3 and roofs.known(asked).machine == known
+    world = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {})
+    assert main(["doctor", "-t", "0"], world) == 2 and "--threads 0 is too small" in world.stderr.getvalue()
 
 
 def test_places_have_a_path_a_size_and_the_free_disk(tmp_path: Path) -> None:

@@ -100,11 +100,11 @@ def test_a_list_of_versions_fits_a_terminal(hub: Hub, person: Person, monkeypatc
     assert 75 <= max(map(len, lines)) <= 80
     rows = [line.split() for line in lines]
     assert rows[0] == ["model", "revision", "template", "licence", "from"]
-    assert ["fable", "yes", "Apache-2.0", "effllm"] in rows and [WHOLE, commit[:12], "yes", "cc0-1.0", "hub", "cache"] in rows
+    assert ["fable", "yes", "Apache-2.0", "effllm"] in rows and [WHOLE, commit[:12], "yes", "CC0-1.0", "hub", "cache"] in rows
     (kept,) = (row for row in rows if row[0] == "fable:2bit")
     assert kept[1].startswith("local-") and len(kept[1]) == 14
     piped = [line.split() for line in person.types("list", "--long").out.splitlines()]
-    assert [SPLIT, commit[:12], "yes", hub.repos[REPO].licence, "hub", "cache"] in piped, "a name that a terminal breaks is whole in a pipe"
+    assert [SPLIT, commit[:12], "yes", "Apache-2.0", "hub", "cache"] in piped, "a name that a terminal breaks is whole in a pipe"
 
 
 def test_a_blob_that_something_else_shows_stays(hub: Hub, person: Person) -> None:

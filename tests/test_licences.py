@@ -1,5 +1,6 @@
 """A licence that the hub alone states: kept in a folder of our own when a model is pulled, told from then on, and gone with the model."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hub_server import Hub
 from pulls import FABLE, Person
 
 from effllm.runtime.aliases import own_file
+from effllm.runtime.hub import shown_licence
 
 REPO = "org/name"
 SILENT = {path.name: path.read_bytes() for path in FABLE.iterdir() if path.name != "README.md"}
@@ -27,9 +29,9 @@ def notes(person: Person) -> list[str]:
 
 def test_it_is_told_after_the_pull_and_goes_with_the_model(hub: Hub, person: Person) -> None:
     commit = hub.add(REPO, files=SILENT, licence="cc-by-4.0").commit
-    assert "cc-by-4.0" in person.types("pull", REPO, "--dry-run").err and notes(person) == []
+    assert "CC-BY-4.0" in person.types("pull", REPO, "--dry-run").err and notes(person) == []
     assert person.types("pull", REPO).code == 0
-    assert told(person) == ("cc-by-4.0", "cc-by-4.0") and "cc-by-4.0" in person.types("list").out
+    assert told(person) == ("cc-by-4.0", "cc-by-4.0") and "CC-BY-4.0" in person.types("list").out
     assert notes(person) == [f"org--name@{commit}"]
     assert {path.name for path in person.snapshot(REPO, commit).iterdir()} == set(SILENT), "the shared cache holds nothing that is ours"
     made = person.home / "made"
@@ -96,3 +98,12 @@ def test_where_none_is_stated_every_command_says_so_alike(person: Person) -> Non
     assert "not stated" in person.types("show", "mute").out and "not stated" not in person.types("list").out
     assert person.types("quantize", "mute", "-o", person.home / "made", "--bits", "4").code == 0
     assert told(person, str(person.home / "made")) == (None, None)
+
+
+def test_tables_spell_a_licence_as_spdx_does(hub: Hub, person: Person) -> None:
+    """Cards have small letters and the catalog has not; for a script a licence stays as it was stated."""
+    hub.add(REPO, files=SILENT | {"README.md": b"---\nlicense: apache-2.0\n---\n"})
+    assert re.search(r"licence +Apache-2\.0", person.types("pull", REPO).err)
+    assert person.types("list").out.count("Apache-2.0") == 2 and "apache-2.0" not in person.types("list", "--long").out
+    assert "Apache-2.0" in person.types("show", REPO).out and told(person) == ("apache-2.0", "apache-2.0")
+    assert [shown_licence(each) for each in ("cc-by-nc-4.0", "mit", "llama3.2", None)] == ["CC-BY-NC-4.0", "MIT", "llama3.2", ""]

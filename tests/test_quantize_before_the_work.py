@@ -1,4 +1,5 @@
-"""`quantize`: what a run would refuse, or could not do in the end, is said before it begins, and by its plan."""
+"""`quantize`, and a run that quantizes: what would be refused, or could not be done in the end, is said before it begins, and by its
+plan."""
 
 import sys
 from pathlib import Path
@@ -37,3 +38,17 @@ def test_a_text_with_nothing_to_score_is_refused_by_name(tmp_path: Path, more: t
     ran = Ran(*words)
     assert f"{text} has 1 token: nothing to score" in ran.refused(2) and "hint: a longer --eval\n" in ran.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("words", "settings", "code", "said"), [
+    (("--kv", "4bit", "-c", "256", "--strict"), "", 2, "nothing will be packed in a context of 256 tokens"),
+    (("--strict",), "ctx-size = 9999\n", 2, "a context of 9999 is more than the 2048 positions"),
+    (("-c", "9999"), "", 2, "a context of 9999 is more than the 2048 positions"),
+    (("--ram", "10M"), "", 4, "of memory even with weights read from the disk"),
+    (("--predict-neurons",), "", 2, "there is nothing to predict")])
+def test_what_the_plan_of_a_run_refuses_is_not_quantized_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...],
+                                                                settings: str, code: int, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("effllm.toml").write_text(settings)
+    ran = Ran("run", "fable", "Hi", "-n", "1", "--device", "cpu", "--bits", "4", *words)
+    assert said in ran.refused(code) and "weights take about" not in ran.err and "quantized on load" not in ran.err

@@ -52,7 +52,7 @@ def test_a_setting_without_its_effect(person: Person, words: tuple[str, ...], na
 
 def test_more_threads_than_a_pool_takes(person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Typed or set for all models, and by every command once."""
-    said = "-t 64: at most 46 threads, using 46"
+    said = "-t 64: at most 46 threads, using 46 (the workers of one pool are counted in one integer; fewer saturate the memory)"
     words = ("plan", "fable", "--no-probe", "--device", "cpu")
     (tmp_path / "text.txt").write_text("The fox ran to the wood. " * 40)
     scored = person.types("eval", "kld", "fable", "--text", tmp_path / "text.txt", "-c", "64", "--device", "cpu", "-t", "64")

@@ -84,10 +84,10 @@ def reckon(config: ModelConfig, store: ExpectedStore, options: EngineOptions, fo
 
 def with_roofs(run: Run, known: Roofs) -> Run:
     """The same with the speed that follows from what is known of the machine."""
-    from ..forecast import NO_ROOFS, forecast
+    from ..forecast import forecast, no_roofs
 
     found = forecast(run.prepared, known)
-    unknown = "" if found.start is not None else NOT_MEASURED if found.reason == NO_ROOFS else found.reason
+    unknown = "" if found.start is not None else NOT_MEASURED if found.reason == no_roofs(run.prepared.options) else found.reason
     return replace(run, forecast=found, known=known, unknown=unknown)
 
 
