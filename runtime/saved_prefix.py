@@ -108,12 +108,13 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
 
 
 def _put(engine: Engine, store: SessionStore, saved: SavedCache, tokens: int, pages: int) -> tuple[int, str]:
-    """Pages into an empty cache: how many are whole, and what is wrong with the next. 0 where the exact tokens before them are damaged."""
-    page = 0
+    """Pages into an empty cache: how many are whole, and what is wrong with the next. 0 where the exact tokens before them are damaged.
+    Unpacked ones that reach into the window are exact there, as reading leaves them."""
+    page, cache = 0, engine.cache
     engine.reset()
-    engine.cache.adopt(tokens, pages)
+    cache.adopt(tokens, pages if cache.is_packed else cache.sealed_at(tokens))
     try:
-        put_exact(engine, store, saved.sinks, engine.cache.exact_blocks())
+        put_exact(engine, store, saved.sinks, [block for block in cache.exact_blocks() if block[0] < 0])
         for page in range(pages):
             put_page(engine, store, saved.pages[page], page)
     except DamagedPage as error:

@@ -96,6 +96,25 @@ def test_over_an_unpacked_cache_every_logit_has_the_bits_of_a_prompt_read_whole(
     assert_same(got, logits(engine))
 
 
+def test_what_was_lent_to_an_unpacked_cache_is_cut_back_as_what_was_read(one, store):
+    """A page in the window is exact, whoever made it: the last token asked again is read alone."""
+    prompt = [*tokens(900)[:459], 7]
+    one.reset()
+    read(one, tokens(900))
+    save(one, store, "one")
+    found = []
+    for lent in (True, False):
+        one.reset()
+        _ = restored(one, store, prompt) if lent else read(one, prompt)
+        state = one.cache.sealed, one.cache.exact_blocks()
+        answer(one, tokens(12, 2))
+        read(one, [*one.tokens[:-1], 99])
+        assert (one.reused, one.read) == (471, 1)
+        found.append((state, one._logits.copy()))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
 def test_over_packed_pages_it_is_as_if_the_process_had_read_the_other_prompt_before(packed, store):
     prompt = tokens(1000)[:900] + tokens(60, 1)
     packed.reset()
