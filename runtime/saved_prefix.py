@@ -6,9 +6,10 @@ newest first: a file without the key is not parsed.
 
 Lent is what reading the tokens again would leave: pages of a prompt, read by the same kernels on the same devices (`SavedCache.anew`).
 Those of an answer were multiplied a token at a time, which gives other bits; so may a pass too short to copy layers to a GPU. Over an
-unpacked cache every logit then has the bits of a prompt that was read whole. Over packed pages it has those of a process that has read the
-session's prompt before this one: as many of the newest tokens that both have in common as the window holds are read again, so that what
-follows sees them exact.
+unpacked cache every logit then has the bits of a prompt that was read whole. Over packed pages as many of the newest tokens in common as
+the window holds are read again, and up to a page more, and see packed all before them: as where `KVCache.truncate` gives sealed pages back,
+with the bits of a process that has read the session's prompt before this one and has to do that. One that need not keeps exact tokens
+up to the end of what is in common, which a session does not lend.
 """
 
 from __future__ import annotations

@@ -131,6 +131,17 @@ def test_over_packed_pages_it_is_as_if_the_process_had_read_the_other_prompt_bef
     assert_same(got, logits(packed))
 
 
+def test_over_packed_pages_exact_tokens_that_a_process_still_has_are_not_lent(packed, store):
+    """Of 690 tokens no more pages are packed than of the 623 in common: a process goes on there, what is lent at the last page's end."""
+    prompt = tokens(690)[:623] + tokens(67, 1)
+    packed.reset()
+    read(packed, tokens(690))
+    save(packed, store, "one")
+    read(packed, prompt)
+    assert (packed.reused, packed.cache.sealed) == (623, 3)
+    assert restored(packed, store, prompt) and (packed.reused, packed.cache.sealed) == (SINKS + 3 * PAGE, 3)
+
+
 def test_an_answer_is_not_lent_because_reading_it_gives_other_bits(one, store):
     said = tokens(420, 3)
     one.reset()
