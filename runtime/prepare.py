@@ -313,7 +313,8 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
     """Tokens of a pass over a prompt and the plan for it. Raises DoesNotFit, with the reason where weights cannot be left on the disk."""
     try:
         return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
-    except DoesNotFit as error:
+    except DoesNotFit as refused:
+        error = asked.with_shorter(refused, chunk)
         if asked.options.load == "mmap":
             try:
                 _planned(replace(asked, options=replace(asked.options, load="ram")), chunk, folder)

@@ -55,3 +55,16 @@ def test_a_shorter_context_is_named_with_the_memory_for_the_one_that_was_asked(w
     ctx, ram = map(int, re.match(r"-c (\d+) fits; 2048 tokens take --ram (\d+)Mi", hint).groups())
     assert planned(model, ram=f"{most - 4}Mi", ctx=ctx).placement.ctx == ctx and abs(ram - most) <= 1
     assert ("effllm quantize" in hint) != streams
+
+
+@pytest.mark.parametrize("streams", (False, True), ids=("whole", "streams"))
+@pytest.mark.parametrize("asked", (2048, None), ids=("asked", "left open"))
+def test_a_shorter_context_is_named_as_it_would_be_planned(whole: Path, streams: bool, asked: int | None) -> None:
+    """Passes over a short context take less memory than those over the one that was asked for: none was said to be short enough."""
+    model = FABLE if streams else whole
+    least = int(re.search(r"--ram (\d+)Mi", refused(model, ram="40Mi", ctx=128).hint)[1])
+    hint = refused(model, ram=f"{least + 2}Mi", ctx=asked).hint
+    ctx, ram = map(int, re.match(r"-c (\d+) fits; (?:2048 tokens take|without -c it takes) --ram (\d+)Mi", hint).groups())
+    assert 128 <= ctx < 2048 and planned(model, ram=f"{least + 2}Mi", ctx=ctx)
+    assert planned(model, ram=f"{ram}Mi", ctx=asked)
+    assert refused(model, ram=f"{least + 1}Mi", ctx=ctx + 128), "a mebibyte is for a program that is larger the next time"
