@@ -54,7 +54,8 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
             screen.note(f"{folder.folder}: {format_size(folder.nbytes)}, {counts}")
         return
     name = ref.alias or (ref.repo or "").rpartition("/")[2] or ref.folder.resolve().stem
-    made = last(follow(export_gguf(ref.folder, Path(out), (type or "F16").upper(), name, force), screen, Exported))
+    writing = export_gguf(ref.folder, Path(out), (type or "F16").upper(), name, force, licence=ref.licence)
+    made = last(follow(writing, screen, Exported))
     if json:
         screen.json(made.to_json())
     else:

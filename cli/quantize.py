@@ -153,8 +153,10 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
 
 def source_of(ref: ModelRef) -> dict[str, object]:
     """Where a model came from, as a folder records it."""
+    from ..runtime.source import licence_of
+
     source = {"model": ref.alias or ref.repo or ref.folder.resolve().name, "repo": ref.repo, "revision": ref.revision,
-              "licence": ref.licence}
+              "licence": ref.licence or licence_of(ref.folder)}
     return {key: value for key, value in source.items() if value is not None}
 
 

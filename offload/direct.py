@@ -164,7 +164,7 @@ class Reader:
                 self._done.wait(POLL_S)
             self.traffic.wait_s += time.perf_counter() - started
         if ticket.error is not None:
-            raise CheckpointError(ticket.error.message, ticket.error.hint)
+            raise CheckpointError(ticket.error.message, ticket.error.hint) from ticket.error
 
     def drop(self, ticket: Ticket) -> None:
         """Take back what of a ticket is still queued. Reads under way go on: the ticket is free for good when none is `left`."""
@@ -235,6 +235,10 @@ class Reader:
                     count += read.run(self._fill)
             except CheckpointError as failed:
                 error = failed
+            except BaseException as failed:  # it would end the thread, and whoever waits would wait for ever
+                what = f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__
+                error = CheckpointError(f"what comes from the disk cannot be taken in: {what}", "run it again")
+                error.__cause__ = failed
             ended = time.perf_counter()
             with self._lock:
                 traffic = self.traffic

@@ -22,10 +22,11 @@ def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, 
     if not ctx or needed + least > budget.ram:
         held = max(0, budget.ram - needed) // experts.slot_nbytes
         shorter = largest(lambda ctx: fixed(ctx) + least + SPARE <= budget.ram, min(ctx_max, ctx), quantum)
+        ram = f"--ram {asked_mib(needed + least)}"
         raise DoesNotFit(
             f"{format_size(budget.ram)} of memory hold {held} of {experts.count} experts beside {format_size(needed)} of all else; it "
             f"takes {experts.least}, {-(-experts.least // experts.layers)} a layer, and {format_size(needed + least)}",
-            f"-c {shorter} fits" if shorter else f"it takes --ram {asked_mib(needed + least)}, fewer bits, or a smaller model")
+            f"-c {shorter} fits; {ctx} tokens take {ram}" if shorter else f"it takes {ram}, fewer bits, or a smaller model")
     slots = min(experts.count, (budget.ram - needed) // experts.slot_nbytes)
     notes = [f"{slots} of {experts.count} experts stay in memory, the others are read from the disk when a token needs them"
              if slots < experts.count else "the embedding stays on the disk: a token reads its row"]

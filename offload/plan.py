@@ -246,11 +246,11 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
     fixed = with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx or quantum, quantum))
     if not ctx or not fits(ctx):
         shorter = largest(lambda ctx: fits(ctx, SPARE), min(ctx_max, ctx), quantum)
-        cache = kv_nbytes(demand, ctx or quantum, quantum)
+        cache, ram = kv_nbytes(demand, ctx or quantum, quantum), f"--ram {asked_mib(fixed + least)}"
         raise DoesNotFit(f"needs {format_size(fixed + least)} of memory even with weights read from the disk for every token (KV cache "
                          f"{format_size(cache)} for {ctx or quantum} tokens + program and buffers {format_size(fixed + least - cache)}), "
                          f"the budget is {format_size(budget.ram)}",
-                         f"-c {shorter} fits" if shorter else f"it takes --ram {asked_mib(fixed + least)}, or a smaller model")
+                         f"-c {shorter} fits; {ctx} tokens take {ram}" if shorter else f"it takes {ram}, or a smaller model")
     # Whatever is used by every token goes first: a neuron is used by few.
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
     window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
@@ -389,12 +389,12 @@ def _does_not_fit(demand: Demand, budget: Budget, split: _Split, ctx_max: int, q
 def _nearest(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantum: int) -> str:
     """What to ask for instead: less context, else other layers on the card, else the memory it takes."""
     smaller = _largest_ctx(demand, replace(budget, ram=budget.ram - SPARE), split.gpu_layers, min(ctx_max, split.ctx), quantum)
+    ram, vram = f"--ram {asked_mib(split.ram)}", f"--vram {-(-split.vram // 2**20)}Mi"
+    short = " and ".join([ram] * (split.ram > budget.ram) + [vram] * (split.vram > budget.vram))
     if smaller:
-        return f"-c {smaller} fits"
+        return f"-c {smaller} fits; {split.ctx} tokens take {short}"
     counts = range(demand.layers, -1, -1) if budget.vram else range(0)
     count = next((n for n in counts if _fits(_split(demand, n, split.ctx, quantum), budget)), None)
     if count is not None:
         return f"-ngl {count} fits" if count else "--device cpu fits"
-    ram, vram = f"--ram {asked_mib(split.ram)}", f"--vram {-(-split.vram // 2**20)}Mi"
-    short = [ram] * (split.ram > budget.ram) + [vram] * (split.vram > budget.vram)
-    return f"no context is short enough: it takes {' and '.join(short)}, or a smaller model"
+    return f"no context is short enough: it takes {short}, or a smaller model"

@@ -223,7 +223,7 @@ def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split:
     try:
         placed(split.ctx, split.gpu_layers, replace(budget, vram=split.vram))
     except DoesNotFit as error:
-        also = error.hint.removeprefix(TOO_LONG).removeprefix("it takes ").removesuffix(" fits")
+        also = error.hint.removeprefix(TOO_LONG).removeprefix("it takes ").replace(" fits", "")
         return DoesNotFit(message, f"{wanted}, and then {also}")
     return DoesNotFit(message, f"{wanted}, or a smaller model")
 

@@ -24,7 +24,7 @@ CONNECTIONS = 8
 RANGE_NBYTES = 32 << 20
 FIRST_NBYTES = 4 << 20  # the ranges at a file's beginning: what comes at once is hashed at once
 BACKLOG_NBYTES = 64 << 20  # this far behind, the hash decides when the file is complete, and receivers leave it the processor
-PIECE_NBYTES = 1 << 20
+PIECE_NBYTES, PIECE_S = 1 << 20, 0.3  # what is written at once: so much, or what came in that time
 TICK_S = 0.1
 SILENCE_S = 3.0
 LEAVE_S = 3.0  # for a thread that is waiting for a host to answer at all
@@ -232,9 +232,9 @@ class _Work:
         try:
             while piece.begin < piece.end:
                 room = min(len(buffer), piece.end - piece.begin)
-                filled = 0
+                filled, since = 0, time.monotonic()
                 try:
-                    while filled < room and not self._stopping:
+                    while filled < room and not self._stopping and not (filled and time.monotonic() - since >= PIECE_S):
                         count = body.readinto(buffer[filled:room])
                         if not count:
                             raise ConnectionFailed("the answer ended early")

@@ -190,7 +190,7 @@ class KVCache:
             raise ValueError(f"{tokens} tokens to commit, the step has {left}")
         before = self.n
         self.n += left if tokens is None else tokens
-        while self._start(self.sealed + 1) <= self.n - self.shape.window:
+        while self.sealed < self.sealed_at(self.n):
             page, slot = self.sealed, self._slot_of[self.sealed]
             if (action := self.policy.act(self._stats(page))) in (Action.KEEP, Action.FEWER):
                 try:
@@ -226,22 +226,46 @@ class KVCache:
             self.pool.keep(page)
         self._kinds.append(kind)
 
+    def sealed_at(self, n: int) -> int:
+        """Pages that are sealed of `n` tokens once these are committed."""
+        return max(0, (n - self.shape.window - self.shape.sinks) // PAGE)
+
     def truncate(self, n: int) -> int:
-        """Forget tokens from `n` on. Returns how many are held: fewer than `n` where a sealed page would have to be exact again, and
-        then the caller prefills the rest. With raw codecs the cache is then what it would be had the later tokens never come; with a lossy
-        one the tokens run again see as packed what they saw exact before."""
+        """Forget tokens from `n` on; returns how many are held. With raw codecs the cache is then what it would be had the later tokens
+        never come: sealed pages that reach into the window are exact again (fewer tokens are held where a disk does not give such a page
+        back). With a lossy one they cannot be: fewer are held, the caller prefills the rest, and tokens run again see as packed what they
+        saw exact before."""
         if n >= self.n:
             return self.n
         self._steps.clear()
-        sealed = max(0, (n - self.shape.window - self.shape.sinks) // PAGE)
+        sealed = self.sealed_at(n)
         if self.sealed > sealed:
-            self.sealed, n = sealed, min(n, self._start(sealed))
+            if self.is_packed:
+                n = min(n, self._start(sealed))
+            self._release_behind(n)  # slots for those that are opened
+            n = self._open_again(sealed, n)
+            self.sealed = sealed
             del self._kinds[sealed:]
-        keep = self._page(n - 1) if n else -1
-        for page in [page for page in self._slot_of if page > keep]:
-            self._release(self._slot_of.pop(page))
+        self._release_behind(n)
         self.n = n
         return n
+
+    def _open_again(self, first: int, n: int) -> int:
+        """Sealed raw pages from `first` on that hold tokens before `n` go back into slots. Returns before which token that succeeded."""
+        for page in range(first, min(self.sealed, self._page(n - 1) + 1)):
+            slot = self._slot_of[page] = self._free.pop()
+            self._use(page, n)
+            try:
+                for layer in self._layers:
+                    layer.pages.write_slot(slot, layer.pages.read_page(page))
+            except (EffllmError, Interrupted):  # of the disk
+                return self._start(page)
+        return n
+
+    def _release_behind(self, n: int) -> None:
+        """Slots of pages without a token before `n` are free."""
+        for page in [page for page in self._slot_of if page > self._page(n - 1)]:
+            self._release(self._slot_of.pop(page))
 
     # -- kept outside ----------------------------------------------------------------------------------------------------------
 

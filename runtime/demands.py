@@ -4,6 +4,7 @@ the bytes of both for a context and passes of a length. Everything here is arith
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,8 +18,9 @@ from ..offload.checkpoint import TensorStore
 from ..offload.neurons import BundlePlace
 from ..offload.notes import Fallback
 from ..offload.placement import Units
-from ..offload.plan import Budget, Demand, Placement
+from ..offload.plan import Budget, Demand, Placement, largest
 from ..offload.plan_gpu import Copied, plan_split, with_head
+from ..offload.size import SPARE
 from ..quant.kv import PackedCodec, RawCodec, codec
 from ..quant.kv_ends import ENDS
 from . import card_head, devices, kv_disk
@@ -211,6 +213,25 @@ class Asked:
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
                             beside)
         return with_head(placed, card_head.asked(self.tensors["outer"], config.hidden_size))
+
+    def with_shorter(self, error: DoesNotFit, tokens: int) -> DoesNotFit:
+        """Where memory of the host is too small for passes of so many tokens, the error with the longest context that is planned where that
+        is asked for: its passes and exact tokens may take less memory than those of the one that was."""
+        if self.card is not None or " of memory" not in error.message:
+            return error
+
+        def fits(ctx: int) -> bool:
+            try:
+                return bool(replace(self, options=replace(self.options, ctx=ctx), budget=spare).plan(tokens))
+            except DoesNotFit:
+                return False
+
+        asked, spare = self.options.ctx, replace(self.budget, ram=self.budget.ram - SPARE)
+        shorter, named = largest(fits, asked or self.config.context_length, PAGE), re.match(r"-c (\d+) fits", error.hint)
+        ram = re.search(r"--ram \d+Mi", error.hint)
+        if not shorter or ram is None or (named and shorter <= int(named[1])):
+            return error
+        return DoesNotFit(error.message, f"-c {shorter} fits; {f'{asked} tokens take' if asked else 'without -c it takes'} {ram[0]}")
 
     @cached_property
     def link(self) -> float | None:

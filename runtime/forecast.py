@@ -17,7 +17,7 @@ from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
-from ..offload.predict import Part, Prediction, Work, decode, load_seconds, prompt, window_gain
+from ..offload.predict import Part, Prediction, Rates, Work, decode, load_seconds, prompt, window_gain
 from ..offload.size import asked_mib, format_size, parse_size
 from ..quant.spec import QuantSpec
 from .bundles import ROLE as BUNDLES
@@ -36,10 +36,12 @@ from .sparsity_file import load as load_sparsity
 
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 PROMPT = 512
+EXACT = " exact"  # behind the name of a low-bit kind that is multiplied so
 RAW_KIND = "bf16"  # raw types are read alike: their bytes decide
 WORTH = 1.05  # a flag that gains less is not named
 ACTIVE = 0.1  # of the neurons of a sparse model of which nobody measured it
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
+NO_EXACT = "--exact was not measured here: effllm plan with the same flags does that"
 SLOW_DISK = "the disk was not measured: effllm doctor"
 PICKED = "how many pages of the cache a token picks (--kv-read sparse) is not predicted in this version"
 
@@ -82,7 +84,7 @@ class Suggestion:
 
 def kind_of_weight(spec: QuantSpec, exact: bool = False) -> str:
     """The name under which weights of a format are measured; outliers cost too little to be a kind of their own."""
-    return RAW_KIND if spec.is_raw else str(replace(spec, outliers=0.0)) + (" exact" if exact else "")
+    return RAW_KIND if spec.is_raw else str(replace(spec, outliers=0.0)) + (EXACT if exact else "")
 
 
 def work(prepared: Prepared, tensors: Tensors) -> Work:
@@ -202,13 +204,21 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int = PROMPT) -> F
         return replace(made, reason=ON_GPU)
     if prepared.options.kv_read == "sparse":
         return replace(made, reason=PICKED)
-    if rates is None:
-        return replace(made, reason=no_roofs(prepared.options))
+    if (reason := unmeasured(prepared.options, asked, rates)) or rates is None:
+        return replace(made, reason=reason)
     start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
     if start is None or full is None:
         return replace(made, reason=SLOW_DISK)
     return replace(made, start=start, full=full, prompt=prompt(asked, rates, prompt_tokens),
                    load_s=load_seconds(asked, rates))
+
+
+def unmeasured(options: EngineOptions, work: Work, rates: Rates | None) -> str:
+    """Why nothing is predicted by these rates; empty where something is. A share of the memory's rate stands in for a kind that was not
+    measured, and float32 products are far from it: a prediction was 30 times too fast."""
+    if rates is None:
+        return no_roofs(options)
+    return NO_EXACT if any(part.kind.endswith(EXACT) and part.kind not in rates.kinds for part in work.parts) else ""
 
 
 def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:

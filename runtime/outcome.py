@@ -67,10 +67,9 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     asked = forecast.work(engine.prepared, engine.model.tensors)
     on_gpu = "cuda" in engine.placement.devices
     depth, picks = prompt_tokens + made // 2, engine.options.kv_read == "sparse"
-    predicted = decode(asked, rates, depth) if rates and not on_gpu and not picks else None
+    reason = forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.unmeasured(engine.options, asked, rates)
+    predicted, reason = (None, reason) if reason else (decode(asked, rates, depth), forecast.SLOW_DISK)
     if predicted is None:
-        reason = (forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.no_roofs(engine.options) if rates is None
-                  else forecast.SLOW_DISK)
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited else None
     expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
@@ -141,7 +140,8 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
         then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
         return f"memory reads at {now / 1e9:.1f} GB/s now and at {then}: {_who(engine, machine, ratio, now)}"
     waiting, cores = os.getloadavg()[0], max(engine.backends["cpu"].pool.workers, hardware.cpu_threads())
-    if ratio < 1 and waiting > cores + 1:
+    # Of a program that gets a share of its cores: what was predicted takes so many times as long, the rest has another cause.
+    if ratio < 1 and waiting > cores + 1 and ratio * (waiting / cores - 1) >= MOST * (1 - ratio):
         return f"{waiting:.0f} programs want the {'one core' if cores == 1 else f'{cores} cores'} of this machine"
     if ratio < 1 and engine.options.load == "mmap":
         return "the weights are mapped: what the system had not in memory was read from the file while the answer was written"

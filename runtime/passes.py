@@ -57,7 +57,7 @@ def as_in_one_reading(cache: KVCache, tokens: int, chunk: int, copied_from: int 
     token would? A few tokens go to another kernel, and those of fewer than `copied_from` to another device for layers copied there;
     over packed pages it matters which ones are packed."""
     shape = cache.shape
-    exact = cache.sealed == max(0, (cache.n - shape.window - shape.sinks) // PAGE)  # what is in the window is not packed yet
+    exact = cache.sealed == cache.sealed_at(cache.n)  # what is in the window is not packed yet
     return (tokens > FEW and _as_long_chunks(cache.n, cache.n + tokens, tokens, shape.sinks, chunk, copied_from)
             and (not cache.is_packed or (exact and is_boundary(cache.n, shape.sinks, chunk))))
 

@@ -306,22 +306,23 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
     """Tokens of a pass over a prompt and the plan for it. Raises DoesNotFit, with the reason where weights cannot be left on the disk."""
     try:
         return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
-    except DoesNotFit as error:
+    except DoesNotFit as refused:
+        error = asked.with_shorter(refused, chunk)
         if asked.options.load == "mmap":
             try:
                 _planned(replace(asked, options=replace(asked.options, load="ram")), chunk, folder)
             except DoesNotFit:
                 raise error from None
             raise DoesNotFit(error.message, f"{error.hint}; without --load mmap what does not fit is read from the disk") from None
-        parts = asked.cuts().parts
-        raise unstreamed(error, parts, folder) if parts is not None and parts.kept_for else error from None
+        parts, of_memory = asked.cuts().parts, error.message.startswith("needs ") and " of memory" in error.message
+        raise unstreamed(error, parts, folder) if of_memory and parts is not None and parts.kept_for else error from None
 
 
 def unstreamed(error: DoesNotFit, parts: Parts, folder: Path | None) -> DoesNotFit:
     """The error with the reason why weights cannot be left on the disk."""
     hint = error.hint
     if parts.kept_for and folder is not None:
-        hint = f"effllm quantize {typed(folder)} -o DIR --bits 4 makes a folder that runs from the disk"
+        hint += f"; effllm quantize {typed(folder)} -o DIR --bits 4 makes a folder that runs from the disk"
     return DoesNotFit(f"{error.message}; {parts.kept_for}", hint)
 
 

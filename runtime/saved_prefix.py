@@ -6,9 +6,10 @@ newest first: a file without the key is not parsed.
 
 Lent is what reading the tokens again would leave: pages of a prompt, read by the same kernels on the same devices (`SavedCache.anew`).
 Those of an answer were multiplied a token at a time, which gives other bits; so may a pass too short to copy layers to a GPU. Over an
-unpacked cache every logit then has the bits of a prompt that was read whole. Over packed pages it has those of a process that has read the
-session's prompt before this one: as many of the newest tokens that both have in common as the window holds are read again, so that what
-follows sees them exact.
+unpacked cache every logit then has the bits of a prompt that was read whole. Over packed pages as many of the newest tokens in common as
+the window holds are read again, and up to a page more, and see packed all before them: as where `KVCache.truncate` gives sealed pages back,
+with the bits of a process that has read the session's prompt before this one and has to do that. One that need not keeps exact tokens
+up to the end of what is in common, which a session does not lend.
 """
 
 from __future__ import annotations
@@ -108,12 +109,13 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
 
 
 def _put(engine: Engine, store: SessionStore, saved: SavedCache, tokens: int, pages: int) -> tuple[int, str]:
-    """Pages into an empty cache: how many are whole, and what is wrong with the next. 0 where the exact tokens before them are damaged."""
-    page = 0
+    """Pages into an empty cache: how many are whole, and what is wrong with the next. 0 where the exact tokens before them are damaged.
+    Unpacked ones that reach into the window are exact there, as reading leaves them."""
+    page, cache = 0, engine.cache
     engine.reset()
-    engine.cache.adopt(tokens, pages)
+    cache.adopt(tokens, pages if cache.is_packed else cache.sealed_at(tokens))
     try:
-        put_exact(engine, store, saved.sinks, engine.cache.exact_blocks())
+        put_exact(engine, store, saved.sinks, [block for block in cache.exact_blocks() if block[0] < 0])
         for page in range(pages):
             put_page(engine, store, saved.pages[page], page)
     except DamagedPage as error:

@@ -220,6 +220,20 @@ def test_a_wait_for_a_disk_that_hangs_can_be_ended(file: Path, reader_of: Callab
         assert not thread.is_alive() and thread.daemon
 
 
+@pytest.mark.parametrize("failed", (MemoryError(), ValueError("too long"), SystemExit(3)), ids=lambda each: type(each).__name__)
+def test_whatever_a_job_fails_with_is_heard_by_who_waits_for_it(file: Path, reader_of: Callable, failed: BaseException) -> None:
+    class Fails:
+        def run(self, fill: Callable[[Read], int]) -> int:
+            raise failed
+
+    reader, until = reader_of(threads=1), time.monotonic() + 5
+    ticket = reader.submit([Fails()])
+    with pytest.raises(CheckpointError, match=f"{type(failed).__name__}.*{failed}") as error:
+        reader.wait(ticket, lambda: time.monotonic() > until)
+    assert error.value.__cause__.__cause__ is failed and not ticket.left and reader.idle
+    assert everything(reader, file) == file.read_bytes()  # the thread goes on
+
+
 def test_reads_are_of_a_size_that_a_disk_likes() -> None:
     assert 1 << 20 <= direct.READ_NBYTES <= 4 << 20 and direct.READ_NBYTES % BLOCK == 0
 

@@ -25,7 +25,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.runtime import outcome, roofs
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import open_engine
-from effllm.runtime.forecast import forecast, kind_of_weight, prepare_at, suggest, wanted, work
+from effllm.runtime.forecast import NO_EXACT, forecast, kind_of_weight, prepare_at, suggest, wanted, work
 from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
@@ -37,6 +37,7 @@ from streamed_models import larger_than_memory, streaming
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 CPU = EngineOptions(device="cpu", threads=2)
+EXACT = replace(CPU, exact=True)
 KINDS = {"bf16": KindRate(16e9, 40e9), "codebook4:16": KindRate(8e9, 60e9), "symmetric6:32": KindRate(8e9, 60e9)}
 MACHINE = MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 20e9, 1e-4, 1e-5, KINDS, {"16bit": KindRate(10e9, 30e9)}, 0.0)
 DISK = DiskRoofs(Disk("8:1 /dev/sda1", "ext4", True, (DiskRead(2 << 20, 4, 1e9),)), "2026-01-01 12:00", 11 << 20)
@@ -104,6 +105,18 @@ def test_what_is_not_known_is_said() -> None:
     padded = fable().placement.weights_bytes + 500_000
     streams = replace(fable(), placement=replace(fable().placement, residency=Residency((), (0,), 0, padded, 1000)))
     assert forecast(streams, KNOWN).load_s == 0, "what streams is counted with its alignment"
+
+
+def test_exact_products_that_nobody_measured_are_not_predicted(known: None) -> None:
+    """Memory's rate stood in for them, 30 times what they reach."""
+    prepared = fable(EXACT, "4bit")
+    found = forecast(prepared, KNOWN)
+    assert (found.start, found.prompt, found.reason) == (None, None, NO_EXACT) and suggest(prepared, KNOWN) is None
+    kinds = {kind: KindRate(1e9, 1e10) for kind in wanted(prepared).kinds}
+    measured = replace(KNOWN, machine=replace(MACHINE, kinds=kinds))
+    assert all(kind.endswith(" exact") for kind in kinds) and not forecast(prepared, measured).reason
+    assert forecast(prepared, measured).start.seconds > found.work.bytes_per_token / 1e9
+    assert forecast(fable(EXACT), KNOWN).start is not None, "of raw weights it changes nothing"
 
 
 def test_kinds_are_named_by_how_they_are_multiplied() -> None:
@@ -250,6 +263,7 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
     monkeypatch.setattr(outcome.hardware, "cpu_threads", lambda: 4)
     assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0) == "9 programs want the 4 cores of this machine"
+    assert outcome.explain(engine, MACHINE, 0.05, 100, 1.0, 1.0).startswith(UNEXPLAINED), "they take no nineteen twentieths of the time"
     monkeypatch.setattr(outcome.hardware, "cpu_threads", lambda: 16)
     assert "9 programs" not in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0), "there are more cores than the two of this run"
 

@@ -237,3 +237,23 @@ def test_a_chat_says_what_comes_next_and_goes_on(tmp_path):
     assert "stopped after 16 tokens" in chat.say("And then?")
     assert "stopped after 16 tokens" in chat.say("And then?")
     assert chat.leave(CTRL_D) == 0
+
+
+@pytest.mark.parametrize("lost", (False, True), ids=("whole", "lost"))
+def test_a_raw_cache_is_cut_back_as_far_as_its_disk_gives_pages_back(tmp_path, lost):
+    engine, whole = tiered(tmp_path), opened(ctx=2048, kv="16bit")
+    for each in (engine, whole):
+        read(each, tokens(1500))
+    page = engine.cache._page(1380)
+    if lost:
+        ended(descriptor(engine))
+    assert whole.cache.truncate(1380) == 1380
+    held = engine.cache.truncate(1380)
+    assert held == engine.cache.n == (engine.cache._start(page - 1) if lost else 1380) and engine.cache.sealed == whole.cache.sealed
+    if not lost:
+        assert engine.cache.exact_blocks() == whole.cache.exact_blocks()
+        for each in (engine, whole):
+            each.hold(tokens(1500)[:held], held)
+        assert np.array_equal(engine.forward_logits([5]), whole.forward_logits([5]))
+    engine.close()
+    whole.close()

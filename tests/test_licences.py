@@ -4,6 +4,9 @@ import re
 import sys
 from pathlib import Path
 
+import gguf
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
@@ -107,3 +110,35 @@ def test_tables_spell_a_licence_as_spdx_does(hub: Hub, person: Person) -> None:
     assert person.types("list").out.count("Apache-2.0") == 2 and "apache-2.0" not in person.types("list", "--long").out
     assert "Apache-2.0" in person.types("show", REPO).out and told(person) == ("apache-2.0", "apache-2.0")
     assert [shown_licence(each) for each in ("cc-by-nc-4.0", "mit", "llama3.2", None)] == ["CC-BY-NC-4.0", "MIT", "llama3.2", ""]
+
+
+@pytest.mark.parametrize("card", ("license: apache-2.0", "license: other\nlicense_name: its-own"))
+def test_a_file_states_it_and_what_is_made_of_the_file_does(person: Person, tmp_path: Path, card: str) -> None:
+    source, file, again, small = (tmp_path / name for name in ("source", "a.gguf", "b.gguf", "small"))
+    said = card.split(": ")[-1]
+    source.mkdir()
+    for name, data in (SILENT | {"README.md": f"---\n{card}\n---\n".encode()}).items():
+        (source / name).write_bytes(data)
+    for made_of, out in ((source, file), (file, again)):
+        assert person.types("export", made_of, "-o", out, "--type", "Q8_0").code == 0
+        assert gguf.GGUFReader(out).fields["general.license"].contents() == said
+    for made_of in (source, again):
+        assert person.types("quantize", made_of, "-o", small, "--bits", "4", "--force").code == 0
+        assert told(person, str(small)) == (said, said)
+    assert person.types("export", small, "-o", tmp_path / "c.gguf", "--type", "Q8_0").code == 0
+    assert person.types("show", tmp_path / "c.gguf", "--json").json["licence"] == said
+
+
+def test_a_file_of_an_unusual_licence_keeps_all_that_it_states(person: Person, tmp_path: Path) -> None:
+    keys = {"general.license": "other", "general.license.name": "its-own", "general.license.link": "https://example.org/licence"}
+    write_model(FABLE, tmp_path / "m.gguf", "Q8_0", change=lambda writer: _stated(writer, keys))
+    assert person.types("show", tmp_path / "m.gguf", "--json").json["licence"] == "its-own"
+    assert person.types("export", tmp_path / "m.gguf", "-o", tmp_path / "n.gguf", "--type", "Q8_0").code == 0
+    fields = gguf.GGUFReader(tmp_path / "n.gguf").fields
+    assert {key: fields[key].contents() for key in keys} == keys
+
+
+def _stated(writer: gguf.GGUFWriter, keys: dict[str, str]) -> None:
+    add_fable_tokenizer(writer)
+    for key, value in keys.items():
+        writer.add_string(key, value)

@@ -63,7 +63,7 @@ def test_refusal_names_the_numbers_and_what_fits() -> None:
     assert caught.value.message == (
         "needs 4.54 GiB of memory (weights 429.15 MiB + KV cache 3.81 GiB for 4096 tokens + overhead 316.91 MiB), the budget is 953.67 MiB"
     )
-    assert caught.value.hint == "-c 384 fits"
+    assert caught.value.hint == "-c 384 fits; 4096 tokens take --ram 4654Mi"
     assert plan(demand(kv=1_000_000), Budget(GB), 4096, ctx_wanted=384).total_bytes <= GB
 
 
@@ -71,7 +71,7 @@ def test_a_context_that_is_named_fits_a_program_that_is_a_little_larger_the_next
     exact = plan(demand(), Budget(GB), 1024).total_bytes
     with pytest.raises(DoesNotFit) as caught:
         plan(demand(), Budget(exact), 4096, ctx_wanted=2048)
-    assert caught.value.hint == "-c 896 fits"
+    assert caught.value.hint.startswith("-c 896 fits; 2048 tokens take --ram ")
     larger = replace(demand(), baseline=80 * MB + 2**19)
     assert plan(larger, Budget(exact), 4096, ctx_wanted=896).ctx == 896
     with pytest.raises(DoesNotFit):

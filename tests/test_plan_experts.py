@@ -49,7 +49,9 @@ def test_fewer_slots_than_two_tokens_need_are_refused_with_the_number() -> None:
 def test_a_shorter_context_that_fits_is_named() -> None:
     with pytest.raises(DoesNotFit) as caught:
         plan(demand(kv=50_000), Budget(620 * MB), 4096, 4096)
-    ctx = int(caught.value.hint.removeprefix("-c ").removesuffix(" fits"))
+    shorter, most = caught.value.hint.split("; 4096 tokens take --ram ")
+    ctx = int(shorter.removeprefix("-c ").removesuffix(" fits"))
+    assert plan(demand(kv=50_000), Budget(int(most.removesuffix("Mi")) << 20), 4096, 4096).ctx == 4096
     larger = demand(kv=50_000)  # the program, the next time
     assert plan(replace(larger, baseline=larger.baseline + 2**19), Budget(620 * MB), 4096, ctx).expert_slots >= 160
     with pytest.raises(DoesNotFit):

@@ -62,7 +62,8 @@ def test_no_room_for_the_ring_says_what_it_takes() -> None:
         plan(demand(), Budget(needed - 2 * 2**20), 4096)
     with pytest.raises(DoesNotFit) as caught:
         plan(demand(), Budget(needed), 4096, 4096)
-    assert caught.value.hint == "-c 128 fits"
+    shorter, most = caught.value.hint.split("; 4096 tokens take --ram ")
+    assert shorter == "-c 128 fits" and plan(demand(), Budget(int(most.removesuffix("Mi")) << 20), 4096, 4096).ctx == 4096
     assert plan(demand(), Budget(needed), 4096, 256).ctx == 256, "to the last byte, which a program that is a little larger takes"
     assert plan(replace(demand(), baseline=80 * MB + 2**19), Budget(needed), 4096, 128).ctx == 128
 

@@ -96,6 +96,25 @@ def test_over_an_unpacked_cache_every_logit_has_the_bits_of_a_prompt_read_whole(
     assert_same(got, logits(engine))
 
 
+def test_what_was_lent_to_an_unpacked_cache_is_cut_back_as_what_was_read(one, store):
+    """A page in the window is exact, whoever made it: the last token asked again is read alone."""
+    prompt = [*tokens(900)[:459], 7]
+    one.reset()
+    read(one, tokens(900))
+    save(one, store, "one")
+    found = []
+    for lent in (True, False):
+        one.reset()
+        _ = restored(one, store, prompt) if lent else read(one, prompt)
+        state = one.cache.sealed, one.cache.exact_blocks()
+        answer(one, tokens(12, 2))
+        read(one, [*one.tokens[:-1], 99])
+        assert (one.reused, one.read) == (471, 1)
+        found.append((state, one._logits.copy()))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
 def test_over_packed_pages_it_is_as_if_the_process_had_read_the_other_prompt_before(packed, store):
     prompt = tokens(1000)[:900] + tokens(60, 1)
     packed.reset()
@@ -110,6 +129,17 @@ def test_over_packed_pages_it_is_as_if_the_process_had_read_the_other_prompt_bef
     read(packed, prompt)
     assert (packed.reused, packed.cache.sealed) == (lent, sealed)
     assert_same(got, logits(packed))
+
+
+def test_over_packed_pages_exact_tokens_that_a_process_still_has_are_not_lent(packed, store):
+    """Of 690 tokens no more pages are packed than of the 623 in common: a process goes on there, what is lent at the last page's end."""
+    prompt = tokens(690)[:623] + tokens(67, 1)
+    packed.reset()
+    read(packed, tokens(690))
+    save(packed, store, "one")
+    read(packed, prompt)
+    assert (packed.reused, packed.cache.sealed) == (623, 3)
+    assert restored(packed, store, prompt) and (packed.reused, packed.cache.sealed) == (SINKS + 3 * PAGE, 3)
 
 
 def test_an_answer_is_not_lent_because_reading_it_gives_other_bits(one, store):

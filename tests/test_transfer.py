@@ -102,6 +102,27 @@ def test_a_fresh_start_while_the_bytes_before_it_are_hashed(part: Watched, monke
     part.close()
 
 
+def test_what_comes_slowly_is_written_and_told_as_it_comes(part: Watched, tmp_path: Path) -> None:
+    """Less than a piece in seconds: nothing of it was on the disk, nor in the amount that a person sees."""
+
+    class Slow(Bytes):
+        def readinto(self, view: memoryview) -> int:
+            time.sleep(0.05)
+            return super().readinto(view[: PIECE_NBYTES // 50])
+
+    events, told = transfer([Wanted("weights", part)], lambda name, begin, end: Slow(begin), Quiet()), []
+    until = time.monotonic() + SECONDS
+    while len(told) < 4 and time.monotonic() < until:
+        told.append(next(events).nbytes)
+        told = sorted({*told} - {0})
+    again = PartFile(part.path, tmp_path / "journal", part.size, part.digest)  # as after a kill
+    events.close()
+    assert told[0] < told[3] <= again.held < PIECE_NBYTES and part.held < PIECE_NBYTES
+    assert told[1] - told[0] >= PIECE_NBYTES // 50
+    again.close()
+    part.close()
+
+
 def test_a_file_that_somebody_cuts_is_said(part: Watched) -> None:
     class Cut:
         def __enter__(self) -> None:

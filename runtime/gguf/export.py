@@ -32,12 +32,12 @@ from ..families import expert_of, kind_of
 from ..generation_config import read_generation_config
 from ..model import ModelTensor, check_tensors
 from ..outliers import check_outliers
-from ..source import is_rounded, open_store
+from ..source import is_rounded, licence_of, open_store
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
 from .architectures import BY_FAMILY, Architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
-from .settings import sampling_metadata
+from .settings import licence_metadata, sampling_metadata
 from .store import separated
 
 OTHER_PLACE = "give another place with -o"
@@ -70,9 +70,10 @@ class _Job:
 
 
 def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False,
-                tokenizer: Mapping[str, Value] | None = None) -> Iterator[Progress | Notice | Exported]:
+                tokenizer: Mapping[str, Value] | None = None,
+                licence: str | None = None) -> Iterator[Progress | Notice | Exported]:
     """Write the model in `source` to the file `out`, matrices as `kind`; `name` becomes its title. The result comes last. `tokenizer`: its
-    keys in the file, those of `source`'s own if None.
+    keys in the file, those of `source`'s own if None. `licence`: its name, as `source` states it if None.
 
     Raises UsageError where `out` exists or `kind` is unknown, and where `out` is of the source, whatever `replace` says; EffllmError for
     what GGUF cannot express.
@@ -92,7 +93,8 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         settings, remarks = read_generation_config(source)
         yield from map(Notice, remarks)
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
-        metadata = config_metadata(config, name, kind) | sampling_metadata(settings) | dict(keys)
+        licence = licence or (container and container.source.get("licence")) or licence_of(source)
+        metadata = config_metadata(config, name, kind) | licence_metadata(source, licence) | sampling_metadata(settings) | dict(keys)
         factors = rotary_tensors(config)
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, is_rounded(source))

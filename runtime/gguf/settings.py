@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...offload.gguf import GgufHeader, Value
+from ...offload.header import is_gguf
 from .config import config_json
 from .split import close_all
 from .store import open_file, read_header
 from .tokenizer import ENDS, tokenizer_files
 
-SAMPLING = "general.sampling."
+SAMPLING, LICENSE = "general.sampling.", "general.license"
 LICENCE = re.compile(r"[A-Za-z0-9.+_-]{1,40}")
 LARGEST_WHOLE, LARGEST_VALUE = 2**31 - 1, 3e38  # of 32 bits
 # What a file recommends -> generation_config.json.
@@ -42,9 +43,15 @@ def sampling_metadata(settings: Mapping[str, object]) -> dict[str, Value]:
 
 
 def stated_licence(header: GgufHeader) -> str | None:
-    """The licence that a file states of its model, where that is a name."""
-    value = header.metadata.get("general.license")
-    return value if isinstance(value, str) and LICENCE.fullmatch(value) else None
+    """The licence that a file states of its model, where that is a name; of one whose kind is "other", its own."""
+    stated = (header.metadata.get(key) for key in (f"{LICENSE}.name", LICENSE))
+    return next((value for value in stated if isinstance(value, str) and LICENCE.fullmatch(value)), None)
+
+
+def licence_metadata(source: Path, licence: str | None) -> dict[str, Value]:
+    """The keys that state a licence: as a GGUF file that is the source does, else the one given, which may not be known."""
+    stated = {key: value for key, value in read_header(source).metadata.items() if key.startswith(LICENSE)} if is_gguf(source) else {}
+    return stated or ({LICENSE: licence} if licence else {})
 
 
 def folder_texts(path: Path) -> dict[str, str]:

@@ -1,0 +1,70 @@
+"""What a run that does not fit advises: of weights that cannot be read from the disk, of a cache that may lie there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from gguf_samples import FABLE
+
+from effllm import DoesNotFit
+from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.prepare import EngineOptions, Prepared, prepare
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file whose weights are converted as they are read."""
+    file = tmp_path_factory.mktemp("whole") / "d.gguf"
+    list(export_gguf(FABLE, file, "Q8_0", "a name"))
+    return file
+
+
+def planned(model: Path, **options: object) -> Prepared:
+    prepared = prepare(model, EngineOptions(**{"device": "cpu", "ctx": 2048, **options}))
+    prepared.store.close()
+    return prepared
+
+
+def refused(model: Path, **options: object) -> DoesNotFit:
+    with pytest.raises(DoesNotFit) as caught:
+        planned(model, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("options", ({"kv": "3bit", "kv_ram": "2M"}, {"kv_ram": "6Mi", "disk": "100K"}), ids=("memory", "disk"))
+def test_where_the_cache_has_too_little_room_that_is_what_is_advised(whole: Path, options: dict[str, str]) -> None:
+    error, streams = refused(whole, **options), refused(FABLE, **options)
+    assert (error.message, error.hint) == (streams.message, streams.hint)
+    flag, size = re.search(r"--(kv-ram|disk) (\d+Mi)", error.hint).groups()
+    assert planned(whole, **options | {flag.replace("-", "_"): size})
+
+
+def test_where_weights_have_too_little_the_least_memory_is_named_and_what_streams(whole: Path) -> None:
+    error = refused(whole, ram="40Mi")
+    assert "converted as they are read" in error.message
+    ram, = re.findall(r"it takes --ram (\d+)Mi, or a smaller model; effllm quantize ", error.hint)
+    assert planned(whole, ram=f"{ram}Mi")
+    assert refused(whole, ram=f"{int(ram) - 4}Mi")
+
+
+@pytest.mark.parametrize("streams", (False, True), ids=("whole", "streams"))
+def test_a_shorter_context_is_named_with_the_memory_for_the_one_that_was_asked(whole: Path, streams: bool) -> None:
+    model = FABLE if streams else whole
+    most = int(re.search(r"--ram (\d+)Mi", refused(model, ram="40Mi").hint)[1])
+    hint = refused(model, ram=f"{most - 4}Mi").hint
+    ctx, ram = map(int, re.match(r"-c (\d+) fits; 2048 tokens take --ram (\d+)Mi", hint).groups())
+    assert planned(model, ram=f"{most - 4}Mi", ctx=ctx).placement.ctx == ctx and abs(ram - most) <= 1
+    assert ("effllm quantize" in hint) != streams
+
+
+@pytest.mark.parametrize("streams", (False, True), ids=("whole", "streams"))
+@pytest.mark.parametrize("asked", (2048, None), ids=("asked", "left open"))
+def test_a_shorter_context_is_named_as_it_would_be_planned(whole: Path, streams: bool, asked: int | None) -> None:
+    """Passes over a short context take less memory than those over the one that was asked for: none was said to be short enough."""
+    model = FABLE if streams else whole
+    least = int(re.search(r"--ram (\d+)Mi", refused(model, ram="40Mi", ctx=128).hint)[1])
+    hint = refused(model, ram=f"{least + 2}Mi", ctx=asked).hint
+    ctx, ram = map(int, re.match(r"-c (\d+) fits; (?:2048 tokens take|without -c it takes) --ram (\d+)Mi", hint).groups())
+    assert 128 <= ctx < 2048 and planned(model, ram=f"{least + 2}Mi", ctx=ctx)
+    assert planned(model, ram=f"{ram}Mi", ctx=asked)
+    assert refused(model, ram=f"{least + 1}Mi", ctx=ctx + 128), "a mebibyte is for a program that is larger the next time"
