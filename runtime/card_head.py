@@ -57,9 +57,12 @@ def asked(outer: Mapping[str, ModelTensor], hidden: int) -> HeadBytes:
     return HeadBytes(card_nbytes(tensor) + vectors, head_workspace(ROWS, hidden, tensor.shape[0], prod(tensor.shape), tensor.spec.is_raw))
 
 
-def placed(ops: object, config: ModelConfig, tensor: ModelTensor, data: np.ndarray, norm: Norm) -> CardHead:
-    """The head on the device of `ops`, from what lies on the host. Raises DoesNotFit where the device has no room."""
+def placed(ops: object, config: ModelConfig, tensor: ModelTensor, data: np.ndarray, norm: Norm) -> CardHead | None:
+    """The head on the device of `ops`, from what lies on the host; None where it would be multiplied by many kernels, which takes longer
+    than the processor. Raises DoesNotFit where the device has no room."""
     matrix = ops.put(data, tensor.spec.scheme)
     there = {name: None if getattr(norm, name) is None else ops.put(getattr(norm, name), "f32") for name in ("weight", "bias")}
     weight = Weight(tensor.spec, tensor.shape, {"data": matrix.reshape(tensor.shape) if tensor.spec.is_raw else matrix})
-    return CardHead(ops, replace(norm, **there), Linear(weight), config.final_logit_softcapping, 1 / config.logits_scaling)
+    head = CardHead(ops, replace(norm, **there), Linear(weight), config.final_logit_softcapping, 1 / config.logits_scaling)
+    head.logits(np.linspace(-1, 1, tensor.shape[1], dtype=np.float32)[None])
+    return None if ops.products.is_slow else head

@@ -378,7 +378,8 @@ class Model:
         """Scores for hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
         config = self.config
         if self.card_head is not None:
-            return self.card_head.logits(x)
+            with self._within_memory("the GPU ran out of memory for logits"):
+                return self.card_head.logits(x)
         with self.pager.lease("outer") as raw:
             outer = self._lease("outer", raw)
             return self.backends["cpu"].logits(x, outer.norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)

@@ -78,7 +78,8 @@ def identity(engine: Engine) -> dict[str, object]:
 def read_by(engine: Engine) -> str:
     """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices, the grid of chunks and
     which of them copy layers to another device."""
-    return _kernels(" ".join(engine.placement.devices), engine.prepared.chunk, engine.model.copied_from)
+    card = f" {engine.backends['cuda'].on.kind}" if "cuda" in engine.backends else ""
+    return _kernels(" ".join(engine.placement.devices) + card, engine.prepared.chunk, engine.model.copied_from)
 
 
 @remembered

@@ -14,19 +14,25 @@ POINTERS = {"x": "*fp32", "blob": "*u8", "bias": "*fp32", "out": "*fp32", "weigh
 
 
 def made(kernel: object, capability: int, **fixed: int) -> CompiledKernel:
+    """As a launch would have it whose widths are multiples of sixteen."""
     types = {name: "constexpr" if name in fixed else POINTERS.get(name, "i32") for name in kernel.arg_names}
-    return compile(ASTSource(kernel, types, constexprs=fixed), target=GPUTarget("cuda", capability, 32), options={"num_warps": own.WARPS})
+    even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in (*fixed, *own._VARYING)}
+    return compile(ASTSource(kernel, types, constexprs=fixed, attrs=even), target=GPUTarget("cuda", capability, 32), options=own._LAUNCH)
 
 
 def main(capability: int, texts: list[str]) -> None:
-    made(own._product_of_halves, capability, T=1, R=own.WIDE_ROWS, K=own.WIDE_INPUTS, WITH_BIAS=True)
+    for tokens in (1, 8):
+        made(own._product_of_halves, capability, T=tokens, R=own.WIDE_ROWS, K=own.WIDE_INPUTS, EVEN=tokens == 1)
     for text in texts:
         spec = QuantSpec.parse(text)
         kind = {"BITS": spec.bits, "FIRST": tiles.PLANES[spec.bits][0], "GROUP": spec.group, "SCHEME": tiles.SCHEMES[spec.scheme]}
-        made(own._open, capability, V=own.OPENED_VECTORS, **kind)
-        for tokens, vectors in ((1, own.VECTORS), (8, own.VECTORS // 2)):
-            outliers = own.OUTLIERS if spec.outliers else 0
-            found = made(own._product_of_codes, capability, T=tokens, V=vectors, OUTLIERS=outliers, WITH_BIAS=True, **kind)
+        made(own._open, capability, V=own.TILES, **kind)
+        if spec.outliers:
+            made(own._correct, capability, O=own.OUTLIERS)
+        for tokens in (1, 8):
+            if spec.outliers:
+                made(own._add_outliers, capability, T=tokens, O=own.OUTLIERS)
+            found = made(own._product_of_codes, capability, T=tokens, V=own.TILES, EVEN=tokens == 1, **kind)
             print(text, tokens, len(found.asm["cubin"]))
 
 

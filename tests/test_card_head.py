@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
@@ -13,7 +14,10 @@ from gpu_runs import CTX, divergence, logits, opened, simulated
 from test_device_memory import watched
 from test_gpu_tier import planned
 
+from effllm import DoesNotFit
 from effllm.cli.plan import on_gpu
+from effllm.kernels.cuda import products
+from effllm.kernels.cuda.device import SimulatedDevice
 
 
 @pytest.mark.parametrize("spec", (None, "4bit", pytest.param("3bit", marks=pytest.mark.slow)))
@@ -72,3 +76,29 @@ def test_what_it_takes_of_the_card_was_planned(tmp_path: Path) -> None:
         assert seen.most <= own.workspace_bytes
         engine.close()
         assert engine.model.card_head is None
+
+
+def test_without_a_kernel_for_it_the_processor_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's operations it would take thousands."""
+    def missing() -> None:
+        raise ImportError("triton")
+
+    monkeypatch.setattr(products, "_kernels", missing)
+    written(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
+    engine, said = opened(tmp_path, SimulatedDevice(link=1.0, compiles=True), ctx=100)
+    assert engine.placement.card.head_bytes > 0 and engine.model.card_head is None
+    assert "Triton is not installed" in " ".join(said)
+    assert divergence(logits(engine, 20, 9), logits(opened(tmp_path, None, ctx=100)[0], 20, 9)) < 1e-6
+
+
+def test_logits_that_the_card_has_no_memory_for_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = opened(FABLE, simulated())
+
+    def full(*of: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(engine.backends["cuda"], "logits", full)
+    with pytest.raises(DoesNotFit, match="the GPU ran out of memory for logits"):
+        list(engine.prefill([1, 2, 3]))
+        engine.forward_logits([4])
+    engine.close()

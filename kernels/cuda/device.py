@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import distribution
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -67,11 +70,13 @@ class Device(Protocol):
     """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none, as does `link_rate`, in bytes a
     second. `bring` and `fetch` copy an array there and a tensor back, and have done so when they return. `recorded` gives what
     runs the kernels of `run` again, over the same memory, and their result, which is there once that has run. Raises RuntimeError where
-    `run` waits for the device. `compiles`: Triton's kernels can be tried."""
+    `run` waits for the device. `compiles`: Triton's kernels can be tried. `release` lets
+    go of what the last recording holds. `kind`: what the bits of its results depend on."""
 
     name: str
     torch: torch.device
     compiles: bool
+    kind: str
     host_nbytes: int  # of the host's memory that its driver takes later
     crossed: Crossed
 
@@ -82,6 +87,7 @@ class Device(Protocol):
     def fetch(self, tensor: torch.Tensor) -> np.ndarray: ...
     def lane(self) -> Lane: ...
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]: ...
+    def release(self) -> None: ...
     def link_rate(self) -> float: ...
 
 
@@ -89,11 +95,14 @@ class CudaDevice:
     """The first NVIDIA GPU that torch finds."""
 
     compiles = True
-    host_nbytes = 448 << 20  # kernels are loaded as they are first run: 430 MiB were seen of an H100 with torch 2.11
+    # Kernels are loaded as they are first run: 430 MiB were seen of an H100 with torch 2.11; Triton takes 130 where it first compiles.
+    host_nbytes = 576 << 20
 
     def __init__(self, name: str = "cuda") -> None:
         self.name, self.torch, self.crossed = name, torch.device(name), Crossed()
-        self._recorder: torch.cuda.Stream | None = None  # one for all, since a product's library sets memory aside for every stream
+        # One for all, since a product's library sets memory aside for every stream; the last graph, whose memory the next one takes over.
+        self._recorder: torch.cuda.Stream | None = None
+        self._last: torch.cuda.CUDAGraph | None = None
 
     def free(self) -> int:
         return torch.cuda.mem_get_info(self.torch)[0]
@@ -119,7 +128,7 @@ class CudaDevice:
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch)
         beside.wait_stream(here)
         with torch.cuda.stream(beside):  # not torch.cuda.graph, which has Python look for garbage every time
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=None if self._last is None else self._last.pool(), capture_error_mode="thread_local")
             try:
                 out = run()
             except BaseException:
@@ -128,7 +137,16 @@ class CudaDevice:
                 raise
             graph.capture_end()
         here.wait_stream(beside)
+        self._last = graph
         return graph.replay, out
+
+    def release(self) -> None:
+        self._last = None
+
+    @cached_property
+    def kind(self) -> str:
+        versions = [distribution(name).version for name in ("torch", "triton") if find_spec(name)]
+        return " ".join((torch.cuda.get_device_name(self.torch), *versions))
 
     def link_rate(self) -> float:
         with within_memory("there is no memory to measure the way to the GPU with"):
@@ -176,6 +194,7 @@ class SimulatedDevice:
     `compiles`: Triton's kernels are interpreted on it."""
 
     host_nbytes = 0
+    kind = "simulated"
 
     def __init__(self, memory: int | None = None, link: float = 12e9, name: str = "cuda", compiles: bool = False) -> None:
         self.compiles = compiles
@@ -213,6 +232,9 @@ class SimulatedDevice:
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         out = run()
         return lambda: out.copy_(run()), out
+
+    def release(self) -> None:
+        """A recording holds nothing of its own."""
 
     def link_rate(self) -> float:
         self.take(LINK_NBYTES)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..device_memory import OPENED
+from ..device_memory import OPENED, OPENED_NBYTES
 from ..tiles import (
     LEVELS_NBYTES,
     PLANES,
@@ -49,21 +49,21 @@ Opens = Callable[[torch.Tensor, Format, int, int], torch.Tensor]
 
 
 def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None, values: Opens | None = None) -> torch.Tensor:
-    """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]. `values` opens row blocks without their outliers, in
-    place of what is here."""
+    """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]. `values` opens row blocks in place of what is here, with
+    no memory but for the weights."""
     rows = form.shape[0]
-    each = max(1, OPENED // (ROWS * form.at.depth))
+    each = max(1, OPENED * (1 if values is None else OPENED_NBYTES // 4) // (ROWS * form.at.depth))
     out = torch.empty(len(x), rows, device=x.device)
     for first in range(0, form.at.rows // ROWS, each):
         end = min(form.at.rows // ROWS, first + each)
-        out[:, first * ROWS : end * ROWS] = x @ opened(blob, form, first, end, values).T
+        out[:, first * ROWS : end * ROWS] = x @ (values or opened)(blob, form, first, end).T
     return out if bias is None else out.add_(bias)
 
 
-def opened(blob: torch.Tensor, form: Format, first: int, end: int, values: Opens | None = None) -> torch.Tensor:
-    """Row blocks [first, end) of a weight, float32 [rows, K]; the last block without its padding. `values`: see `product`."""
+def opened(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.Tensor:
+    """Row blocks [first, end) of a weight, float32 [rows, K]; the last block without its padding."""
     own = _Blocks(blob, form, first, end)
-    w = own.plain() if values is None else values(blob, form, first, end)
+    w = own.plain()
     if form.at.sparse_count:
         own.correct(w)
     return w
@@ -185,5 +185,6 @@ class _Blocks:
             inside = (block >= self.first) & (block < self.end)
             where = place[some].long() & 0xFFFFFFFF
             row = (block - self.first) * ROWS + (where >> COLUMN_BITS)
-            to = torch.where(inside, row * w.stride(0) + (where & (1 << COLUMN_BITS) - 1), 0)
-            flat.index_add_(0, to, torch.where(inside, value[some].float(), -0.0))  # -0.0 leaves every number as it is, 0.0 too
+            # Those of other rows add -0.0, which leaves every number as it is, here and there: a card adds to one place one by one.
+            to = torch.where(inside, row * w.stride(0) + (where & (1 << COLUMN_BITS) - 1), numbers.long() % len(flat))
+            flat.index_add_(0, to, torch.where(inside, value[some].float(), -0.0))

@@ -2,11 +2,12 @@
 
 `stored_product.py` needs Triton, which compiles for the card that is there. Whether it does is tried where a kind of weight is first
 multiplied, both ways over the same memory. Not by the clock: two runs would choose differently, and their answers differ by rounding.
-A kernel that fails is said once.
+What fails is said once, and no kernel is compiled after one that could not be.
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -25,14 +26,19 @@ if TYPE_CHECKING:
 Run = Callable[[], torch.Tensor]
 CLOSE = 1e-5  # of the largest result: two orders of the same float32 sums
 REACH = 1 << 31  # bytes of a blob that a kernel's offsets reach
+OTHERS = "the results of one are others"
+FEW = 8  # tokens that a kernel multiplies a weight by while it is in registers
 
 
 class Products:
-    """Products on one device. `declined`: the kinds of product that one kernel does not make here, and why not; "" of those it does."""
+    """Products on one device. `declined`: the kinds of product that were tried, and why one kernel does not make them; "" of those it
+    does. `broken`: why nothing is compiled any more."""
 
     def __init__(self, on: Device) -> None:
         self._on = on
         self.declined: dict[tuple[object, ...], str] = {}
+        self.broken = ""
+        self._said: set[str] = set()
         self._pending: list[str] = []
 
     def plain(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -48,7 +54,7 @@ class Products:
             return by_torch()
 
         def in_one(kernels: ModuleType) -> torch.Tensor:
-            if len(x) <= kernels.MOST_TOKENS:
+            if len(x) <= FEW:
                 return kernels.of_codes(x, blob, form, bias)
             return low_bit.product(x, blob, form, bias, kernels.opened)
 
@@ -58,38 +64,54 @@ class Products:
         """With a 16-bit weight."""
         data = weight.parts["data"]
         by_torch = partial(tiled, x, data, bias)
-        if not self._on.compiles:
+        if not self._on.compiles or len(x) > FEW:
             return by_torch()
+        return self._chosen((weight.spec.scheme,), len(x), lambda kernels: kernels.of_halves(x, data, bias), by_torch)
 
-        def in_one(kernels: ModuleType) -> torch.Tensor:
-            return kernels.of_halves(x, data, bias) if len(x) <= kernels.MOST_TOKENS else by_torch()
-
-        return self._chosen((weight.spec.scheme,), len(x), in_one, by_torch)
+    @property
+    def is_slow(self) -> bool:
+        """Whether a kind of weight that kernels are for is multiplied by torch's operations."""
+        return bool(self.broken) or any(self.declined.values())
 
     def announcements(self) -> list[str]:
-        """What declined since the last call."""
+        """What failed since the last call."""
         pending, self._pending = self._pending, []
         return pending
 
     def _chosen(self, kind: tuple[object, ...], tokens: int, in_one: Callable[[ModuleType], torch.Tensor], by_torch: Run) -> torch.Tensor:
         """`kind` of weight by so many tokens, of which those are alike that are multiplied by one compiled kernel."""
-        known = *kind, min(16, 1 << (tokens - 1).bit_length())
-        if known in self.declined:
-            return by_torch() if self.declined[known] else in_one(_kernels())
-        out = by_torch()
-        self.declined[known] = reason = self._tried(in_one, out)
-        if reason:
-            self._pending.append(f"the GPU multiplies {'-'.join(map(str, kind[:2]))} weights by several kernels each: {reason}")
-        return out
-
-    def _tried(self, in_one: Callable[[ModuleType], torch.Tensor], out: torch.Tensor) -> str:
-        """Why one kernel is not taken, or an empty string."""
+        known = *kind, min(2 * FEW, 1 << (tokens - 1).bit_length())
+        if self.broken or self.declined.get(known):
+            return by_torch()
         try:
             found = in_one(_kernels())
-        except Exception as error:  # whatever a compiler or its absence raises, there is another way
-            return (str(error) or type(error).__name__).splitlines()[0]
-        close = (found - out).abs().max() <= CLOSE * out.abs().max()
-        return "" if close.item() else "its results are others"
+            if known in self.declined:
+                return found
+            out = by_torch()
+            is_close = bool(((found - out).abs().max() <= CLOSE * out.abs().max()).item())
+        except torch.OutOfMemoryError:  # says nothing of kernels; torch's way may need less, or says so
+            return by_torch()
+        except Exception as error:  # whatever a compiler or its absence raises, for this shape or any, there is another way
+            self.broken = _reason(error)
+            self._say(f"the GPU multiplies weights by several kernels each: {self.broken}")
+            return by_torch()
+        self.declined[known] = "" if is_close else OTHERS
+        if not is_close:
+            self._say(f"the GPU multiplies {'-'.join(map(str, kind[:2]))} weights by several kernels each: {OTHERS}")
+        return found if is_close else out  # what all later products of this kind give
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._pending.append(line)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "Triton is not installed (pip install 'effllm[cuda]')"
+    if isinstance(error, subprocess.CalledProcessError | OSError):
+        return "Triton cannot compile here: it needs a C compiler, Python's headers and a cache folder"
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

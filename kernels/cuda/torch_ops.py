@@ -94,6 +94,7 @@ class TorchOps:
         self._angles.clear()
         self._uploads.clear()
         self.repeats.forget()
+        self.on.release()
 
     def within_memory(self, message: str) -> AbstractContextManager[None]:
         """Raises DoesNotFit with `message` where there is no memory, on the device or pinned, for what is done inside."""
