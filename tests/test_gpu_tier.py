@@ -100,6 +100,7 @@ def test_low_bit_layers_run_on_the_card_as_codes(tmp_path: Path, asked: dict[str
     engine, _ = opened(tmp_path / "small", card, **asked)
     count = asked.get("gpu_layers", LAYERS)
     low = sum(own.nbytes for layer in range(LAYERS - count, LAYERS) for own in engine.model.tensors[layer].values())
+    low += engine.placement.card.head_bytes
     assert engine.placement.devices.count("cuda") == count and low <= card.crossed.placed < low * 1.02
     assert divergence(logits(engine), exact) < 1e-4
 
