@@ -64,5 +64,6 @@ def placed(ops: object, config: ModelConfig, tensor: ModelTensor, data: np.ndarr
     there = {name: None if getattr(norm, name) is None else ops.put(getattr(norm, name), "f32") for name in ("weight", "bias")}
     weight = Weight(tensor.spec, tensor.shape, {"data": matrix.reshape(tensor.shape) if tensor.spec.is_raw else matrix})
     head = CardHead(ops, replace(norm, **there), Linear(weight), config.final_logit_softcapping, 1 / config.logits_scaling)
-    head.logits(np.linspace(-1, 1, tensor.shape[1], dtype=np.float32)[None])
+    with ops.within_memory("the GPU ran out of memory for the head"):
+        head.logits(np.linspace(-1, 1, tensor.shape[1], dtype=np.float32)[None])
     return None if ops.products.is_slow else head

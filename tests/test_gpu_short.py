@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from effllm import DoesNotFit, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.kernels.cuda.device import SimulatedDevice
+from effllm.kernels.cuda import device
+from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.offload.plan_gpu import Copied
 from effllm.offload.size import format_size
@@ -167,3 +169,13 @@ def test_a_card_that_is_there_and_cannot_be_used_is_told_with_its_reason(error: 
     assert notices == [f"a GPU is here and cannot be used: running on the CPU ({reason})"]
     with pytest.raises(UsageError, match=f"--device cuda: {reason}"):
         devices.gpu(EngineOptions(device="cuda"), notices)
+
+
+def test_what_bits_depend_on_is_known_of_builds_that_name_triton_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    assert CudaDevice().kind.startswith(f"a card {torch.__version__} ")
+    monkeypatch.setattr(device, "version", unknown)
+    assert CudaDevice().kind in (f"a card {torch.__version__} {found}" for found in (True, False))

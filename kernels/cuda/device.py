@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -70,8 +70,8 @@ class Device(Protocol):
     """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none, as does `link_rate`, in bytes a
     second. `bring` and `fetch` copy an array there and a tensor back, and have done so when they return. `recorded` gives what
     runs the kernels of `run` again, over the same memory, and their result, which is there once that has run. Raises RuntimeError where
-    `run` waits for the device. `compiles`: Triton's kernels can be tried. `release` lets
-    go of what the last recording holds. `kind`: what the bits of its results depend on."""
+    `run` waits for the device. `release` lets go of what the last recording holds. `compiles`: Triton's kernels can be tried. `kind`: what
+    the bits of its results depend on."""
 
     name: str
     torch: torch.device
@@ -145,8 +145,11 @@ class CudaDevice:
 
     @cached_property
     def kind(self) -> str:
-        versions = [distribution(name).version for name in ("torch", "triton") if find_spec(name)]
-        return " ".join((torch.cuda.get_device_name(self.torch), *versions))
+        try:  # what builds of torch bring may be called otherwise
+            triton = version("triton")
+        except PackageNotFoundError:
+            triton = str(find_spec("triton") is not None)
+        return f"{torch.cuda.get_device_name(self.torch)} {torch.__version__} {triton}"
 
     def link_rate(self) -> float:
         with within_memory("there is no memory to measure the way to the GPU with"):

@@ -103,6 +103,22 @@ def _steps(blob, block, depth, tile, half, mask, scales, zeros, tables, BITS: tl
 
 
 @triton.jit
+def _codes(at, low, high, mask, quad: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, EVEN: tl.constexpr):
+    """Codes int32 [V, 16, 4] of a quad of each tile, and the vectors of the first and second plane that hold them: those of the quad
+    before, or read here where it is the first of a vector."""
+    IN_VECTOR: tl.constexpr = 8 // FIRST
+    IN_SECOND: tl.constexpr = 8 // (BITS - FIRST) if BITS > FIRST else 8
+    if quad % IN_VECTOR == 0:
+        low = _bytes(at + quad // IN_VECTOR * _VECTOR, mask, EVEN)
+    code = low >> quad % IN_VECTOR * FIRST & (1 << FIRST) - 1
+    if BITS > FIRST:
+        if quad % IN_SECOND == 0:
+            high = _bytes(at + (FIRST + quad // IN_SECOND) * _VECTOR, mask, EVEN)
+        code |= (high >> quad % IN_SECOND * (BITS - FIRST) & (1 << BITS - FIRST) - 1) << FIRST
+    return code, low, high
+
+
+@triton.jit
 def _opened(code, step, less, blob, tables, mask, SCHEME: tl.constexpr, EVEN: tl.constexpr):
     """Weights of codes before the scale of their row. Nothing is rounded: products have at most 24 bits, and are multiples of one step."""
     if SCHEME == _CODEBOOK or SCHEME == _MXFP:
@@ -116,8 +132,6 @@ def _opened(code, step, less, blob, tables, mask, SCHEME: tl.constexpr, EVEN: tl
 def _product_of_codes(x, blob, out, rows, inputs, depth, scales, zeros, row_scales, tables, TOKENS, T: tl.constexpr, V: tl.constexpr,
                       BITS: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, SCHEME: tl.constexpr, EVEN: tl.constexpr):
     """A row block and a share of its inputs times TOKENS of T columns: out[share, TOKENS, rows]."""
-    IN_VECTOR: tl.constexpr = 8 // FIRST
-    IN_SECOND: tl.constexpr = 8 // (BITS - FIRST) if BITS > FIRST else 8
     block, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row, input_, token = tl.arange(0, _ROWS), tl.arange(0, 4)[None, None, :], tl.arange(0, T)
     of_token, lane = token[:, None, None, None] * inputs, row[None, :, None] * 4 + input_
@@ -127,16 +141,11 @@ def _product_of_codes(x, blob, out, rows, inputs, depth, scales, zeros, row_scal
         mask = tile < depth // _TILE
         at = blob + (block * (depth // _TILE) + tile) * (_VECTOR * BITS) + lane
         step, less = _steps(blob, block, depth, tile, 0, mask, scales, zeros, tables, BITS, GROUP, SCHEME, EVEN)
+        low, high = tl.zeros([V, _ROWS, 4], tl.int32), tl.zeros([V, _ROWS, 4], tl.int32)
         for quad in tl.static_range(_QUADS):
             if quad == 4 and GROUP == 16:
                 step, less = _steps(blob, block, depth, tile, 1, mask, scales, zeros, tables, BITS, GROUP, SCHEME, EVEN)
-            if quad % IN_VECTOR == 0:
-                low = _bytes(at + quad // IN_VECTOR * _VECTOR, mask, EVEN)
-            code = low >> quad % IN_VECTOR * FIRST & (1 << FIRST) - 1
-            if BITS > FIRST:
-                if quad % IN_SECOND == 0:
-                    high = _bytes(at + (FIRST + quad // IN_SECOND) * _VECTOR, mask, EVEN)
-                code |= (high >> quad % IN_SECOND * (BITS - FIRST) & (1 << BITS - FIRST) - 1) << FIRST
+            code, low, high = _codes(at, low, high, mask, quad, BITS, FIRST, EVEN)
             w = _opened(code, step, less, blob, tables, mask, SCHEME, EVEN)
             place = tl.broadcast_to(tile * _TILE + quad * 4 + input_, [V, _ROWS, 4])  # in the order of the weights: nothing is exchanged
             if EVEN:
@@ -187,8 +196,6 @@ def _add_outliers(x, blob, out, rows, inputs, sparse, sparse_count, blocks, TOKE
 def _open(blob, out, from_block, rows, inputs, depth, scales, zeros, row_scales, tables, V: tl.constexpr, BITS: tl.constexpr,
           FIRST: tl.constexpr, GROUP: tl.constexpr, SCHEME: tl.constexpr):
     """V tiles of a row block as out[rows, inputs], whose first row is that of `from_block`."""
-    IN_VECTOR: tl.constexpr = 8 // FIRST
-    IN_SECOND: tl.constexpr = 8 // (BITS - FIRST) if BITS > FIRST else 8
     block = from_block + tl.program_id(0)
     row, input_ = tl.arange(0, _ROWS)[None, :, None], tl.arange(0, 4)[None, None, :]
     tile = tl.program_id(1) * V + tl.arange(0, V)[:, None, None]
@@ -197,16 +204,11 @@ def _open(blob, out, from_block, rows, inputs, depth, scales, zeros, row_scales,
     scale = _row_scales(blob + row_scales + 2 * (block * _ROWS + row))
     to = out + (tl.program_id(0) * _ROWS + row).to(tl.int64) * inputs
     step, less = _steps(blob, block, depth, tile, 0, mask, scales, zeros, tables, BITS, GROUP, SCHEME, False)
+    low, high = tl.zeros([V, _ROWS, 4], tl.int32), tl.zeros([V, _ROWS, 4], tl.int32)
     for quad in tl.static_range(_QUADS):
         if quad == 4 and GROUP == 16:
             step, less = _steps(blob, block, depth, tile, 1, mask, scales, zeros, tables, BITS, GROUP, SCHEME, False)
-        if quad % IN_VECTOR == 0:
-            low = _bytes(at + quad // IN_VECTOR * _VECTOR, mask, False)
-        code = low >> quad % IN_VECTOR * FIRST & (1 << FIRST) - 1
-        if BITS > FIRST:
-            if quad % IN_SECOND == 0:
-                high = _bytes(at + (FIRST + quad // IN_SECOND) * _VECTOR, mask, False)
-            code |= (high >> quad % IN_SECOND * (BITS - FIRST) & (1 << BITS - FIRST) - 1) << FIRST
+        code, low, high = _codes(at, low, high, mask, quad, BITS, FIRST, False)
         place = tile * _TILE + quad * 4 + input_
         w = _opened(code, step, less, blob, tables, mask, SCHEME, False) * scale
         tl.store(to + place, w, mask=(place < inputs) & (block * _ROWS + row < rows))
