@@ -23,6 +23,7 @@ from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET, SIX_BITS
 from effllm.kernels.deferred import compiler
+from effllm.kernels.target import target
 from effllm.kernels.tiles import scales_nbytes
 from effllm.quant.spec import QuantSpec
 
@@ -43,12 +44,14 @@ TARGETS = {
     "avx512vbmi": ("znver4", f"{AVX512},+avx512bw,+avx512vbmi",
                    ("avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl", "avx512vnni", "avx512vbmi")),
 }
-OWN = "avx512vbmi" if SIX_BITS else INSTRUCTION_SET
+TARGETS["znver5"] = ("znver5", *TARGETS["avx512vbmi"][1:])  # the same instructions, of which it makes two products a cycle
+OWN = "znver5" if SIX_BITS and target()[0] == "znver5" else "avx512vbmi" if SIX_BITS else INSTRUCTION_SET
 if "avx512vnni" in cpu_features() and "avxvnni" not in cpu_features():  # 256-bit vectors of the instruction's other encoding
     TARGETS["avx2vnni"] = ("cascadelake", f"{AVX512},-avx512bw", ("avx512f", "avx512dq", "avx512cd", "avx512vl", "avx512vnni"))
 # What multiplies, as the assembler writes it.
 DOT = {"avx512": r"vpdpbusd\t.*%zmm", "avx2vnni": r"vpdpbusd\t.*%ymm", "avx2": r"vpmaddubsw\t.*%ymm", "portable": r"pmaddwd|pmullw|pmull"}
-DOT["avx512vbmi"] = DOT["avx512"]
+DOT["avx512vbmi"] = DOT["znver5"] = DOT["avx512"]
+WIDE = ("avx512", "avx512vbmi", "znver5")
 LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("codebook2:16", "codebook"), ("symmetric8:32", "plain"),
          ("super4:32", "super"), ("super5:32", "super"), ("signed6:16", "signed"))
 
@@ -150,9 +153,9 @@ def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
     for text, assembly in found.items():
         assert re.search(DOT[name], assembly), text
         # nothing wider or newer than what was asked for
-        assert name in ("avx512", "avx512vbmi") or "%zmm" not in assembly
-        assert name in ("avx512", "avx512vbmi", "avx2vnni") or "vpdpbusd" not in assembly
-        assert ("vpermb" in assembly) == (name == "avx512vbmi" and text.startswith("codebook"))
+        assert name in WIDE or "%zmm" not in assembly
+        assert name in (*WIDE, "avx2vnni") or "vpdpbusd" not in assembly
+        assert ("vpermb" in assembly) == (name in WIDE[1:] and text.startswith("codebook"))
 
 
 @pytest.mark.skipif("avx2" not in cpu_features(), reason="the emulation is written in AVX2")
@@ -207,6 +210,27 @@ def test_several_columns_of_wide_vectors_keep_two_row_blocks_in_registers(tmp_pa
     loops = [re.split(r"\n\tj\w+\t", each)[0] for each in re.split(r"\n(?=\.LBB)", found) if "vpdpbusd" in each]
     both = next(each for each in loops if len(re.findall(r"vpdpbusd\t", each)) == 16)
     assert len(re.findall(r"vpbroadcastd\t", both)) == 8 + 2 and "rsp" not in both
+
+
+def groups_assembly() -> str:
+    """The tile of a prompt with groups of 32 inputs that have one shift, alone in a function."""
+    from effllm.kernels.cpu.gemm_groups import group_product
+
+    @compiler().njit(f"void({', '.join(['int64'] * 7)})", error_model="numpy")
+    def run(weights, factors, shifts, stride, panel, out, inputs):
+        group_product(weights, factors, shifts, stride, panel, out, inputs)
+
+    return "\n".join(run.inspect_asm().values())
+
+
+def test_groups_end_in_registers_where_two_products_a_cycle_are_made(tmp_path):
+    """A group of three tokens: twelve products a step, twelve conversions at its end, and no sum is stored."""
+    found = groups_assembly() if OWN == "znver5" else child("import test_instruction_sets as t; print(t.groups_assembly())", tmp_path,
+                                                            forced="znver5")
+    loops = [re.split(r"\n\tj\w+\t", each)[0] for each in re.split(r"\n(?=\.LBB)", found) if "vpdpbusd" in each]
+    group = max(loops, key=lambda each: len(re.findall(r"vpdpbusd\t", each)))
+    assert len(re.findall(r"vpdpbusd\t", group)) % 12 == 0 and len(re.findall(r"vcvtdq2ps\t", group)) in (0, 12)
+    assert len(re.findall(r"vmov\w+\t%zmm\d+, [^%\n]*\(", group)) <= 4, "running sums are in memory"
 
 
 # -- everything ----------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,15 @@ from ..tiles import AFFINE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, normalise
 from .gemm_expand import SCALED_SHIFT
+from .gemm_groups import (
+    group_product,
+    half_group_product,
+    minimum_product,
+    narrow_half_product,
+    narrow_minimum_product,
+    narrow_product,
+    shifted_group_product,
+)
 from .gemm_steps import stepped_product
 from .gemm_stripes import (
     BIAS,
@@ -64,14 +73,8 @@ from .gemm_tiles import (
     block_product,
     finish,
     finish_adding,
-    group_product,
-    half_group_product,
-    minimum_product,
-    narrow_half_product,
-    narrow_minimum_product,
     narrow_outlier_sums,
     narrow_pack_block,
-    narrow_product,
     outlier_sums,
     pack_block,
     stepped_outlier_sums,
@@ -195,6 +198,8 @@ def _product(a, matrix, way, scratch, panel, sums, span, ahead):
         minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
     elif a[matrix + GROUP] == 16:
         half_group_product(wide, factors, shifts, stride, panel, sums, span)
+    elif stride != 0:
+        shifted_group_product(wide, factors, shifts, stride, panel, sums, span)
     else:
         group_product(wide, factors, shifts, stride, panel, sums, span)
 

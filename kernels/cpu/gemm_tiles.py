@@ -13,17 +13,20 @@ int8 activations (for `block_product` what its sums begin with: that times minus
 then its steps.
 
 What a step became, read from the assembly, nothing spilled: AVX-512 24 `vpdpbusd` on zmm for 4 loads and 6 broadcasts
-(2 and 12 took 8 to 20% longer: a load costs about half of what a multiplication does); AVX-VNNI 12 on ymm for 2 loads and 6
-broadcasts; AVX2 12 `vpmaddwd` and 12 `vpaddd` for the same. The multipliers are the limit, on AVX2 with the adders.
+(2 and 12 took 8 to 20% longer: a load costs about half of what a multiplication does), or with KEPT 12 for 4 and 3; AVX-VNNI
+12 on ymm for 2 loads and 6 broadcasts; AVX2 12 `vpmaddwd` and 12 `vpaddd` for the same. The multipliers are the limit, on AVX2 with the
+adders.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
+from ..target import target
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -57,6 +60,10 @@ VECTORS, TOKENS = {"avx512": (4, 6), "avx2vnni": (2, 6), "avx2": (2, 6), "neondo
 STRIPE = VECTORS * LANES  # rows
 STEP = VECTORS * WIDTH  # bytes of weights
 HEADER = 12 * TOKENS  # bytes
+# Where two products a cycle are made, running sums stay in registers from block to block, for half of a panel's tokens at a time: 7 loads
+# for 12 products instead of 10 for 24, but nothing is read and written where a block or a group ends.
+KEPT = INSTRUCTION_SET == "avx512" and target()[0] == "znver5"
+AT_ONCE = TOKENS // 2 if KEPT else TOKENS  # tokens
 
 
 class Form(NamedTuple):
@@ -129,7 +136,7 @@ class Loop:
         return values
 
 
-def _steps(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Value, sums: list[ir.Value],
+def steps_of_tile(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Value, sums: list[ir.Value],
            tokens: int, ahead: ir.Value | None = None, form: Form = WHOLE) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
     """The innermost loop over `inputs`, a multiple of 16. Returns the addresses after them and the sums, [token][vector].
 
@@ -149,118 +156,110 @@ def _steps(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Val
     return weights, x, sums
 
 
-def _word(builder: ir.IRBuilder, header: ir.Value, row: int, token: int, kind: ir.Type) -> ir.Value:
+def header_word(builder: ir.IRBuilder, header: ir.Value, row: int, token: int, kind: ir.Type) -> ir.Value:
     return load(builder, offset(builder, header, 4 * (TOKENS * row + token)), kind, 4)
 
 
-def _total(builder: ir.IRBuilder, header: ir.Value, token: int, part: str) -> ir.Value:
+def input_total(builder: ir.IRBuilder, header: ir.Value, token: int, part: str) -> ir.Value:
     """The sum of a token's inputs in a part of a block."""
-    total = _word(builder, header, 2 if part == "first half" else 1, token, I32)
-    return builder.sub(total, _word(builder, header, 2, token, I32)) if part == "second half" else total
+    total = header_word(builder, header, 2 if part == "first half" else 1, token, I32)
+    return builder.sub(total, header_word(builder, header, 2, token, I32)) if part == "second half" else total
 
 
-def _start(builder: ir.IRBuilder, header: ir.Value, tokens: int, shifts: list[ir.Value] | None, part: str = "whole") -> list[ir.Value]:
-    """Sums to begin with, which take the shift of the weights back: minus shift (per vector of rows) times the sum of a token's inputs, or
-    what the header says where all rows have the same shift (`shifts` None)."""
+def first_sums(builder: ir.IRBuilder, header: ir.Value, tokens: int, shift: ir.Value | None, part: str = "whole") -> list[ir.Value]:
+    """Sums to begin with, which take the shift of the weights back: minus the shift, one number for all rows, times the sum of a token's
+    inputs; None: what the header says."""
     if PAIRS:
         return [constant(WORDS, 0)] * (VECTORS * tokens)
     first = []
     for t in range(tokens):
-        if shifts is None:
-            first += [splat(builder, _word(builder, header, 1, t, I32), WORDS)] * VECTORS
-            continue
-        total = splat(builder, builder.neg(_total(builder, header, t, part)), WORDS)
-        first += [builder.mul(total, shift) for shift in shifts]
+        if shift is None:
+            total = header_word(builder, header, 1, t, I32)
+        else:
+            total = builder.mul(builder.neg(input_total(builder, header, t, part)), shift)
+        first += [splat(builder, total, WORDS)] * VECTORS
     return first
 
 
-def _flush(builder: ir.IRBuilder, out: ir.Value, header: ir.Value, sums: list[ir.Value], tokens: int, factors: list[ir.Value] | None,
-           minima: list[ir.Value] | None = None, shifts: list[ir.Value] | None = None, part: str = "whole") -> None:
-    """out[token][row] += scale of the token * (factor of the row * sum), as one fused multiply-add; minima, times the sum of the token's
-    inputs, go to the product by another. So do `shifts`, to the sum: both are whole numbers below 2**24, which float32 holds. Sums of 16
-    bits, two a row, become one."""
+def panel_by_turns(builder: ir.IRBuilder, panel: ir.Value, out: ir.Value,
+                   product: Callable[[ir.Value, ir.Value, list[ir.Value], bool], list[ir.Value]]) -> None:
+    """`product` of a panel with a stripe for AT_ONCE tokens after AT_ONCE tokens, given the panel and out[token][row] from their first on.
+    With KEPT it is also given what lies there, [token][vector], and returns what comes there; else it adds to it in memory. The last
+    argument: is it the first turn?"""
+    for first in range(0, TOKENS, AT_ONCE):
+        at = [offset(builder, out, 4 * LANES * (VECTORS * first + i)) for i in range(VECTORS * AT_ONCE)]
+        running = [load(builder, each, FLOATS, 4) for each in at] if KEPT else []
+        running = product(offset(builder, panel, 4 * first), at[0], running, first == 0)
+        for value, place in zip(running, at if KEPT else [], strict=True):
+            store(builder, value, place, 4)
+
+
+def add_sums(builder: ir.IRBuilder, out: ir.Value, running: list[ir.Value], header: ir.Value, sums: list[ir.Value],
+             factors: list[ir.Value] | None, minima: list[ir.Value] | None = None, shifts: list[ir.Value] | None = None,
+             part: str = "whole") -> list[ir.Value]:
+    """`with_sums` of `running`, which is returned; without KEPT of what lies at out[token][row], in place."""
+    if KEPT:
+        return list(with_sums(builder, running, header, sums, factors, minima, shifts, part))
     # Without this the compiler keeps what it has stored, in more registers than there are.
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
     out = in_register(builder, out)
-    for t in range(tokens):
-        scale = splat(builder, _word(builder, header, 0, t, F32), FLOATS)
-        total = builder.sitofp(splat(builder, _total(builder, header, t, part), WORDS), FLOATS) if minima or shifts else None
-        for v in range(VECTORS):
-            at = offset(builder, out, 4 * LANES * (VECTORS * t + v))
-            value = sums[VECTORS * t + v]
-            if value.type == HALVES:
-                both = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
-                value = builder.call(both, [value, constant(HALVES, 1)])
-            value = builder.sitofp(value, FLOATS)
-            if shifts:
-                value = fma(builder, shifts[v], total, value)
-            if factors:
-                value = builder.fmul(value, factors[v])
-            if minima:
-                value = fma(builder, minima[v], total, value)
-            store(builder, fma(builder, value, scale, load(builder, at, FLOATS, 4)), at, 4)
+    at = lambda i: offset(builder, out, 4 * LANES * i)  # noqa: E731
+    old = (load(builder, at(i), FLOATS, 4) for i in range(len(sums)))
+    for i, value in enumerate(with_sums(builder, old, header, sums, factors, minima, shifts, part)):
+        store(builder, value, at(i), 4)
+    return []
 
 
-def _block_product(tokens: int):
-    @intrinsic
-    def run(typingctx, weights, panel, out, inputs, block, ahead):
-        """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs; `inputs` a multiple of TILE in all.
+def with_sums(builder: ir.IRBuilder, old: Iterable[ir.Value], header: ir.Value, sums: list[ir.Value], factors: list[ir.Value] | None,
+              minima: list[ir.Value] | None = None, shifts: list[ir.Value] | None = None, part: str = "whole") -> Iterator[ir.Value]:
+    """Old values [token][vector], each + scale of the token * (factor of the row * sum), as one fused multiply-add; minima, times the sum
+    of the token's inputs, go to the product by another. So do `shifts`, to the sum: both are whole numbers below 2**24, which float32
+    holds. Sums of 16 bits, two a row, become one."""
+    scale = total = None
+    for i, (before, value) in enumerate(zip(old, sums, strict=True)):
+        t, v = divmod(i, VECTORS)
+        if v == 0:
+            scale = splat(builder, header_word(builder, header, 0, t, F32), FLOATS)
+            if minima or shifts:
+                total = builder.sitofp(splat(builder, input_total(builder, header, t, part), WORDS), FLOATS)
+        if value.type == HALVES:
+            both = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
+            value = builder.call(both, [value, constant(HALVES, 1)])
+        value = builder.sitofp(value, FLOATS)
+        if shifts:
+            value = fma(builder, shifts[v], total, value)
+        if factors:
+            value = builder.fmul(value, factors[v])
+        if minima:
+            value = fma(builder, minima[v], total, value)
+        yield fma(builder, value, scale, before)
 
-        The panel's sums are those of `pack_block` with a factor of minus the stripe's shift. A panel `ahead` bytes further is asked for.
-        """
 
-        def codegen(context, builder, signature, args):
-            weights, panel, out, inputs, block, ahead = args
-            blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
-            loop = Loop(builder, blocks, [weights, panel, inputs], "blocks")
-            weights, panel, left = loop.values
+@intrinsic
+def block_product(typingctx, weights, panel, out, inputs, block, ahead):
+    """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs; `inputs` a multiple of TILE in all.
+
+    The panel's sums are those of `pack_block` with a factor of minus the stripe's shift. A panel `ahead` bytes further is asked for.
+    """
+
+    def codegen(context, builder, signature, args):
+        weights, panel, out, inputs, block, ahead = args
+        blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
+
+        def product(panel: ir.Value, out: ir.Value, running: list[ir.Value], asks: bool) -> list[ir.Value]:
+            loop = Loop(builder, blocks, [weights, panel, inputs, *running], "blocks")
+            own, panel, left, *running = loop.values
             here = builder.select(builder.icmp_signed("<", left, block), left, block)
-            first = _start(builder, panel, tokens, None)
-            after, following, sums = _steps(builder, weights, builder.add(panel, I64(HEADER)), here, first, tokens, ahead)
-            _flush(builder, out, panel, sums, tokens, None)
-            loop.end([after, following, builder.sub(left, block)])
-            return context.get_dummy_value()
+            first = first_sums(builder, panel, AT_ONCE, None)
+            steps = builder.add(panel, I64(HEADER))
+            own, following, sums = steps_of_tile(builder, own, steps, here, first, AT_ONCE, ahead if asks else None)
+            running = add_sums(builder, out, running, panel, sums, None)
+            return loop.end([own, following, builder.sub(left, block), *running])[3:]
 
-        return types.void(*[types.int64] * 6), codegen
+        panel_by_turns(builder, panel, out, product)
+        return context.get_dummy_value()
 
-    return run
-
-
-def _group_product(tokens: int, halves: bool, with_minima: bool = False, form: Form = WHOLE):
-    """`halves`: groups of 16 inputs, two in a block; else at most one. `with_minima`: in the place of shifts (there are none) float32
-    minima, negative, of every block."""
-
-    @intrinsic
-    def run(typingctx, weights, factors, shifts, stride, panel, out, inputs):
-        """out[token][STRIPE] (float32) += scale * (factor * sum), group by group; blocks of TILE inputs, `inputs` of them in all.
-
-        factors: float32 [group or half block][STRIPE]. shifts: int32 [STRIPE], what the unsigned bytes of the stripe are above the
-        weights; `stride` bytes further for every block (0: always the same).
-        """
-
-        def codegen(context, builder, signature, args):
-            weights, factors, shifts, stride, panel, out, inputs = args
-            loop = Loop(builder, builder.lshr(inputs, I64(5)), [weights, factors, shifts, panel], "groups")
-            weights, factors, shifts, header = loop.values
-            kind, minima, above = FLOATS if with_minima else WORDS, None, None
-            rows = [load(builder, offset(builder, shifts, 4 * LANES * v), kind, 4) for v in range(VECTORS)]
-            if with_minima:
-                rows, minima = [constant(WORDS, 0)] * VECTORS, rows
-            elif form.halves:
-                above = [builder.sitofp(builder.neg(each), FLOATS) for each in rows]
-            steps = builder.add(header, I64(HEADER))
-            for part in ("first half", "second half") if halves else ("whole",):
-                first = [constant(HALVES, 0)] * (VECTORS * tokens) if form.halves else _start(builder, header, tokens, rows, part)
-                weights, steps, sums = _steps(builder, weights, steps, I64(16 if halves else 32), first, tokens, form=form)
-                scales = [load(builder, offset(builder, factors, 4 * LANES * v), FLOATS, 4) for v in range(VECTORS)]
-                _flush(builder, out, header, sums, tokens, scales, minima, above, part)
-                factors = builder.add(factors, I64(4 * STRIPE))
-            loop.end([weights, factors, builder.add(shifts, stride), steps])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
-
-    return run
+    return types.void(*[types.int64] * 6), codegen
 
 
 def _correction(form: Form):
@@ -383,12 +382,6 @@ def _finish(add: bool):
 
 outlier_sums, pack_block = _correction(WHOLE), _packing(WHOLE)
 finish, finish_adding = _finish(False), _finish(True)
-block_product = _block_product(TOKENS)
-half_group_product, group_product = _group_product(TOKENS, True), _group_product(TOKENS, False)
-minimum_product = _group_product(TOKENS, False, with_minima=True)
 stepped_outlier_sums, stepped_pack_block = _correction(STEPPED), _packing(STEPPED)
 # Of codes of up to four bits. Where that form is the other one as well, so are these.
 narrow_outlier_sums, narrow_pack_block = (_correction(NARROW), _packing(NARROW)) if NARROW.halves else (outlier_sums, pack_block)
-narrow_half_product, narrow_product, narrow_minimum_product = (
-    (_group_product(TOKENS, True, form=NARROW), _group_product(TOKENS, False, form=NARROW), _group_product(TOKENS, False, True, NARROW))
-    if NARROW.halves else (half_group_product, group_product, minimum_product))

@@ -1,0 +1,70 @@
+"""Register tiles of the int8 product for weights whose groups stay apart: a factor of its own every 16 or 32 inputs, where the integer sums
+end and go to float32.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from ..deferred import intrinsic, types
+from .gemm_tiles import AT_ONCE, HEADER, NARROW, STRIPE, VECTORS, WHOLE, Form, Loop, add_sums, first_sums, panel_by_turns, steps_of_tile
+from .int8_ir import FLOATS, HALVES, LANES, WORDS, constant, load, offset
+from .intrinsics import I32, I64
+
+
+def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, alike: bool = False):
+    """`halves`: groups of 16 inputs, two in a block; else at most one. `with_minima`: in the place of shifts (there are none) float32
+    minima, negative, of every block. `alike`: all rows have one shift."""
+
+    @intrinsic
+    def run(typingctx, weights, factors, shifts, stride, panel, out, inputs):
+        """out[token][STRIPE] (float32) += scale * (factor * sum), group by group; blocks of TILE inputs, `inputs` of them in all.
+
+        factors: float32 [group or half block][STRIPE]. shifts: int32 [STRIPE], what the unsigned bytes of the stripe are above the
+        weights; `stride` bytes further for every block (0: always the same).
+        """
+
+        def codegen(context, builder, signature, args):
+            weights, factors, shifts, stride, panel, out, inputs = args
+
+            def product(panel: ir.Value, out: ir.Value, running: list[ir.Value], asks: bool) -> list[ir.Value]:
+                loop = Loop(builder, builder.lshr(inputs, I64(5)), [weights, factors, shifts, panel, *running], "groups")
+                at, own, shift, header, *running = loop.values
+                one_shift = minima = above = None
+                if with_minima:
+                    minima = vectors(shift, FLOATS)
+                elif form.byte_weights and alike:
+                    one_shift = load(builder, shift, I32, 4)
+                elif form.byte_weights:
+                    above = [builder.sitofp(builder.neg(each), FLOATS) for each in vectors(shift, WORDS)]
+                steps = builder.add(header, I64(HEADER))
+                for part in ("first half", "second half") if halves else ("whole",):
+                    if one_shift is None:
+                        first = [constant(HALVES if form.halves else WORDS, 0)] * (VECTORS * AT_ONCE)
+                    else:
+                        first = first_sums(builder, header, AT_ONCE, one_shift, part)
+                    at, steps, sums = steps_of_tile(builder, at, steps, I64(16 if halves else 32), first, AT_ONCE, form=form)
+                    running = add_sums(builder, out, running, header, sums, vectors(own, FLOATS), minima, above, part)
+                    own = builder.add(own, I64(4 * STRIPE))
+                return loop.end([at, own, builder.add(shift, stride), steps, *running])[4:]
+
+            def vectors(address: ir.Value, kind: ir.Type) -> list[ir.Value]:
+                """Of the stripe's rows."""
+                return [load(builder, offset(builder, address, 4 * LANES * v), kind, 4) for v in range(VECTORS)]
+
+            panel_by_turns(builder, panel, out, product)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return run
+
+
+# groups of 16 inputs have no zeros of their own
+half_group_product, group_product = _group_product(True, alike=True), _group_product(False, alike=True)
+shifted_group_product = _group_product(False)
+minimum_product = _group_product(False, with_minima=True)
+# Of codes of up to four bits. Where that form is the other one as well, so are these.
+narrow_half_product, narrow_product, narrow_minimum_product = (
+    (_group_product(True, form=NARROW), _group_product(False, form=NARROW), _group_product(False, True, NARROW))
+    if NARROW.halves else (half_group_product, shifted_group_product, minimum_product))
