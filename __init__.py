@@ -41,6 +41,15 @@ class DoesNotFit(EffllmError):
     exit_code = 4
 
 
+class MemoryTooSmall(DoesNotFit):
+    """The host's memory is too small for a plan, which takes `least` bytes of it. `shorter`: tokens of a context that fits, 0 where none
+    was found."""
+
+    def __init__(self, message: str, hint: str = "", least: int = 0, shorter: int = 0) -> None:
+        super().__init__(message, hint)
+        self.least, self.shorter = least, shorter
+
+
 class DiskFull(DoesNotFit):
     """A disk, a quota or a limit on the size of files has no room for what is being written, whatever that is."""
 

@@ -1,14 +1,13 @@
 """A plan for a mixture of which not all experts fit: everything else stays, and what memory is left is slots for experts."""
 
-from .. import DoesNotFit
 from .plan import AUTO_CTX, Budget, Demand, Placement, kv_nbytes, largest, with_slack
-from .size import SPARE, asked_mib, format_size
+from .size import SPARE, format_size, memory_too_small
 
 
 def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
     """All on the host; the context comes before slots.
 
-    Raises DoesNotFit with the number of slots that the budget holds and the least that is of use: with fewer than the experts of two
+    Raises MemoryTooSmall with the number of slots that the budget holds and the least that is of use: with fewer than the experts of two
     tokens, every token drives out what the next one needs, whatever the policy.
     """
     experts = demand.experts
@@ -22,11 +21,10 @@ def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, 
     if not ctx or needed + least > budget.ram:
         held = max(0, budget.ram - needed) // experts.slot_nbytes
         shorter = largest(lambda ctx: fixed(ctx) + least + SPARE <= budget.ram, min(ctx_max, ctx), quantum)
-        ram = f"--ram {asked_mib(needed + least)}"
-        raise DoesNotFit(
+        raise memory_too_small(
             f"{format_size(budget.ram)} of memory hold {held} of {experts.count} experts beside {format_size(needed)} of all else; it "
             f"takes {experts.least}, {-(-experts.least // experts.layers)} a layer, and {format_size(needed + least)}",
-            f"-c {shorter} fits; {ctx} tokens take {ram}" if shorter else f"it takes {ram}, fewer bits, or a smaller model")
+            needed + least, ctx, shorter, "fewer bits, or a smaller model")
     slots = min(experts.count, (budget.ram - needed) // experts.slot_nbytes)
     notes = [f"{slots} of {experts.count} experts stay in memory, the others are read from the disk when a token needs them"
              if slots < experts.count else "the embedding stays on the disk: a token reads its row"]

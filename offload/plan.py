@@ -10,10 +10,10 @@ Sliding-window layers are planned as if they kept the whole context; exact per-l
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .. import DoesNotFit, UsageError
+from .. import DoesNotFit, MemoryTooSmall, UsageError
 from .notes import Fallback
 from .placement import Residency, Units, reside, slots_for
-from .size import SPARE, asked_mib, format_size
+from .size import SPARE, asked_mib, format_size, memory_too_small
 
 # With the device left open, layers move back to the host only for a context up to this; longer ones fill what memory is left.
 AUTO_CTX = 4096
@@ -246,11 +246,10 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
     fixed = with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx or quantum, quantum))
     if not ctx or not fits(ctx):
         shorter = largest(lambda ctx: fits(ctx, SPARE), min(ctx_max, ctx), quantum)
-        cache, ram = kv_nbytes(demand, ctx or quantum, quantum), f"--ram {asked_mib(fixed + least)}"
-        raise DoesNotFit(f"needs {format_size(fixed + least)} of memory even with weights read from the disk for every token (KV cache "
-                         f"{format_size(cache)} for {ctx or quantum} tokens + program and buffers {format_size(fixed + least - cache)}), "
-                         f"the budget is {format_size(budget.ram)}",
-                         f"-c {shorter} fits; {ctx} tokens take {ram}" if shorter else f"it takes {ram}, or a smaller model")
+        cache, needs = kv_nbytes(demand, ctx or quantum, quantum), fixed + least
+        said = (f"needs {format_size(needs)} of memory even with weights read from the disk for every token (KV cache {format_size(cache)} "
+                f"for {ctx or quantum} tokens + program and buffers {format_size(needs - cache)}), the budget is {format_size(budget.ram)}")
+        raise memory_too_small(said, needs, ctx, shorter, "or a smaller model")
     # Whatever is used by every token goes first: a neuron is used by few.
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
     window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
@@ -383,18 +382,19 @@ def _does_not_fit(demand: Demand, budget: Budget, split: _Split, ctx_max: int, q
     weights, kv = split.weights[side], split.kv[side]
     message = (f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for {split.ctx} tokens"
                f" + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}")
-    return DoesNotFit(message, _nearest(demand, budget, split, ctx_max, quantum))
+    hint, shorter = _nearest(demand, budget, split, ctx_max, quantum)
+    return DoesNotFit(message, hint) if side else MemoryTooSmall(message, hint, split.ram, shorter)
 
 
-def _nearest(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantum: int) -> str:
-    """What to ask for instead: less context, else other layers on the card, else the memory it takes."""
+def _nearest(demand: Demand, budget: Budget, split: _Split, ctx_max: int, quantum: int) -> tuple[str, int]:
+    """What to ask for instead: less context (and how much, else 0), else other layers on the card, else the memory it takes."""
     smaller = _largest_ctx(demand, replace(budget, ram=budget.ram - SPARE), split.gpu_layers, min(ctx_max, split.ctx), quantum)
     ram, vram = f"--ram {asked_mib(split.ram)}", f"--vram {-(-split.vram // 2**20)}Mi"
     short = " and ".join([ram] * (split.ram > budget.ram) + [vram] * (split.vram > budget.vram))
     if smaller:
-        return f"-c {smaller} fits; {split.ctx} tokens take {short}"
+        return f"-c {smaller} fits; {split.ctx} tokens take {short}", smaller
     counts = range(demand.layers, -1, -1) if budget.vram else range(0)
     count = next((n for n in counts if _fits(_split(demand, n, split.ctx, quantum), budget)), None)
     if count is not None:
-        return f"-ngl {count} fits" if count else "--device cpu fits"
-    return f"no context is short enough: it takes {short}, or a smaller model"
+        return f"-ngl {count} fits" if count else "--device cpu fits", 0
+    return f"no context is short enough: it takes {short}, or a smaller model", 0

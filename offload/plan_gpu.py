@@ -10,7 +10,7 @@ layer cross while the other is used.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .. import DoesNotFit, EffllmError
+from .. import DoesNotFit, EffllmError, MemoryTooSmall
 from .notes import Fallback
 from .plan import (
     AUTO_CTX,
@@ -30,9 +30,8 @@ from .plan import (
     with_slack,
 )
 from .plan_kv import PAGE, Spill, plan_tiers
-from .size import SPARE, format_size
+from .size import SPARE, asked_mib, format_size
 
-TOO_LONG = "no context is short enough: "
 BUFFERS = 2  # of each side: one layer crosses while the other is used
 
 
@@ -219,12 +218,13 @@ def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split:
     count = next((count for count in range(split.gpu_layers - 1, -1, -1) if fits(split.ctx, count, budget)), None)
     if count is not None:
         return DoesNotFit(message, f"-ngl {count} fits" if count else "--device cpu fits")
-    wanted = f"{TOO_LONG}it takes --vram {-(-split.vram // 2**20)}Mi"
+    wanted = f"no context is short enough: it takes --vram {-(-split.vram // 2**20)}Mi"
     try:
         placed(split.ctx, split.gpu_layers, replace(budget, vram=split.vram))
+    except MemoryTooSmall as error:
+        return DoesNotFit(message, f"{wanted} and --ram {asked_mib(error.least)}")
     except DoesNotFit as error:
-        also = error.hint.removeprefix(TOO_LONG).removeprefix("it takes ").replace(" fits", "")
-        return DoesNotFit(message, f"{wanted}, and then {also}")
+        return DoesNotFit(message, f"{wanted}, and then {error.hint}")
     return DoesNotFit(message, f"{wanted}, or a smaller model")
 
 

@@ -8,7 +8,7 @@ the disk, all that it takes.
 
 from dataclasses import dataclass, replace
 
-from .. import DoesNotFit
+from .. import DoesNotFit, MemoryTooSmall
 from .notes import Fallback
 from .placement import Residency, reside
 from .plan import Budget, Demand, Placement, _is_resident, _least, kv_pages, largest, page_nbytes, plan, with_slack
@@ -33,7 +33,12 @@ class Spill:
 
 
 class _Short(DoesNotFit):
-    """Refused, with what to ask for besides a shorter context as its hint."""
+    """Refused, with what to ask for besides a shorter context as its hint. `least`: the memory that it takes; None where it is the disk
+    that is too small."""
+
+    def __init__(self, message: str, hint: str, least: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.least = least
 
 
 def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
@@ -48,7 +53,10 @@ def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
     except _Short as short:
         more = f", or {short.hint}" if short.hint.startswith("--") else ""
         longest = _longest(demand, budget, ctx_max, ctx_wanted or ctx_max, spill)
-        raise DoesNotFit(short.message, f"-c {longest} fits{more}" if longest else short.hint) from None
+        hint = f"-c {longest} fits{more}" if longest else short.hint
+        if short.least is None:
+            raise DoesNotFit(short.message, hint) from None
+        raise MemoryTooSmall(short.message, hint, short.least, longest) from None
 
 
 def _longest(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spill) -> int:
@@ -154,7 +162,7 @@ def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
     try:
         own = held(pages if pages or fits(0) else kept)
     except DoesNotFit as error:
-        raise _Short(error.message, error.hint) from None
+        raise _Short(error.message, error.hint, error.least if isinstance(error, MemoryTooSmall) else None) from None
     placed = _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, own.residency, own.total_bytes)
     if placed.kv_pages is None:
         return placed  # another plan, with slots for its own cache
@@ -169,7 +177,7 @@ def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
         return alone
     even = f" even with {' and '.join(read)} read from the disk for every token" if read else ""
     raise _Short(f"needs {format_size(needed)} of memory{even}, the budget is {format_size(budget.ram)}",
-                 f"it takes --ram {asked_mib(needed)}, or a smaller model")
+                 f"it takes --ram {asked_mib(needed)}, or a smaller model", needed)
 
 
 def _in_memory(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill) -> Placement | None:

@@ -7,7 +7,7 @@ binary with the unit spelled out, so that a printed figure can be given back as 
 import re
 from fractions import Fraction
 
-from .. import UsageError
+from .. import MemoryTooSmall, UsageError
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE | re.ASCII)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -42,6 +42,13 @@ def format_size(nbytes: int) -> str:
 def asked_mib(nbytes: int) -> str:
     """What to give `--ram` for a plan of so many bytes: "123Mi", with SPARE."""
     return f"{-(-(nbytes + SPARE) // 2**20)}Mi"
+
+
+def memory_too_small(message: str, least: int, ctx: int, shorter: int, otherwise: str) -> MemoryTooSmall:
+    """The error for a plan of `ctx` tokens that takes `least` bytes, with `shorter` tokens, which fit, or `otherwise` as the next step."""
+    ram = f"--ram {asked_mib(least)}"
+    hint = f"-c {shorter} fits; {ctx} tokens take {ram}" if shorter else f"it takes {ram}, {otherwise}"
+    return MemoryTooSmall(message, hint, least, shorter)
 
 
 def several(count: int, noun: str) -> str:

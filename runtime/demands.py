@@ -4,14 +4,13 @@ the bytes of both for a context and passes of a length. Everything here is arith
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import DoesNotFit, UsageError
+from .. import DoesNotFit, MemoryTooSmall, UsageError
 from ..kernels.layout import PAGE, PageLayout
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
@@ -20,7 +19,7 @@ from ..offload.notes import Fallback
 from ..offload.placement import Units
 from ..offload.plan import Budget, Demand, Placement, largest
 from ..offload.plan_gpu import Copied, plan_split, with_head
-from ..offload.size import SPARE
+from ..offload.size import SPARE, asked_mib
 from ..quant.kv import PackedCodec, RawCodec, codec
 from ..quant.kv_ends import ENDS
 from . import card_head, devices, kv_disk
@@ -217,7 +216,7 @@ class Asked:
     def with_shorter(self, error: DoesNotFit, tokens: int) -> DoesNotFit:
         """Where memory of the host is too small for passes of so many tokens, the error with the longest context that is planned where that
         is asked for: its passes and exact tokens may take less memory than those of the one that was."""
-        if self.card is not None or " of memory" not in error.message:
+        if self.card is not None or not isinstance(error, MemoryTooSmall):
             return error
 
         def fits(ctx: int) -> bool:
@@ -227,11 +226,11 @@ class Asked:
                 return False
 
         asked, spare = self.options.ctx, replace(self.budget, ram=self.budget.ram - SPARE)
-        shorter, named = largest(fits, asked or self.config.context_length, PAGE), re.match(r"-c (\d+) fits", error.hint)
-        ram = re.search(r"--ram \d+Mi", error.hint)
-        if not shorter or ram is None or (named and shorter <= int(named[1])):
+        shorter, ram = largest(fits, asked or self.config.context_length, PAGE), f"--ram {asked_mib(error.least)}"
+        if shorter <= error.shorter:
             return error
-        return DoesNotFit(error.message, f"-c {shorter} fits; {f'{asked} tokens take' if asked else 'without -c it takes'} {ram[0]}")
+        hint = f"-c {shorter} fits; {f'{asked} tokens take' if asked else 'without -c it takes'} {ram}"
+        return MemoryTooSmall(error.message, hint, error.least, shorter)
 
     @cached_property
     def link(self) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import DoesNotFit, EffllmError, UsageError, typed
+from .. import DoesNotFit, EffllmError, MemoryTooSmall, UsageError, typed
 from ..kernels.layout import PAGE
 from ..kernels.threads import MOST_WORKERS, beyond
 from ..offload import hardware
@@ -314,7 +314,7 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
             except DoesNotFit:
                 raise error from None
             raise DoesNotFit(error.message, f"{error.hint}; without --load mmap what does not fit is read from the disk") from None
-        parts, of_memory = asked.cuts().parts, error.message.startswith("needs ") and " of memory" in error.message
+        parts, of_memory = asked.cuts().parts, isinstance(error, MemoryTooSmall)
         raise unstreamed(error, parts, folder) if of_memory and parts is not None and parts.kept_for else error from None
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from effllm import DoesNotFit, UsageError
+from effllm import DoesNotFit, MemoryTooSmall, UsageError
 from effllm.offload.plan import BlockBytes, Budget, Demand, Placement, plan
 from effllm.offload.size import format_size, parse_size
 
@@ -54,6 +54,16 @@ def test_a_context_beyond_the_model_is_announced() -> None:
     assert plan(demand(), Budget(GB), 512, ctx_wanted=1024).notes == (
         "a context of 1024 is beyond the 512 tokens that the model was made for",
     )
+
+
+def test_refusal_says_which_memory_is_too_small_and_what_would_do() -> None:
+    """By its kind, which others act on; the words are for people."""
+    with pytest.raises(MemoryTooSmall) as caught:
+        plan(demand(), Budget(600 * MB), 4096, 4096)
+    assert plan(demand(), Budget(caught.value.least), 4096, 4096) and plan(demand(), Budget(600 * MB), 4096, caught.value.shorter)
+    with pytest.raises(DoesNotFit) as caught:
+        plan(demand(), Budget(GB, 100 * MB), 4096, 4096, "cuda")
+    assert not isinstance(caught.value, MemoryTooSmall)
 
 
 def test_refusal_names_the_numbers_and_what_fits() -> None:
