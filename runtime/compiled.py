@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from .. import UsageError
+from .. import DoesNotFit, UsageError
 from .events import Progress
+
+if TYPE_CHECKING:
+    from .prepare import Prepared
+
+
+def refuse_while_cold(kinds: Sequence[str], prepare: Callable[[], Prepared]) -> None:
+    """What is wrong with a request, of which `prepare` makes the plan, is said before kernels are compiled for it; but for memory, which is
+    weighed with them. Nothing is done where none would be compiled."""
+    from ..kernels import warm
+
+    if not warm.is_cold(kinds):
+        return
+    with suppress(DoesNotFit):
+        prepared = prepare()
+        for opened in (prepared, prepared.speculating.draft):
+            if opened is not None:
+                opened.store.close()
 
 
 def compiled(kinds: Sequence[str]) -> Iterator[Progress]:

@@ -24,7 +24,7 @@ from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
 from .bundles import is_bundled
 from .cache import KVCache, open_cache
-from .compiled import compiled
+from .compiled import compiled, refuse_while_cold
 from .demands import LOGIT_ROWS
 from .devices import backends_of
 from .events import Notice, Progress
@@ -48,7 +48,9 @@ class Step:
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:
     """Yield what happens on the way, then the Engine. Nothing is silent: each decision that was not asked for is a Notice."""
     options = options or EngineOptions()
-    yield from open_prepared(lambda: prepare(folder, options), folder_kinds(folder, options))
+    kinds = folder_kinds(folder, options)
+    refuse_while_cold(kinds, lambda: prepare(folder, replace(options, strict=False)))
+    yield from open_prepared(lambda: prepare(folder, options), kinds)
 
 
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:

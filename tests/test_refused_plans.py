@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from gguf_samples import FABLE
 
-from effllm import DoesNotFit
+from effllm import DoesNotFit, UsageError
+from effllm.kernels import warm
+from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 
@@ -68,3 +70,16 @@ def test_a_shorter_context_is_named_as_it_would_be_planned(whole: Path, streams:
     assert 128 <= ctx < 2048 and planned(model, ram=f"{least + 2}Mi", ctx=ctx)
     assert planned(model, ram=f"{ram}Mi", ctx=asked)
     assert refused(model, ram=f"{least + 1}Mi", ctx=ctx + 128), "a mebibyte is for a program that is larger the next time"
+
+
+def test_what_is_wrong_with_a_request_is_said_before_kernels_are_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes tens of seconds. Memory is weighed with what is compiled, so that refusal comes after it."""
+    compiled = []
+    monkeypatch.setattr(warm, "is_cold", lambda kinds=(): True)
+    monkeypatch.setattr(warm, "warm", lambda kinds: compiled.append(kinds) or iter(()))
+    with pytest.raises(UsageError, match="more than the 2048 positions"):
+        list(open_engine(FABLE, EngineOptions(device="cpu", ctx=5000)))
+    assert not compiled
+    with pytest.raises(DoesNotFit):
+        list(open_engine(FABLE, EngineOptions(device="cpu", ctx=2048, ram="30M")))
+    assert compiled
