@@ -84,11 +84,14 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
                 screen: Screen) -> Iterator[tuple[Callable[[], Prepared], Sequence[str]]]:
     """Headers and plan, for when the engine opens, and the kinds of kernels that it will need."""
     from ..runtime.bench import prepare_synthetic
+    from ..runtime.compiled import refuse_while_cold
     from ..runtime.prepare import folder_kinds, kernel_kinds, prepare
 
     if synthetic is None:
         with at_bits(find_any(model, screen), weights, screen, options, text=False) as ref:
-            yield lambda: prepare(ref.folder, options), folder_kinds(ref.folder, options)
+            kinds = folder_kinds(ref.folder, options)
+            refuse_while_cold(kinds, lambda: prepare(ref.folder, options, rehearsal=True))
+            yield lambda: prepare(ref.folder, options), kinds
         return
     if weights.keep and "keep" not in weights.settled:
         raise UsageError("random weights are never kept", "drop --keep")

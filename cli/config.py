@@ -15,7 +15,7 @@ from .help import PlainGroup
 from .loading import bits_for, find, with_draft
 from .options import OUTPUT, AnswerFlags, AnyModel, BitsFlag, Json, RunFlags, SamplingFlags
 from .screen import Screen
-from .settings import PROJECT_FILE, demand_usable, known, origin, place
+from .settings import PROJECT_FILE, demand_usable, giving_way, known, origin, place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,9 +95,11 @@ def beside_model(shown: Sequence[Shown], ref: ModelRef, screen: Screen) -> Itera
     """What of the settings holds for a model: a run leaves out what it cannot have, in the words that are said here too. Raises what the
     run would."""
     set_here = {known()[each.key][1]: each.value for each in shown if each.origin not in (BUILT_IN, GENERATION)}
-    left = left_out({field: value for field, value in set_here.items() if field in RunFlags.__dataclass_fields__}, ref, screen)
+    asked = {field: value for field, value in set_here.items() if field in RunFlags.__dataclass_fields__}
+    weaker = giving_way(screen.environment, asked)
+    left = weaker | left_out({field: value for field, value in asked.items() if field not in weaker}, ref, screen)
     if "bits" in set_here and bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset(("bits",))), screen) is None:
-        left.add("bits")
+        left |= {"bits"}
     built_in = built_in_values()
     for each in shown:
         field = known()[each.key][1]

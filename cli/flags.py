@@ -187,9 +187,10 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
             values = {field.name: given.pop(field.name) for field in flags_of(kind)}
             settled = frozenset(flag for flag, value in values.items()
                                 if value is not None and value is not False and not is_typed(given["context"], flag))
-            given[name] = kind(**values, settled=settled)
             if settled:
-                judge_settled(given["context"].find_root().obj, kind, {flag: values[flag] for flag in settled})
+                left = judge_settled(given["context"].find_root().obj, kind, {flag: values[flag] for flag in settled})
+                values, settled = values | dict.fromkeys(left), settled - left
+            given[name] = kind(**values, settled=settled)
         return function(**given)
 
     call.__name__, call.__doc__, call.__module__ = function.__name__, function.__doc__, function.__module__
@@ -198,13 +199,15 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
     return call, frozenset(field.name for kind in groups.values() for field in flags_of(kind))
 
 
-def judge_settled(environment: Environment, group: type, values: Mapping[str, object]) -> None:
-    """Raise UsageError for a value of a group that no command could use, naming the variable or the line that it comes from."""
-    from .settings import demand_usable, place
+def judge_settled(environment: Environment, group: type, values: Mapping[str, object]) -> frozenset[str]:
+    """Which of these values give way to others from a stronger place. Raises UsageError for one that no command could use, naming the
+    variable or the line that it comes from."""
+    from .settings import demand_usable, giving_way, place
 
     for key, (field, _) in names_and_types(group).items():
         if field in values:
             demand_usable(key, values[field], place(environment, key))
+    return giving_way(environment, values)
 
 
 def say_variables_of_others(context: typer.Context) -> None:

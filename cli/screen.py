@@ -7,6 +7,7 @@ be wrapped or measured, and is loaded only for them: neither the first token nor
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -88,8 +89,10 @@ class Screen:
         self.environment.write((sanitize(text) if self._safe else text) + "\n")
 
     def json(self, value: object) -> None:
+        """One document; escaped where stdout has another encoding, which would replace letters, quotation marks among them."""
         self.clear()
-        self.environment.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+        plain = codecs.lookup(getattr(self.environment.stdout, "encoding", None) or "utf-8").name != "utf-8"
+        self.environment.write(json.dumps(value, ensure_ascii=plain, allow_nan=False) + "\n")
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> None:
         """Columns on stdout; numbers (`right`) are set flush right. Wrapped on a terminal, never in a pipe."""

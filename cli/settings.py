@@ -21,7 +21,7 @@ from .. import UsageError
 from ..runtime.small_file import read_whole
 from .flags import names_and_types, token_count, variable
 from .habits import meant_variable
-from .options import AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
+from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
 
 if TYPE_CHECKING:
     from .environment import Environment
@@ -57,6 +57,28 @@ def place(environment: Environment, key: str) -> str:
     """`origin`, as the beginning of an error names it."""
     where = origin(environment, key)
     return f"the variable {where}" if where == variable(key) else where
+
+
+def giving_way(environment: Environment, values: Mapping[str, object]) -> frozenset[str]:
+    """Of `values` of settings, by field, those that contradict one from a stronger place. Raises UsageError for two of one place."""
+    keys = {field: key for key, (_, field, _) in known().items()}
+    weaker = set()
+    for pair in CONTRADICTIONS:
+        holding = [name for name, value in pair if name in values and value in (None, values[name])]
+        if len(holding) < 2 or weaker & set(holding):
+            continue
+        ranks = [_rank(environment, keys[name]) for name in holding]
+        if ranks[0] == ranks[1]:
+            first, second = (f"--{keys[name]} ({place(environment, keys[name])})" for name in holding)
+            raise UsageError(f"{first} and {second} contradict each other", "leave one of them out")
+        weaker.add(holding[ranks.index(min(ranks))])
+    return frozenset(weaker)
+
+
+def _rank(environment: Environment, key: str) -> int:
+    """How strong the place is that a setting comes from: a file of the user, one of the working directory, a variable."""
+    where = origin(environment, key)
+    return 2 if where == variable(key) else 1 if where.startswith(f"{PROJECT_FILE}:") else 0
 
 
 def demand_usable(key: str, value: object, where: str) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def refuse_while_cold(kinds: Sequence[str], prepare: Callable[[], Prepared]) -> None:
-    """What is wrong with a request, of which `prepare` makes the plan, is said before kernels are compiled for it; but for memory, which is
-    weighed with them. Nothing is done where none would be compiled."""
+    """What is wrong with a request, of which `prepare` rehearses the plan, is said before kernels are compiled for it; but for memory,
+    which is weighed with them, and what hangs on it. Nothing is done where none would be compiled."""
     from ..kernels import warm
 
     if not warm.is_cold(kinds):

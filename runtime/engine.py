@@ -49,7 +49,7 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
     """Yield what happens on the way, then the Engine. Nothing is silent: each decision that was not asked for is a Notice."""
     options = options or EngineOptions()
     kinds = folder_kinds(folder, options)
-    refuse_while_cold(kinds, lambda: prepare(folder, replace(options, strict=False)))
+    refuse_while_cold(kinds, lambda: prepare(folder, options, rehearsal=True))
     yield from open_prepared(lambda: prepare(folder, options), kinds)
 
 

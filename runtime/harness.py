@@ -126,11 +126,11 @@ class Scoring:
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Token ids of both, cut where the tokens of the whole are cut: a space at the end of a context belongs to what follows."""
-        if not context:
-            return [self.begin], self._without_begin(self.text.encode(continuation))
         space = len(context) - len(context.rstrip())
         if space:
             context, continuation = context[:-space], context[-space:] + continuation
+        if not context:
+            return [self.begin], self._without_begin(self.text.encode(continuation))
         whole, first = self._prompt_ids(context + continuation), self._prompt_ids(context)
         return whole[: len(first)], whole[len(first) :]
 
@@ -162,7 +162,10 @@ class Scoring:
         stops = StopStrings([until] if isinstance(until, str) else [text for text in until if text])
         limit = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), LONGEST_ANSWER)
         sampler = Sampler(sampling_settings(options), self.engine.config.vocab_size)
-        limit = max(1, min(limit, self.engine.n_ctx // 2))
+        if limit <= 0:
+            return ""
+        room = self.engine.n_ctx - min(len(prompt), self.engine.n_ctx // 2)  # a long prompt keeps half of the context, its end
+        limit = min(limit, room)
         for _ in self.engine.prefill(prompt[-(self.engine.n_ctx - limit) :]):
             continue
         stream, said = self.text.stream(), []
@@ -175,8 +178,8 @@ class Scoring:
 
 
 def sampling_settings(options: Mapping[str, Any]) -> SamplerSettings:
-    """Greedy unless the task asks to sample."""
-    if not options.get("do_sample") and not options.get("temperature"):
+    """Greedy unless the task asks to sample: a temperature does where nothing forbids it."""
+    if not options.get("do_sample", options.get("temperature")):
         return SamplerSettings(temperature=0.0)
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return SamplerSettings(**neutral | {name: options[name] for name in SAMPLING if options.get(name) is not None})

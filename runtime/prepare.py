@@ -163,25 +163,25 @@ class Prepared:
     window: int = CacheShape.window
 
 
-def prepare(folder: Path, options: EngineOptions, beside: int = 0) -> Prepared:
+def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bool = False) -> Prepared:
     """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists, with `strict` UsageError
-    for one that falls back on anything. `beside`: as for `prepare_with`."""
+    for one that falls back on anything. `beside`, `rehearsal`: as for `prepare_with`."""
     config = read_config(folder, strict=options.strict)
     if options.load == "mmap" and "load" not in options.preset:
         check_mapping(folder)
     store, container = open_weights(folder)
     with ExitStack() as unless_planned:
         unless_planned.callback(store.close)
-        made = prepare_with(folder, config, store, options, container, beside, unless_planned=unless_planned)
+        made = prepare_with(folder, config, store, options, container, beside, None, unless_planned, rehearsal)
         unless_planned.pop_all()
     return made
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
                  container: Container | None = None, beside: int = 0, program: Program | None = None,
-                 unless_planned: ExitStack | None = None) -> Prepared:
+                 unless_planned: ExitStack | None = None, rehearsal: bool = False) -> Prepared:
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
-    what it was weighed at before. `unless_planned` is told what else was opened."""
+    what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
     tensors = check_tensors(config, store, container)
     notices = [*config.warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
     options = fitted(options, folder, config, store, notices)
@@ -227,9 +227,9 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
                     predictors if placement.slots else None, cache.window)
-    if options.strict:
+    if options.strict and not rehearsal:
         refuse_fallbacks(made.notices)
-    if placement.slots and is_lossy(container) and not options.force:
+    if placement.slots and is_lossy(container) and not (options.force or rehearsal):
         from .forecast import refuse_slower
 
         refuse_slower(made)

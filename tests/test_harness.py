@@ -119,6 +119,31 @@ def test_loglikelihood_is_transformers_and_in_order(lm):
     assert len(lm.cache_hook.seen) == len(pairs)
 
 
+def test_a_context_of_spaces_is_none_and_hides_no_token(lm):
+    spaced, plain = lm.loglikelihood(requests((" ", "a"), ("", " a")))
+    assert spaced == plain and spaced[0] < 0
+
+
+def test_an_answer_is_as_long_as_the_task_asks_where_the_context_holds_it(lm):
+    lm.engine.reset()
+    room = lm.engine.n_ctx - len(lm._prompt_ids(CONTEXT))
+    asked = []
+    generate = lm.engine.generate
+    lm.engine.generate = lambda sampler, limit, stops: asked.append(limit) or generate(sampler, 1, stops)
+    try:
+        lm.generate_until(requests(*((text, {"until": [], "max_gen_toks": 100_000}) for text in (CONTEXT, CONTEXT * 500))))
+    finally:
+        del lm.engine.generate
+    assert asked == [room, lm.engine.n_ctx - lm.engine.n_ctx // 2], "a long prompt keeps half of it"
+    assert lm.generate_until(requests((CONTEXT, {"until": [], "max_gen_toks": 0}))) == [""]
+
+
+def test_a_task_that_forbids_sampling_is_answered_greedily():
+    assert harness.sampling_settings({"do_sample": False, "temperature": 0.9}).temperature == 0
+    assert harness.sampling_settings({"temperature": 0.9}).temperature == 0.9
+    assert harness.sampling_settings({"do_sample": True}).temperature == 1.0 and harness.sampling_settings({}).temperature == 0
+
+
 def test_greedy_is_told(lm):
     said = lm.generate_until(requests((CONTEXT, {"until": [], "max_gen_toks": 6})))[0]
     assert lm.loglikelihood(requests((CONTEXT, said), (CONTEXT, " xylophone")))[0][1] is True

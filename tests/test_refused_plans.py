@@ -83,3 +83,12 @@ def test_what_is_wrong_with_a_request_is_said_before_kernels_are_compiled_for_it
     with pytest.raises(DoesNotFit):
         list(open_engine(FABLE, EngineOptions(device="cpu", ctx=2048, ram="30M")))
     assert compiled
+
+
+def test_what_memory_decides_is_not_refused_before_kernels_are_weighed_with_it() -> None:
+    """Nor kept from being compiled for good: with a cold cache an allowance is planned in their place."""
+    least = refused(FABLE, ctx=512, ram="30M").least
+    streamed = EngineOptions(device="cpu", ctx=512, ram=f"{(least >> 20) + 3}Mi", strict=True)
+    with pytest.raises(UsageError, match="--strict"):
+        prepare(FABLE, streamed)
+    prepare(FABLE, streamed, rehearsal=True).store.close()

@@ -267,3 +267,35 @@ def test_the_variable_of_a_rule_for_tensors_is_one_rule(place: Path, monkeypatch
     monkeypatch.setenv("EFFLLM_TENSOR_TYPE", "down_proj|no such=8bit")
     ran = Ran("quantize", str(FABLE), "-o", str(place / "out"), "--bits", "4")
     assert ran.code == 0 and "down_proj|no such=8bit" in ran.err, ran.err
+
+
+@pytest.mark.parametrize(("lines", "variables", "holds"), [
+    ('spec = "off"\n', {"EFFLLM_DRAFT": str(FABLE)}, "draft"), (f'draft = "{FABLE}"\n', {"EFFLLM_SPEC": "off"}, "spec"),
+    ('kv = "4bit"\n', {"EFFLLM_CACHE_TYPE_K": "f16"}, "cache-type-k"), ('kernel = "lut"\n', {"EFFLLM_EXACT": "1"}, "exact")])
+def test_of_two_settings_that_exclude_each_other_the_stronger_place_holds(place: Path, lines: str, variables: dict[str, str],
+                                                                          holds: str) -> None:
+    settings(place, lines)
+    ran = Ran("run", "fable", STORY, *FEW, **variables)
+    assert ran.code == 0, ran.err
+    shown = json.loads(Ran("config", "show", "fable", "--json", **variables).out)
+    (weaker,) = (key for key, each in shown.items() if "is left out" in each["origin"])
+    assert lines.startswith(weaker) and shown[holds]["origin"] == f"EFFLLM_{holds.upper().replace('-', '_')}"
+
+
+def test_two_of_one_place_are_named_with_it(place: Path) -> None:
+    settings(place, 'spec = "off"\ntemp = 0\ndraft = "fable"\n')
+    for argv in (("run", "fable", STORY, *FEW), ("config", "show", "fable")):
+        ran = Ran(*argv)
+        assert ran.code == 2 and "--draft (effllm.toml:3) and --spec (effllm.toml:1) contradict each other" in ran.err
+    assert Ran("run", "fable", STORY, *FEW, "--spec", "off").code == 0, "what is typed is stronger than both"
+    ran = Ran("run", "fable", STORY, *FEW, EFFLLM_SPEC="off", EFFLLM_DRAFT="fable")
+    assert ran.code == 2 and "the variable EFFLLM_DRAFT) and --spec (the variable EFFLLM_SPEC) contradict" in ran.err
+
+
+def test_json_is_whole_where_the_terminal_has_another_encoding(place: Path) -> None:
+    settings(place, 'system = "say “hi” … → ü 日本"\n')
+    raw = io.BytesIO()
+    environment = Environment(io.StringIO(), io.TextIOWrapper(raw, "latin-1", "effllm.plain", write_through=True), io.StringIO(),
+                              dict(os.environ))
+    assert main(("config", "show", "--json"), environment) == 0
+    assert json.loads(raw.getvalue())["system"]["value"] == "say “hi” … → ü 日本"
