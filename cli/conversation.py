@@ -54,6 +54,7 @@ class Conversation:
         self.output = output
         self.attached: list[Attachment] = []
         self.own: set[str | Path] = {keeper.name} if keeper.name else set()  # sessions and files that this chat has saved or taken up
+        self.was_cleared = False
         state = screen.environment.state_folder
         plain = not screen.environment.can_redraw(output)
         self._editor = Editor(output, plain, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)

@@ -161,8 +161,10 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         yield ref
         return
     from ..runtime import on_load
+    from ..runtime.container import CheckpointError
     from ..runtime.convert import Converted
     from ..runtime.forecast import demand_plan
+    from ..runtime.pull.disk import speaking
 
     held = None
     if text:
@@ -172,12 +174,17 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
     if kept := on_load.find_kept(request):
         screen.note(f"weights of {bits} from {kept}")
-        yield replace(ref, folder=kept)
+        try:
+            yield replace(ref, folder=kept)
+        except CheckpointError as error:
+            named = typed(f"{ref.text}:{bits}")
+            raise type(error)(error.message, f"effllm rm {named} removes the kept copy; then it is made anew") from error
         return
     demand_plan(ref.folder, bits, options)
     del held
     if weights.keep:
-        request.folder.parent.mkdir(parents=True, exist_ok=True)
+        with speaking(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
+            request.folder.parent.mkdir(parents=True, exist_ok=True)
         last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted))
         yield replace(ref, folder=request.folder)
     else:
@@ -263,11 +270,15 @@ def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
     try:
         return replace(engine, draft=str(find(engine.draft, screen).folder))
     except EffllmError as error:
-        if "draft" in engine.settled:
-            from .settings import place
+        if "draft" not in engine.settled:
+            raise
+        from .settings import place
 
-            error.message = f"{place(screen.environment, 'draft')}: {error.message}"
-        raise
+        where = place(screen.environment, "draft")
+        if engine.strict:
+            raise type(error)(f"{where}: {error.message}", error.hint) from error
+        screen.note(f"{where}: {error.message}; left out")
+        return replace(engine, draft=None, settled=engine.settled - {"draft"})
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from .. import EffllmError, UsageError, typed
 from .eval import WINDOW, named, read_text
-from .flags import add_command, flag
+from .flags import add_command, flag, is_typed
 from .loading import find, follow, last, open_with_progress, resumable
 from .options import COMPUTE, OUTPUT, Json, Model
 from .screen import Screen
@@ -73,6 +73,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     if dry_run and eval is not None:
         raise UsageError("--dry-run makes nothing that --eval could score", "leave one of them away")
     text = None if eval is None else to_score(eval, ref, screen)
+    bits, spec, target = typed_first(context, screen, bundle_ffn and is_typed(context, "bundle_ffn"), bits=bits, spec=spec, target=target)
     if gate_rule is not None and gate_sparsity is None:
         raise UsageError("--gate-rule says which gates --gate-sparsity leaves out", "give both, with --bundle-ffn")
     if bundle_ffn:
@@ -110,6 +111,17 @@ def report(made: Converted, ref: ModelRef, text: str | None, threads: int | None
         screen.json(made.to_json() | ({} if quality is None else {"eval": quality.to_json()}))
     else:
         say_result(made, quality, screen)
+
+
+def typed_first(context: typer.Context, screen: Screen, bundles: bool, **sizes: object) -> tuple[Any, ...]:
+    """What says how small a model becomes: of a variable it gives way, in words, to what was typed, `--bundle-ffn` among that."""
+    typed = ["--bundle-ffn"] * bundles + [f"--{name}" for name in sizes if sizes[name] is not None and is_typed(context, name)]
+    for name, value in sizes.items():
+        if typed and value is not None and not is_typed(context, name):
+            parameter = next(each for each in context.command.params if each.name == name)
+            screen.note(f"{parameter.envvar} is left out: {typed[0]} was typed")
+            sizes[name] = None
+    return tuple(sizes.values())
 
 
 def check_bundling(*others: object) -> None:

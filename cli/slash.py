@@ -63,6 +63,7 @@ def leave(chat: Conversation, rest: str) -> None:
 
 def clear(chat: Conversation, rest: str) -> None:
     chat.session.clear()
+    chat.was_cleared = True
     chat.screen.note("the conversation is empty" + (" (the system prompt stays)" if chat.session.system else ""))
 
 
@@ -288,9 +289,9 @@ def export(chat: Conversation, rest: str) -> None:
 
 def may_save(chat: Conversation, place: str | Path, is_there: bool, called: str) -> bool:
     """Whether a conversation may go to `place`: what this chat has neither saved nor taken up, or another process has added to since, is
-    somebody's other work."""
-    keeper = chat.keeper
-    own = place in {*chat.own, keeper.name} - keeper.others and not (isinstance(place, str) and keeper.is_anothers(place))
+    somebody's other work. What /clear has emptied takes the place of nothing without a word."""
+    keeper, is_empty = chat.keeper, chat.was_cleared and not chat.session.messages
+    own = not is_empty and place in {*chat.own, keeper.name} - keeper.others and not (isinstance(place, str) and keeper.is_anothers(place))
     return own or not is_there or may_overwrite(chat, called)
 
 

@@ -254,8 +254,8 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
     window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
     residency = reside(demand.blocks, budget.ram - fixed - demand.always - window)
-    notes = [Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk, "
-                      f"{format_size(residency.pinned_nbytes + demand.always + window)} stay in memory")
+    notes = [Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk"
+                      f"{f', {format_size(stays)} stay in memory' if (stays := residency.pinned_nbytes + window) else ''}")
              if residency.streamed else "the embedding stays on the disk: a token reads its row"]
     if slots:
         neurons = sum(layer.count * layer.nbytes for layer in demand.units)

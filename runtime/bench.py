@@ -157,7 +157,8 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
     """Measure; yields Progress per repetition and a BenchRow per test, before those a Notice where the machine was not measured: nothing
     is predicted then. Each test warms up once first."""
     if options.ctx > engine.n_ctx:
-        raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}", f"-c {options.ctx}")
+        raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}",
+                         f"-c {options.ctx}, or fewer tokens: -p, -n, -d")
     if engine.speculation is not None and options.columns > 1:
         raise UsageError("--columns runs tokens side by side that speculation would choose", "drop --columns, or --spec and --draft")
     rng = np.random.default_rng(0)

@@ -64,7 +64,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     if kind not in KINDS:
         raise UsageError(f"no compressed-tensors type {kind!r} is written", f"known: {', '.join(KINDS)}")
     out = Path(os.path.abspath(out))
-    check_target(out, False)
+    check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
     if config.family == "gpt_oss":
         raise UsageError("gpt_oss models are not written as compressed-tensors: other tools want their experts joined",
@@ -100,7 +100,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
             described["architectures"] = described.get("architectures") or [reader(config.family)]
             described["quantization_config"] = quantization_config(bits, _ignored(items))
             files = {name: path for name, path in copied(source).items() if name != MARKER}
-            check_target(out, False)  # it may have been filled meanwhile
+            check_target(out, None)  # it may have been filled meanwhile
             writer.commit(files, {**texts, MARKER: json.dumps(described, indent=1) + "\n"})
     quantized = sum(item.bits > 0 for item in items)
     yield CompressedFolder(out, file.size, quantized, len(items) - quantized)

@@ -193,9 +193,9 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
     yield chosen
 
 
-def check_target(out: Path, replace: bool, source: Path | None = None) -> None:
+def check_target(out: Path, replace: bool | None, source: Path | None = None) -> None:
     """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that holds what effllm wrote and nothing else, and
-    is not the `source`."""
+    is not the `source`. None: nobody could ask for that."""
     demand_folder(out.parent)
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
@@ -210,7 +210,7 @@ def check_target(out: Path, replace: bool, source: Path | None = None) -> None:
     if made is None:
         raise UsageError(f"{out} exists and is not a model that effllm quantized", OTHER_FOLDER)
     if not replace:
-        raise UsageError(f"{out} exists ({made.spec_text})", f"--force replaces it, or {OTHER_FOLDER}")
+        raise UsageError(f"{out} exists ({made.spec_text})", OTHER_FOLDER if replace is None else f"--force replaces it, or {OTHER_FOLDER}")
     if (other := foreign(out)) is not None:
         raise UsageError(f"{out} holds {other}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
 

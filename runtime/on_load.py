@@ -77,9 +77,8 @@ def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice 
                 yield Notice(f"quantized on load to {item.bits_per_weight:.2f} bits per weight, {format_size(item.file_nbytes)}, {where}")
             yield item
     except (DiskFull, DoesNotFit) as error:
-        if request.keep:
-            raise
-        raise type(error)(error.message, "make room there, or set TMPDIR to a folder with room") from error
+        where = "XDG_DATA_HOME" if request.keep else "TMPDIR"
+        raise type(error)(error.message, f"make room there, or set {where} to a folder with room") from error
 
 
 def _apart(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progress | Notice | Converted]:

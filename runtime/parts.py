@@ -84,7 +84,7 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
     always = {key: tuple(info for role, tensor in roles.items() if role != BUNDLES for info in maker.staying(tensor, tensor.name == table))
               for key, roles in tensors.items()}
     kept = [info for infos in always.values() for info in infos]
-    whole = sum(info.nbytes for info in kept)
+    whole = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
     kept_for = ""
     if 2 * sum(info.nbytes for info in kept if store.place(info) is None) > whole:
         kept_for = CONVERTED

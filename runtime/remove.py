@@ -191,7 +191,7 @@ def _made_folder(text: str, folder: Path) -> Removal:
     if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
         raise UsageError(f"{folder} is no model", "effllm list shows the models that are here")
     if not (folder / storage.MARKER).is_file():
-        raise UsageError(f"{folder} was not made by effllm, which leaves it alone", f"if it is to go: rm -r {typed(folder)}")
+        raise UsageError(f"{folder} is no model that effllm quantized, and is left alone", f"if it is to go: rm -r {typed(folder)}")
     _demand_ours(folder)
     if folder.is_symlink():  # its files would go, and what they are in would stay
         target = folder.resolve()

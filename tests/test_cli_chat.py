@@ -11,11 +11,13 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pexpect
 import pytest
 
+NUMBERS = count()
 WAITS, HAS_LINE = "\x1b[?2004h", "\x1b[?2004l"
 TIMEOUT_S = 90
 ENTER, CTRL_C, CTRL_D, ALT_ENTER, UP, TAB = "\r", "\x03", "\x04", "\x1b\r", "\x1b[A", "\t"
@@ -55,7 +57,9 @@ class Chat:
         self.terminal.close()
         return self.terminal.exitstatus
 
-    def saved(self, name: str = "chat") -> dict:
+    def saved(self, name: str = "") -> dict:
+        """The conversation as it is stored, under a name that nothing has."""
+        name = name or f"chat-{next(NUMBERS)}"
         assert f"as {name}" in self.say(f"/save {name}")
         return json.loads((self.home / "effllm" / "sessions" / f"{name}.json").read_text())["conversation"]
 

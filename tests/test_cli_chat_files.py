@@ -161,6 +161,19 @@ def test_a_conversation_is_exported_and_nothing_is_overwritten_unasked(chat: Cha
         assert ("stays as it is" in answer) == kept == (path.read_text() == "mine"), reply
 
 
+def test_an_emptied_conversation_takes_the_place_of_a_session_only_where_that_is_wanted(chat: Chat) -> None:
+    session = chat.folder / "state" / "effllm" / "sessions" / "kept.json"
+    chat.say(STORY)
+    assert "saved 2 messages" in chat.say("/save kept")
+    chat.say("/clear")
+    for reply, messages in (("\r", 2), ("y\r", 0)):
+        chat.terminal.send("/save kept\r")
+        chat.terminal.expect_exact("is there already. Overwrite it? [y/N] ")
+        chat.terminal.send(reply)
+        chat.wait()
+        assert len(json.loads(session.read_text())["conversation"]["messages"]) == messages
+
+
 def test_what_a_chat_did_not_save_itself_is_not_saved_over_unasked(chat: Chat) -> None:
     mine, session = chat.folder / "mine.json", chat.folder / "state" / "effllm" / "sessions" / "mine.json"
     chat.say(STORY)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.quant.imports.gguf import ENCODERS, quantize
+from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.config import read_config
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.engine import Engine, open_engine
@@ -244,6 +245,13 @@ def test_what_lies_in_the_way_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists") as refused:
         exported(FABLE, tmp_path / "other.gguf")
     assert "--force replaces it" in refused.value.hint and (tmp_path / "other.gguf").read_text() == "mine"
+
+
+def test_neurons_that_lie_one_by_one_are_refused(tmp_path: Path) -> None:
+    list(bundle(FABLE, tmp_path / "bundles", gate_sparsity=0.5))
+    with pytest.raises(UsageError, match="neurons laid out one by one") as refused:
+        list(export_gguf(tmp_path / "bundles", tmp_path / "out.gguf", "F16", "name"))
+    assert "original" in refused.value.hint and not (tmp_path / "out.gguf").exists()
 
 
 def test_what_gguf_cannot_say_is_refused(tmp_path: Path) -> None:

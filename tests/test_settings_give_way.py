@@ -299,3 +299,30 @@ def test_json_is_whole_where_the_terminal_has_another_encoding(place: Path) -> N
                               dict(os.environ))
     assert main(("config", "show", "--json"), environment) == 0
     assert json.loads(raw.getvalue())["system"]["value"] == "say “hi” … → ü 日本"
+
+
+def test_a_size_of_a_variable_gives_way_to_one_that_was_typed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EFFLLM_QUANTIZE_SPEC", "2bit")
+    ran = Ran("quantize", "fable", "-o", "made", "--bits", "4", "--dry-run")
+    assert ran.code == 0 and "EFFLLM_QUANTIZE_SPEC is left out: --bits was typed" in ran.err
+    assert Ran("quantize", "fable", "-o", "other", "--target", "4.5bpw", "--bits", "4", "--dry-run").code == 2
+    monkeypatch.setenv("EFFLLM_BITS", "3")
+    ran = Ran("quantize", str(FABLE.parent / "fable-relu"), "-o", "made", "--bundle-ffn", "--no-kv-profile")
+    assert ran.code == 0 and "EFFLLM_BITS is left out: --bundle-ffn was typed" in ran.err
+
+
+def test_a_draft_of_the_settings_that_is_not_here_is_left_out(place: Path) -> None:
+    settings(place, 'draft = "nowhere"\n')
+    ran = Ran("run", "fable", STORY, *FEW)
+    assert ran.code == 0 and "effllm.toml:1: there is no model 'nowhere'; left out" in ran.err
+    assert Ran("run", "fable", STORY, *FEW, "--strict").code == 3
+    assert Ran("run", "fable", STORY, *FEW, "--draft", "nowhere").code == 3
+
+
+def test_a_kept_copy_that_is_damaged_is_made_anew_by_what_its_hint_says(place: Path) -> None:
+    assert Ran("run", "fable", STORY, *FEW, "--bits", "3", "--keep").code == 0
+    weights = next(place.rglob("model.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    ran = Ran("run", "fable", STORY, *FEW, "--bits", "3")
+    assert ran.code != 0 and "effllm rm fable:3bit removes the kept copy" in ran.err
+    assert Ran("rm", "fable:3bit", "-y").code == 0 and Ran("run", "fable", STORY, *FEW, "--bits", "3", "--keep").code == 0

@@ -308,7 +308,7 @@ def test_folders_of_a_person_are_never_removed(person: Person) -> None:
     folder.mkdir()
     for path in FABLE.iterdir():
         (folder / path.name).symlink_to(path)
-    assert "was not made by effllm" in person.types("rm", folder, "-y").refused(2)
+    assert "is no model that effllm quantized" in person.types("rm", folder, "-y").refused(2)
     assert "comes with effllm" in person.types("rm", "fable", "-y").refused(2)
     assert len(list(folder.iterdir())) == len(list(FABLE.iterdir()))
 

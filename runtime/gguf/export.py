@@ -24,6 +24,7 @@ from ...offload.header import CheckpointError, is_gguf
 from ...offload.size import format_size
 from ...quant.imports.gguf import quantize
 from ...quant.weight import RAW_NUMPY, Weight, from_f32, to_f32
+from ..bundles import is_bundled
 from ..config import ModelConfig, read_config
 from ..container import read_container
 from ..convert_plan import MATRICES
@@ -83,6 +84,8 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     out = Path(os.path.abspath(out))
     _check_name(out)
     config, container = read_config(source), read_container(source)
+    if is_bundled(container):
+        raise UsageError(f"{source} has its neurons laid out one by one, as no other program reads them", "export the original checkpoint")
     with open_store(source, wide="f32") as store:
         _check_target(out, replace, store)
         tensors = check_tensors(config, store, container)

@@ -97,18 +97,18 @@ def taken(folder: Path) -> int:
     return held_nbytes(folder) + allocated(source_folder(folder))
 
 
-def check_space(needs: list[tuple[Path, int]]) -> None:
-    """Raises DoesNotFit where a disk lacks what the folders on it are about to take."""
-    disks: dict[int, tuple[Path, int]] = {}
-    for folder, nbytes in needs:
+def check_space(needs: list[tuple[Path, int, str]]) -> None:
+    """Raises DoesNotFit where a disk lacks what the folders on it are about to take; with each the variable that moves it."""
+    disks: dict[int, tuple[Path, int, str]] = {}
+    for folder, nbytes, moved_by in (each for each in needs if each[1]):
         device = existing(folder).stat().st_dev
-        first, before = disks.get(device, (folder, 0))
-        disks[device] = first, before + nbytes
-    for folder, nbytes in disks.values():
+        first, before, variable = disks.get(device, (folder, 0, moved_by))
+        disks[device] = first, before + nbytes, variable
+    for folder, nbytes, variable in disks.values():
         free = free_nbytes(folder)
         if nbytes > free:
             raise DoesNotFit(f"needs {format_size(nbytes)} of the disk of {folder}, which has {format_size(free)} free",
-                             f"make room for {format_size(nbytes - free)}, set HF_HUB_CACHE to a larger disk, or ask for fewer --bits")
+                             f"make room for {format_size(nbytes - free)}, set {variable} to a larger disk, or ask for fewer --bits")
 
 
 def locked(path: Path, busy: str) -> Generator[Notice, None, int]:

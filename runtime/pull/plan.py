@@ -178,7 +178,8 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
 def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
     """Raises DoesNotFit where a disk is too small; the cache and the folder of what is made may lie on two."""
     cached = plan.to_load if plan.wish.bits is None or plan.wish.keep else 0
-    check_space([(hub.cache_folder(env), cached), (plan.folder, max(0, plan.disk_bytes - cached))])
+    made = "XDG_DATA_HOME" if plan.wish.bits is not None else "HF_HUB_CACHE"
+    check_space([(hub.cache_folder(env), cached, "HF_HUB_CACHE"), (plan.folder, max(0, plan.disk_bytes - cached), made)])
 
 
 def _described(wish: Wish, client: Client, env: Mapping[str, str]) -> Repository:

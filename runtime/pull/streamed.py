@@ -49,7 +49,7 @@ def quantized(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterato
         if wish.keep:
             yield from _after_download(plan, client, env)
         elif not (out / storage.MARKER).is_file():
-            check_target(out, False)
+            check_target(out, None)
             yield from _as_it_comes(plan, client, env)
         shutil.rmtree(source_folder(out), ignore_errors=True)  # also what a run that was killed after its last step has left
         note_branch(plan, env)
@@ -78,7 +78,7 @@ def _after_download(plan: PullPlan, client: Client, env: Mapping[str, str]) -> I
             yield item
     if (plan.folder / storage.MARKER).is_file():
         return
-    check_target(plan.folder, False)
+    check_target(plan.folder, None)
     for item in convert(folder, plan.folder, options_of(plan)):
         if not isinstance(item, Converted):
             yield item
