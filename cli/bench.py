@@ -11,7 +11,7 @@ import typer
 from .. import UsageError
 from .flags import add_command, flag
 from .loading import at_bits, find_any, follow, last, wanted_bits, with_draft
-from .options import OUTPUT, AnyModel, Json, RunFlags, WeightFlags
+from .options import OUTPUT, AnyModel, RunFlags, WeightFlags
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ Depth = Annotated[str | None, flag(MEASURE, "-d --n-depth", "N,…", "tokens tha
 Repetitions = Annotated[int | None, flag(MEASURE, "-r --repetitions", "N", "times that each test is run (3)")]
 Columns = Annotated[int | None, flag(MEASURE, "--columns", "N", "tokens per pass of the answer, as in speculation (1)")]
 Output = Annotated[Literal["md", "json", "csv"], flag(OUTPUT, "-o --output", "md|json|csv", "Markdown, JSON or comma-separated (md)")]
+Rows = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON array, as -o json does")]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +43,7 @@ def register(app: typer.Typer) -> None:
 
 def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic = None, prompt: PromptTokens = None, gen: GenTokens = None,
           depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: RunFlags, weights: WeightFlags,
-          output: Output = "md", json: Json = False) -> None:
+          output: Output = "md", json: Rows = False) -> None:
     """Tokens per second: reading a prompt (pp) and writing an answer (tg)."""
     from ..runtime.bench import BenchOptions, BenchRow, context_for
     from ..runtime.bench import bench as measure

@@ -197,6 +197,8 @@ def to_come(plan: PullPlan) -> str:
     from ..offload.size import format_size, several
 
     files = several(len(plan.files), "file")
+    if plan.is_done and plan.wish.bits is not None:
+        return "nothing: what it makes is here already"
     if not plan.held_bytes:
         return f"{format_size(plan.to_load)} in {files}"
     if not plan.to_load:

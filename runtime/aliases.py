@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .. import ModelNotFound, UsageError, not_written, typed
 from . import hub, storage
-from .config_reader import ConfigError, Keys, show
+from .config_reader import AGAIN, ConfigError, Keys, show
 from .small_file import JSON_NBYTES, read_whole
 
 NOT_STATED = "not stated"  # how a file, whose entries all have a licence, says that there is none
@@ -144,7 +144,11 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
         return ()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", f"check its permissions: ls -l {typed(path)}") from error
-    return parse_catalog(text, str(path), own=True)
+    try:
+        return parse_catalog(text, str(path), own=True)
+    except ConfigError as error:  # a file of the person's own, which is nowhere to be fetched from
+        written = "correct that entry or take it out; `effllm alias NAME MODEL` writes whole ones"
+        raise ConfigError(error.message, written if error.hint == AGAIN else error.hint) from error
 
 
 def catalog(env: Mapping[str, str] | None = None) -> tuple[CatalogEntry, ...]:

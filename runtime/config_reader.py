@@ -18,10 +18,13 @@ LEAST, MOST = 1e-30, 1e30  # of a positive number: its inverse is a float32 too
 REQUIRED = object()
 
 
+AGAIN = "correct it there, or fetch the file again"
+
+
 class ConfigError(EffllmError):
     """The model's config is malformed, absurd, or asks for something that effllm does not do."""
 
-    def __init__(self, message: str, hint: str = "correct it there, or fetch the file again") -> None:
+    def __init__(self, message: str, hint: str = AGAIN) -> None:
         super().__init__(message, hint)
 
 

@@ -47,6 +47,14 @@ def test_what_does_not_come_with_effllm_any_more_is_said(person: Person) -> None
         assert person.types("list").code == 1, wrong
 
 
+def test_an_entry_that_lacks_something_is_named_with_what_to_do(person: Person) -> None:
+    path = own_file(person.env)
+    path.parent.mkdir(parents=True)
+    path.write_text(f"story: {{path: {FABLE}}}\n")
+    said = person.types("list").refused(1)
+    assert f"{path}: 'story': params is missing" in said and "correct that entry or take it out" in said and "fetch" not in said
+
+
 def test_a_name_for_what_comes_with_effllm_can_go_and_the_model_cannot(person: Person) -> None:
     assert person.types("alias", "story", "fable").code == 0
     assert "effllm alias --rm story" in person.types("rm", "story", "-y").refused(2) and FABLE.is_dir()
