@@ -117,6 +117,7 @@ def left_out(given: Mapping[str, object], ref: ModelRef, screen: Screen) -> set[
     for notice in notices:
         screen.note(notice)
     left = {field for field in given if getattr(holds, field) != getattr(asked, field)}
+    left |= {"draft"} & given.keys() if asked.draft is None else set()  # which is not here
     return left | ({"kv", "cache_k", "cache_v"} & given.keys() if holds.kv != asked.kv else set())
 
 

@@ -161,7 +161,6 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         yield ref
         return
     from ..runtime import on_load
-    from ..runtime.container import CheckpointError
     from ..runtime.convert import Converted
     from ..runtime.forecast import demand_plan
     from ..runtime.pull.disk import speaking
@@ -174,11 +173,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
     if kept := on_load.find_kept(request):
         screen.note(f"weights of {bits} from {kept}")
-        try:
-            yield replace(ref, folder=kept)
-        except CheckpointError as error:
-            named = typed(f"{ref.text}:{bits}")
-            raise type(error)(error.message, f"effllm rm {named} removes the kept copy; then it is made anew") from error
+        yield replace(ref, folder=kept)
         return
     demand_plan(ref.folder, bits, options)
     del held

@@ -22,15 +22,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import DiskFull, DoesNotFit, EffllmError, not_written
+from .. import DiskFull, DoesNotFit, EffllmError, not_written, typed
 from ..offload.size import format_size
 from ..quant.recipe import Recipe
 from ..quant.spec import QuantSpec
 from .catalog import ModelRef
-from .container import read_container, refuse_quantized
+from .container import CheckpointError, refuse_quantized
 from .convert import Converted, ConvertOptions, convert
 from .events import Notice, Progress
-from .source import licence_of
+from .source import licence_of, open_weights
 from .storage import kept_folder
 
 PREFIX, LOCK = "effllm-load-", "lock"
@@ -58,8 +58,17 @@ def demand_format(bits: str) -> None:
 
 
 def find_kept(request: Request) -> Path | None:
-    """The folder of an earlier --keep, whole and of the same source."""
-    return request.folder if (request.folder / "effllm.json").is_file() and read_container(request.folder) else None
+    """The folder of an earlier --keep, of the same source. Raises CheckpointError, with what makes room for another, where it is cut short
+    or its description is damaged."""
+    if not (request.folder / "effllm.json").is_file():
+        return None
+    try:
+        store, container = open_weights(request.folder)
+    except CheckpointError as error:
+        named = typed(f"{request.ref.text}:{request.bits}")
+        raise CheckpointError(error.message, f"effllm rm {named} removes the kept copy; then it is made anew") from error
+    store.close()
+    return request.folder if container is not None else None
 
 
 def quantize_on_load(request: Request, out: Path) -> Iterator[Progress | Notice | Converted]:

@@ -58,7 +58,8 @@ def test_a_profile_names_the_text_that_it_was_to_be_recorded_on(tmp_path: Path, 
     assert code == 0 and f"no profile for --kv: {text if own else 'the sample'} has too few tokens" in err, err
 
 
-@pytest.mark.parametrize(("line", "message"), [('kernel = "nope"', "kernel is auto or dot or lut, not 'nope'"), ('ram = "0"', "--ram 0 is 0 bytes")])
+@pytest.mark.parametrize(("line", "message"), [('kernel = "nope"', "kernel is auto or dot or lut, not 'nope'"),
+                                               ('ram = "0"', "--ram 0 is 0 bytes")])
 def test_a_wrong_setting_is_named_by_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
     (tmp_path / "effllm.toml").write_text(f"# mine\n{line}\n")
     monkeypatch.chdir(tmp_path)

@@ -315,7 +315,9 @@ def test_a_draft_of_the_settings_that_is_not_here_is_left_out(place: Path) -> No
     settings(place, 'draft = "nowhere"\n')
     ran = Ran("run", "fable", STORY, *FEW)
     assert ran.code == 0 and "effllm.toml:1: there is no model 'nowhere'; left out" in ran.err
-    assert Ran("run", "fable", STORY, *FEW, "--strict").code == 3
+    assert "left out" in json.loads(Ran("config", "show", "fable", "--json").out)["draft"]["origin"]
+    ran = Ran("run", "fable", STORY, *FEW, "--strict")
+    assert ran.code == 3 and ran.err.startswith("effllm: effllm.toml:1: there is no model 'nowhere'")
     assert Ran("run", "fable", STORY, *FEW, "--draft", "nowhere").code == 3
 
 
