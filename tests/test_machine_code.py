@@ -1,0 +1,58 @@
+"""Machine code as bytes: what Numba itself puts into memory meanwhile, which is nothing."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from effllm.kernels.compile import KERNEL_SIGNATURE
+from effllm.kernels.cpu.intrinsics import i64_at
+from effllm.kernels.deferred import compiler, inlined
+from effllm.kernels.machine_code import compile_object, place
+
+
+@inlined()
+def twice(value):
+    return 2 * value
+
+
+def doubled(args, worker, counter):
+    cell = i64_at(args)
+    cell[0] = twice(cell[0]) + worker
+
+
+def never_typed(args, worker, counter):
+    return args.nothing_of_the_kind
+
+
+def numbas_own():
+    compiler()
+    from numba.core.registry import cpu_target
+
+    return cpu_target.target_context.codegen()
+
+
+def test_numba_makes_no_machine_code_of_what_a_kernel_calls(monkeypatch):
+    codegen = numbas_own()
+
+    def refuse(*_):
+        raise AssertionError("Numba's engine was asked for machine code")
+
+    monkeypatch.setattr(type(codegen._engine), "finalize_object", refuse)
+    made = compile_object(doubled, KERNEL_SIGNATURE, False, "test.doubled")
+    cell = ctypes.c_int64(20)
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(place(made, "test.doubled"))(ctypes.addressof(cell), 2, 0)
+    assert cell.value == 42
+
+
+def test_what_kernels_call_still_runs_from_python_afterwards():
+    compile_object(doubled, KERNEL_SIGNATURE, False, "test.doubled_again")
+    assert twice(21) == 42
+
+
+def test_numba_is_left_as_it_was_by_a_kernel_that_does_not_compile():
+    before = dict(vars(numbas_own()))
+    with pytest.raises(compiler().core.errors.TypingError):
+        compile_object(never_typed, KERNEL_SIGNATURE, False, "test.never_typed")
+    assert vars(numbas_own()) == before
