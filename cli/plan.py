@@ -134,6 +134,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
     """What `--json` prints. Keys stay; bytes, seconds, tokens a second. Of a tier, `weights_bytes` are those of its memory, or what a token
     reads, and `tensor_bytes` those of the model's tensors that lie there: over all tiers, all of them. Where pages of the
     cache are picked, those of a token from the disk are the most that it could read."""
+    from ..runtime.chosen_kernels import chosen_kernels
     from ..runtime.weight_tiers import weight_tiers
 
     placement, work = prepared.placement, found.work
@@ -165,6 +166,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                       work.kv_bytes * placement.ctx, "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
         "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
                        "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "unknown": found.reason or None},
+        "kernels": [each.to_json() for each in chosen_kernels(prepared)],
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
                         "draft_bytes": drafting.draft_nbytes},
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
@@ -196,7 +198,8 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     said += tiers(prepared, work, known, width)
     said += [("per token", f"{format_size(work.bytes_per_token)} of weights"
               + (f", {format_size(read)} of them from the disk" if read else "")
-              + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"), *speeds(found)]
+              + f", up to {format_size(work.kv_bytes * placement.ctx)} of cache{paged_cache(prepared, work)}"),
+             *products(prepared), *speeds(found)]
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))
     if better is not None:
@@ -280,6 +283,18 @@ def drafts(prepared: Prepared) -> str:
     if not prepared.speculating.recycles and model is None:
         return "drafts where the text repeats, several tokens verified in a pass: it comes faster there"
     return f"drafts from the text{taken}, several verified in a pass: where they are right, tokens come faster than predicted"
+
+
+def products(prepared: Prepared) -> list[tuple[str, str]]:
+    """What multiplies the weights, types that share a kernel in one line."""
+    from ..runtime.chosen_kernels import chosen_kernels
+
+    alike: dict[tuple[str, str], list[str]] = {}
+    for each in chosen_kernels(prepared):
+        alike.setdefault((each.token.name, each.prompt.name), []).append(each.stored)
+    lines = [f"{', '.join(dict.fromkeys(stored))}: {token}" + (f"; {prompt} for prompts" if prompt != token else "")
+             for (token, prompt), stored in alike.items()]
+    return [("kernels" if index == 0 else "", line) for index, line in enumerate(lines)]
 
 
 def paged_cache(prepared: Prepared, work: Work) -> str:

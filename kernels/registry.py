@@ -25,12 +25,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation. `declines(call)` returns why not, or an empty string. `fallback`: slower than what a good machine runs."""
+    """One implementation. `declines(call)` returns why not, or an empty string; `because`: what speaks for it where it runs. `fallback`:
+    slower than what a good machine runs."""
 
     op: str
     name: str
     declines: Callable[[Call], str]
     run: Callable
+    because: str
     fallback: bool = False
 
 
@@ -55,6 +57,11 @@ class Registry:
     choices: dict[Call, Choice] = field(default_factory=dict)
     _announced: set[str] = field(default_factory=set)
     _pending: list[str] = field(default_factory=list)
+
+    @property
+    def ops(self) -> list[str]:
+        """Those that there are candidates for, in their order."""
+        return list(dict.fromkeys(each.op for each in self.candidates))
 
     def select(self, call: Call) -> Choice:
         """The first candidate that does not decline. Raises LookupError with every reason when all do."""

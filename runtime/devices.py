@@ -145,7 +145,8 @@ def not_free(placement: Placement, mapped: bool) -> list[str]:
 
 def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None) -> dict[str, object]:
     """What runs the layers of each of `devices`, and the CPU's beside them, which the embedding and the head may need."""
-    from ..kernels.cpu.ops import CpuOps, default_registry
+    from ..kernels.cpu.candidates import default_registry
+    from ..kernels.cpu.ops import CpuOps
 
     backends: dict[str, object] = {"cpu": CpuOps(pool, widths, default_registry(exact=exact))}
     if "cuda" in devices:

@@ -19,39 +19,34 @@ from pathlib import Path
 from .. import __version__
 from ..kernels import choice, compile, warm
 from ..kernels.cpu import lut_order
+from ..kernels.cpu.candidates import default_registry
 from ..kernels.cpu.int8_ir import INSTRUCTION_SET
-from ..kernels.cpu.ops import LOW_BIT, default_registry
+from ..kernels.cpu.kv_many import AS_THEY_LIE
+from ..kernels.cpu.ops import LOW_BIT
 from ..kernels.layout import PAGE, STORED_TYPES
 from ..kernels.registry import Call
 from ..offload.hardware import Machine, describe
 from ..quant.spec import DEFAULTS, QuantSpec
 from . import roofs
+from .chosen_kernels import EITHER
 from .events import Progress
 from .forecast import kind_of_weight
 from .listing import local_models
 from .places import Place, places
 
-# (op, columns) that tell the candidates apart: one token, and a chunk of a prompt.
-CALLS = {"matrix": (1, 512), LOW_BIT: (1, 512), "rotate": (1,), "attend": (1,), "moe": (1,)}
-STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64"), "rotate": ("f32",), "attend": ("f32", "f16"),
-          "moe": ("f32",)}
-PACKED, SEAL, PAGES = "packed attention", "seal", "8 to 2 bits"
-# (op, beginning of a kernel's name) -> why it runs where it does.
-BECAUSE = {
-    ("matrix", "few columns"): "few tokens: the weights are read once, and memory is the limit",
-    ("matrix", "register tiles"): "many tokens: a tile of weights is widened once and multiplied by all of them",
-    (LOW_BIT, "dot products or table lookup"): "few tokens: whichever was measured to be faster for such weights, see below",
-    (LOW_BIT, "table lookup"): "measured faster than dot products for these weights",
-    (LOW_BIT, "dot products"): "few tokens: codes are multiplied as they lie in memory",
-    (LOW_BIT, "int8 tiles"): "many tokens: rows are expanded to bytes once and multiplied by all of them",
-    (LOW_BIT, "float32 tiles"): "--exact: nothing is rounded",
-    ("moe", "compiled"): "the experts of a token are picked and run by one native job",
-    ("rotate", "compiled"): "native code for every width of heads", ("attend", "compiled"): "native code, a page of K and V at a time",
-    (PACKED, "integer products"): "a page's codes are multiplied as integers, once for all heads that share them",
-    (PACKED, "opened pages"): "many tokens: a page is opened as floats once for a tile of them",
-    (SEAL, "compiled"): "native code packs a page when the newest tokens leave it",
-}
-SLOWER = {"half by shifts": "this processor converts no half precision", "NumPy reference": "no kernel here can run it"}
+# Columns that tell the candidates of an op apart, one token and a chunk of a prompt, and stored types; of others one token, as float32.
+WIDTHS = {"matrix": (1, 512), LOW_BIT: (1, 512)}
+STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64"), "attend": ("f32", "f16")}
+MEASURED = "few tokens: whichever was measured to be faster for such weights, see below"
+PAGES = "8 to 2 bits"
+# What has no candidates, because the format decides: (op, tokens, kernel, what speaks for it).
+AS_CODES = f"integer products, {INSTRUCTION_SET}"
+OF_A_PROMPT = ((AS_CODES, "many tokens: pages are multiplied as they lie, one token after the other; as float32 where few heads share them")
+               if AS_THEY_LIE else
+               ("opened pages, float32 tiles", "many tokens: a page is opened as floats once for a tile of them"))
+BY_FORMAT = (("packed attention", 1, AS_CODES, "a page's codes are multiplied as integers, once for all heads that share them"),
+             ("packed attention", 512, *OF_A_PROMPT),
+             ("seal", PAGE, "compiled", "native code packs a page when the newest tokens leave it"))
 LIBRARIES = ("numpy", "numba", "llvmlite", "tokenizers", "torch")
 
 
@@ -134,27 +129,19 @@ def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.Wanted:
 
 
 def kernel_choices() -> tuple[KernelChoice, ...]:
+    """Of every op there is."""
     registry = default_registry()
     found = []
-    for op, widths in CALLS.items():
-        for columns, stored in product(widths, STORED[op]):
+    for op in registry.ops:
+        for columns, stored in product(WIDTHS.get(op, (1,)), STORED.get(op, ("f32",))):
             spec = QuantSpec.parse(stored) if op == LOW_BIT else None
             selected = registry.select(Call(op, stored, columns) if spec is None else Call(op, spec.scheme, columns, bits=spec.bits))
-            name, declined = selected.candidate.name, selected.declined
-            if spec is not None and columns == 1 and not selected.candidate.fallback and not lut_order.declines(spec.scheme, spec.bits):
-                name, declined = f"dot products or table lookup, {INSTRUCTION_SET}", ()  # no call without weights tells which
-            found.append(KernelChoice(op, stored, columns, name, selected.candidate.fallback, declined, because(op, name)))
-    one_of_a_kind = ((PACKED, 1, f"integer products, {INSTRUCTION_SET}"), (PACKED, 512, "opened pages, float32 tiles"),
-                     (SEAL, PAGE, "compiled"))
-    return (*found, *(KernelChoice(op, PAGES, columns, name, False, (), because(op, name)) for op, columns, name in one_of_a_kind))
-
-
-def because(op: str, name: str) -> str:
-    """Why a kernel of that name runs."""
-    for part, why in SLOWER.items():
-        if name.endswith(part):
-            return why
-    return next(why for (of, begins), why in BECAUSE.items() if of == op and name.startswith(begins))
+            own = selected.candidate
+            name, because, declined = own.name, own.because, selected.declined
+            if spec is not None and columns == 1 and not own.fallback and not lut_order.declines(spec.scheme, spec.bits):
+                name, because, declined = EITHER, MEASURED, ()  # no call without weights tells which
+            found.append(KernelChoice(op, stored, columns, name, own.fallback, declined, because))
+    return (*found, *(KernelChoice(op, PAGES, columns, name, False, (), because) for op, columns, name, because in BY_FORMAT))
 
 
 def measurements() -> tuple[Measurement, ...]:

@@ -24,6 +24,7 @@ from .model import Model, ModelTensor
 from .prepare import Prepared, worker_count
 
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # what is only ever multiplied
+UNMEASURED = "nothing could be measured"
 LEAST_NBYTES = 32 << 20  # a model with less of such weights answers at once either way
 
 
@@ -78,7 +79,7 @@ def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTen
         elif case in known:
             kernel, reason = known[case].kernel, known[case].reason
         else:
-            kernel, reason = "dot", "nothing could be measured"
+            kernel, reason = "dot", UNMEASURED
         decisions.append(Decision(case, tuple(found), kernel, reason))
     return decisions
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from effllm import UsageError
 from effllm.kernels import reference
-from effllm.kernels.cpu.ops import CpuOps, default_registry
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import EXTENT, F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims

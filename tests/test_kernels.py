@@ -9,7 +9,8 @@ import pytest
 
 from effllm.kernels import reference
 from effllm.kernels.cpu.arithmetic import exp, narrow_half, widen_half
-from effllm.kernels.cpu.ops import FEW, CpuOps, default_registry
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import FEW, CpuOps
 from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims, Workspace

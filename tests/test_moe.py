@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.kernels import reference, reference_moe
-from effllm.kernels.cpu.ops import FEW, CpuOps, default_registry
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import FEW, CpuOps
 from effllm.kernels.cpu.packed import MOST_COLUMNS
 from effllm.kernels.reference_moe import Routed, route, visits
 from effllm.kernels.registry import Call

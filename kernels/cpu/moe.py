@@ -226,7 +226,7 @@ def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
         for each, activation in ((expert.gate, act), (expert.down, "none")):
             if each.weight.spec.is_raw:
                 limit = FEW
-            if ops._runner(each, 1, activation) not in (Ops._few, low_bit.run_few):
+            if ops._runner(each, 1, activation) not in (Ops.few_columns, low_bit.run_few):
                 return 0
     return limit
 

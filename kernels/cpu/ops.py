@@ -15,14 +15,12 @@ import numpy as np
 
 from .. import reference
 from ..compile import Kernel
-from ..layout import ACTIVATIONS, NORMS, STORED_TYPES, PageLayout
-from ..registry import Call, Candidate, Registry
+from ..layout import ACTIVATIONS, NORMS, PageLayout
+from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
 from . import attention, attention_few, bundled, in_parts, linear, low_bit, moe, packed, rows
 from .inner_loops import TILE_COLUMNS
-from .int8_ir import INSTRUCTION_SET
-from .intrinsics import HAS_HALF
 from .jobs import Jobs
 from .kv_many import packed_scratch
 from .kv_scratch import few_scratch
@@ -62,53 +60,6 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             **bundled.plan_workspace(dims, chunk)}
 
 
-def _compiled(call: Call) -> str:
-    if call.stored not in STORED_TYPES:
-        return f"no kernel for {call.stored}"
-    if call.act not in ACTIVATIONS:
-        return f"no kernel for {call.act}"
-    return ""
-
-
-def _native(call: Call) -> str:
-    return _compiled(call) or ("" if HAS_HALF or call.stored != "f16" else "no half-precision conversion in this CPU")
-
-
-def default_registry(only: str | None = None, exact: bool = False) -> Registry:
-    """All CPU candidates; `only="reference"` keeps the NumPy ones (to check the others against). `exact`: low-bit weights in float32."""
-    never = lambda call: ""  # noqa: E731
-    few = lambda accept, most=FEW: lambda call: accept(call) or ("" if call.columns <= most else f"more than {most} columns")  # noqa: E731
-    candidates = [
-        Candidate("matrix", "few columns", few(_native), CpuOps._few),
-        Candidate("matrix", "register tiles", _native, CpuOps._many),
-        Candidate("matrix", "few columns, half by shifts", few(_compiled), CpuOps._few, fallback=True),
-        Candidate("matrix", "register tiles, half by shifts", _compiled, CpuOps._many, fallback=True),
-        Candidate("matrix", "NumPy reference", never, CpuOps._reference, fallback=True),
-        *([Candidate(LOW_BIT, "float32 tiles", low_bit.declines, low_bit.run_exact)] if exact else []),
-        Candidate(LOW_BIT, f"table lookup, {INSTRUCTION_SET}", few(low_bit.declines_lookup, packed.MOST_COLUMNS), low_bit.run_few),
-        Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few(low_bit.declines, packed.MOST_COLUMNS), low_bit.run_few),
-        Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines, low_bit.run_many),
-        Candidate(LOW_BIT, "NumPy reference", never, CpuOps._reference, fallback=True),
-        Candidate("moe", "compiled", _compiled, moe.run),
-        Candidate("moe", "NumPy reference", never, moe.run_reference, fallback=True),
-        *(each for op, fast, slow in (("rotate", rows.rotate, rows.rotate_reference), ("activate", rows.gate, rows.gate_reference),
-                                      ("add", rows.add, rows.add_reference))
-          for each in (Candidate(op, "compiled", _compiled, fast), Candidate(op, "NumPy reference", never, slow, fallback=True))),
-        Candidate("attend", "compiled", _native, _attend_compiled),
-        Candidate("attend", "compiled, half by shifts", _compiled, _attend_compiled, fallback=True),
-        Candidate("attend", "NumPy reference", never, _attend_reference, fallback=True),
-    ]
-    return Registry([c for c in candidates if only is None or only in c.name])
-
-
-def _attend_compiled(pages: LayerPages, *step: object) -> None:
-    pages.compiled(*step)
-
-
-def _attend_reference(pages: LayerPages, *step: object) -> None:
-    pages.reference(*step)
-
-
 @dataclass(frozen=True)
 class _Job:
     """A prepared argument block and everything it points to, kept alive by it."""
@@ -133,6 +84,8 @@ class CpuOps(Jobs):
     name = "cpu"
 
     def __init__(self, pool: ThreadPool, dims: Dims, registry: Registry | None = None) -> None:
+        from .candidates import default_registry  # which names the methods of this class
+
         super().__init__(pool)
         self.dims = dims
         self.registry = registry or default_registry()
@@ -343,7 +296,7 @@ class CpuOps(Jobs):
         if norm is not None:
             self.reals[linear.EPS] = norm.eps
 
-    def _few(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+    def few_columns(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
         tokens, depth = x.shape
         self._fill(self.at(x), tokens, depth, norm, mode, act, linears, outs)
         self.run_and_remember(linear.few_columns, x, norm, linears, outs, mode, act)
@@ -359,7 +312,8 @@ class CpuOps(Jobs):
             job = _Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
             self._jobs[id(x), id(linears[0]), mode, id(residual)] = job
 
-    def _many(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+    def many_columns(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
+                     act: str) -> None:
         tokens, depth = x.shape
         panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
         if self.must_pack("panels", low_bit.RAW):
@@ -374,7 +328,8 @@ class CpuOps(Jobs):
         self.run(linear.many_columns, self.where, True, self.args)
         self.gate(gate, up, act)
 
-    def _reference(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str) -> None:
+    def by_reference(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
+                     act: str) -> None:
         self.flush()
         n = x if norm is None else reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
         results = [reference.linear(n, each.weight.to_f32(), each.bias) for each in linears]

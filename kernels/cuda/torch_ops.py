@@ -66,9 +66,10 @@ def _clamped_swish(x: torch.Tensor) -> torch.Tensor:
 def default_registry() -> Registry:
     """One way per stored type."""
     stored = lambda kinds: lambda call: "" if call.stored in kinds else f"no product with {call.stored}"  # noqa: E731
-    return Registry([Candidate("matrix", "torch", stored(("f32",)), Products.plain),
-                     Candidate("matrix", "widened to float32", stored(tuple(STORED_TYPES)), Products.widened),
-                     Candidate("matrix", "codes opened to float32", stored(tuple(SCHEMES)), Products.of_codes)])
+    return Registry([Candidate("matrix", "torch", stored(("f32",)), Products.plain, "torch's own product"),
+                     Candidate("matrix", "widened to float32", stored(tuple(STORED_TYPES)), Products.widened, "the same numbers"),
+                     Candidate("matrix", "codes opened to float32", stored(tuple(SCHEMES)), Products.of_codes,
+                               "in the kernel that multiplies where Triton compiles one for the card, else before the product")])
 
 
 class TorchOps:

@@ -1,0 +1,85 @@
+"""What the ops of the CPU run as, in order of preference: the compiled kernels first, the NumPy meaning of each op last.
+
+A kernel is one more `Candidate`, which says why it is not for a call, and why it is the one that runs where it is; `effllm doctor` prints
+both of every op that is listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..layout import ACTIVATIONS, STORED_TYPES
+from ..registry import Call, Candidate, Registry
+from . import low_bit, moe, packed, rows
+from .int8_ir import INSTRUCTION_SET
+from .intrinsics import HAS_HALF
+from .ops import FEW, LOW_BIT, CpuOps
+
+if TYPE_CHECKING:
+    from .pages import LayerPages
+
+READ_ONCE = "few tokens: the weights are read once, and memory is the limit"
+WIDENED_ONCE = "many tokens: a tile of weights is widened once and multiplied by all of them"
+AS_THEY_LIE = "few tokens: codes are multiplied as they lie in memory"
+LOOKED_UP = "measured faster than dot products for these weights"
+EXPANDED_ONCE = "many tokens: rows are expanded to bytes once and multiplied by all of them"
+NOTHING_ROUNDED = "--exact: nothing is rounded"
+NO_HALF, NO_KERNEL = "this processor converts no half precision", "no kernel here can run it"
+BY_SHIFTS, NUMPY = "half by shifts", "NumPy reference"
+ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every width of heads"),
+        "activate": (rows.gate, rows.gate_reference, "native code, a row at a time, where products did not activate as they were written"),
+        "add": (rows.add, rows.add_reference, "native code for branches that are scaled or normed before they join")}
+
+
+def _compiled(call: Call) -> str:
+    if call.stored not in STORED_TYPES:
+        return f"no kernel for {call.stored}"
+    if call.act not in ACTIVATIONS:
+        return f"no kernel for {call.act}"
+    return ""
+
+
+def _native(call: Call) -> str:
+    return _compiled(call) or ("" if HAS_HALF or call.stored != "f16" else "no half-precision conversion in this CPU")
+
+
+def _never(call: Call) -> str:
+    return ""
+
+
+def _few(accept: Callable[[Call], str], most: int = FEW) -> Callable[[Call], str]:
+    return lambda call: accept(call) or ("" if call.columns <= most else f"more than {most} columns")
+
+
+def default_registry(only: str | None = None, exact: bool = False) -> Registry:
+    """All of the CPU; `only="reference"` keeps the NumPy ones (to check the others against). `exact`: low-bit weights in float32."""
+    few_low_bit = _few(low_bit.declines, packed.MOST_COLUMNS), _few(low_bit.declines_lookup, packed.MOST_COLUMNS)
+    candidates = [
+        Candidate("matrix", "few columns", _few(_native), CpuOps.few_columns, READ_ONCE),
+        Candidate("matrix", "register tiles", _native, CpuOps.many_columns, WIDENED_ONCE),
+        Candidate("matrix", f"few columns, {BY_SHIFTS}", _few(_compiled), CpuOps.few_columns, NO_HALF, fallback=True),
+        Candidate("matrix", f"register tiles, {BY_SHIFTS}", _compiled, CpuOps.many_columns, NO_HALF, fallback=True),
+        Candidate("matrix", NUMPY, _never, CpuOps.by_reference, NO_KERNEL, fallback=True),
+        *([Candidate(LOW_BIT, "float32 tiles", low_bit.declines, low_bit.run_exact, NOTHING_ROUNDED)] if exact else []),
+        Candidate(LOW_BIT, f"table lookup, {INSTRUCTION_SET}", few_low_bit[1], low_bit.run_few, LOOKED_UP),
+        Candidate(LOW_BIT, f"dot products, {INSTRUCTION_SET}", few_low_bit[0], low_bit.run_few, AS_THEY_LIE),
+        Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines, low_bit.run_many, EXPANDED_ONCE),
+        Candidate(LOW_BIT, NUMPY, _never, CpuOps.by_reference, NO_KERNEL, fallback=True),
+        Candidate("moe", "compiled", _compiled, moe.run, "the experts of a token are picked and run by one native job"),
+        Candidate("moe", NUMPY, _never, moe.run_reference, NO_KERNEL, fallback=True),
+        *(each for op, (fast, slow, why) in ROWS.items()
+          for each in (Candidate(op, "compiled", _compiled, fast, why), Candidate(op, NUMPY, _never, slow, NO_KERNEL, fallback=True))),
+        Candidate("attend", "compiled", _native, _attend_compiled, "native code, a page of K and V at a time"),
+        Candidate("attend", f"compiled, {BY_SHIFTS}", _compiled, _attend_compiled, NO_HALF, fallback=True),
+        Candidate("attend", NUMPY, _never, _attend_reference, NO_KERNEL, fallback=True),
+    ]
+    return Registry([each for each in candidates if only is None or only in each.name])
+
+
+def _attend_compiled(pages: LayerPages, *step: object) -> None:
+    pages.compiled(*step)
+
+
+def _attend_reference(pages: LayerPages, *step: object) -> None:
+    pages.reference(*step)

@@ -1,0 +1,87 @@
+"""Which kernels multiply a model's weights, for one token and for a prompt, and why: what `effllm plan` says of them.
+
+`effllm doctor` shows what each op would run for every stored type; this is of the types that a model has, where the plan puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..kernels.cpu.candidates import default_registry
+from ..kernels.cpu.int8_ir import INSTRUCTION_SET
+from ..kernels.cpu.ops import LOW_BIT
+from ..kernels.registry import Call, Registry
+from . import lookup
+from .forecast import Tensors, kind_of_weight
+from .prepare import Prepared
+from .tensors import ModelTensor, check_tensors
+
+PROMPT = 512  # tokens that tell a prompt's kernels from those of an answer
+EITHER = f"dot products or table lookup, {INSTRUCTION_SET}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel by the name that `effllm doctor` gives it, and what speaks for it."""
+
+    name: str
+    because: str
+    fallback: bool
+
+
+@dataclass(frozen=True)
+class ChosenKernels:
+    """What multiplies all matrices of one stored type on one device; `nbytes` of them in the model."""
+
+    stored: str
+    device: str
+    nbytes: int
+    token: Kernel
+    prompt: Kernel
+
+    def to_json(self) -> dict[str, object]:
+        def told(kernel: Kernel) -> dict[str, object]:
+            return {"kernel": kernel.name, "because": kernel.because, "fallback": kernel.fallback}
+
+        return {"stored": self.stored, "device": self.device, "bytes": self.nbytes, "token": told(self.token), "prompt": told(self.prompt)}
+
+
+def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[ChosenKernels, ...]:
+    """Of a plan, the type with most bytes first. A type of which a part is looked up is there twice."""
+    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
+    decided = {tensor.name: decision for decision in lookup.decide(prepared, tensors) for tensor in decision.tensors}
+    registries = {device: _registry(device, prepared.options.exact) for device in dict.fromkeys((*prepared.placement.devices, "cpu"))}
+    found: dict[tuple[str, str, Kernel, Kernel], int] = {}
+    for device, tensor in _matrices(prepared, tensors):
+        kernels = (_kernel(registries[device], tensor, columns, decided.get(tensor.name)) for columns in (1, PROMPT))
+        key = (kind_of_weight(tensor.spec), device, *kernels)
+        found[key] = found.get(key, 0) + tensor.nbytes
+    return tuple(ChosenKernels(stored, device, nbytes, token, prompt)
+                 for (stored, device, token, prompt), nbytes in sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _registry(device: str, exact: bool) -> Registry:
+    if device == "cpu":
+        return default_registry(exact=exact)
+    from ..kernels.cuda import torch_ops
+
+    return torch_ops.default_registry()
+
+
+def _matrices(prepared: Prepared, tensors: Tensors) -> Iterator[tuple[str, ModelTensor]]:
+    """(device, matrix) of all that is multiplied."""
+    for layer, device in enumerate(prepared.placement.devices):
+        yield from ((device, tensor) for tensor in tensors[layer].values() if len(tensor.shape) == 2)
+    outer = tensors["outer"]
+    yield "cuda" if prepared.placement.card.head_bytes else "cpu", outer.get("head", outer["embed"])
+
+
+def _kernel(registry: Registry, tensor: ModelTensor, columns: int, decision: lookup.Decision | None) -> Kernel:
+    spec, few = tensor.spec, columns == 1
+    looked_up = few and decision is not None and decision.kernel == "lut"
+    op = "matrix" if spec.is_raw or not any(each.op == LOW_BIT for each in registry.candidates) else LOW_BIT
+    own = registry.select(Call(op, spec.scheme, columns, bits=spec.bits, looked_up=looked_up)).candidate
+    if few and decision is not None and decision.reason == lookup.UNMEASURED and not own.fallback:
+        return Kernel(EITHER, "measured when a run begins", False)
+    return Kernel(own.name, decision.reason if few and decision is not None and op == LOW_BIT else own.because, own.fallback)
