@@ -1,6 +1,6 @@
 """Model families, one file each; the file's name is the checkpoint's `model_type`.
 
-A family says which config keys it uses, which tensors it has by role, and how a block computes over the ops of a backend. To add
+A family says which config keys it uses, which tensors it has by role, and how a block computes over a backend's `BlockOps`. To add
 one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...quant.weight import Bundles, Expert, Linear, Norm
+    from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
     from ..rope import RopeTable
@@ -98,7 +99,7 @@ class Family(Protocol):
     def config(self, keys: Keys) -> ModelConfig: ...
     def layer_tensors(self, config: ModelConfig, layer: int) -> dict[str, TensorRule]: ...
     def outer_tensors(self, config: ModelConfig) -> dict[str, TensorRule]: ...
-    def block(self, ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None,
+    def block(self, ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None,
               config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object: ...
 
 

@@ -18,6 +18,7 @@ from . import LayerWeights, TensorRule
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable
 
@@ -62,7 +63,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the
     rotation, attn_out and mlp_hidden before `o` and `down`; of experts the visits (`Routed`) instead of mlp_hidden."""
@@ -82,7 +83,7 @@ def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np
     return x
 
 
-def attention(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
               layer: int, tap: Callable[[str, int, object], None]) -> object:
     """The first half of a block."""
     tap("block_in", layer, x)

@@ -18,6 +18,7 @@ from .llama import attention
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable
 
@@ -67,7 +68,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-def block(ops: object, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`."""
     x = attention(ops, w, x, kv, positions, rope, config, layer, tap)

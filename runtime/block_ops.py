@@ -1,0 +1,51 @@
+"""What a family's `block` may ask of a backend: the stages that `kernels/cpu/ops.py` and `kernels/cuda/torch_ops.py` both have.
+
+They are whole stages, so that a backend may fuse what lies within one and no family knows. `x` is the residual stream, float32 [T, D] of
+the backend; stages that add to it change it in place and return it. What a stage returns is valid until the stage runs again. A family
+whose attention and MLP read the same input side by side (Cohere, GPT-NeoX) has no stage for that here: it takes one in both backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..quant.weight import Bundles, Expert, Linear, Norm
+    from .rope import RopeTable
+
+See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
+
+
+class BlockOps(Protocol):
+    """T tokens, D the model's width; a matrix is W [N, D], in whatever type it is stored."""
+
+    def norm_linear(self, x: object, norm: Norm | None, linears: Sequence[Linear]) -> list[object]:
+        """norm(x) @ W.T + bias of every matrix, [T, N] each; of x itself without a norm."""
+
+    def linear_add(self, x: object, each: Linear, residual: object, after: Norm | None = None, factor: float = 1.0) -> object:
+        """residual + factor * after(x @ W.T + bias), in place; without `after` no norm."""
+
+    def rope_heads(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None, norm: Norm | None) -> object:
+        """y [T, heads * head_dim], in place: the norm if any, of each head or of the whole row as its weight is long, then the rotation by
+        `positions`, which a table of None leaves out."""
+
+    def gated_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, see: See = None,
+                  after: Norm | None = None, factor: float = 1.0) -> object:
+        """x + down(act(gate(n)) * up(n)) with n = norm(x), in place and added as by `linear_add`. `see`: what goes into `down`."""
+
+    def mlp(self, x: object, norm: Norm, up: Linear, down: Linear, act: str, see: See = None, after: Norm | None = None,
+            factor: float = 1.0) -> object:
+        """x + down(act(up(n))) with n = norm(x): `gated_mlp` without a gate."""
+
+    def bundled_mlp(self, x: object, norm: Norm, gate: Linear, bundles: Bundles, act: str, see: See = None, after: Norm | None = None,
+                    factor: float = 1.0) -> object:
+        """Either of both over neurons that lie one by one, of which the inactive are not read; without a gate `gate` is what
+        activates."""
+
+    def moe(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
+            see: See = None) -> object:
+        """x + the sum of the `top_k` experts that `router` picks for each token, by its softmax, made to add up to one if
+        `renormalise`. `see`: which tokens visit which experts."""
