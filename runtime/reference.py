@@ -18,6 +18,7 @@ from .config_reader import show
 from .gguf.names import PATH, TAG
 
 VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
+AS_BITS = re.compile(r"\d+[-_ ]?bits?", re.IGNORECASE)  # a precision, and no size of a model
 FILE = re.compile(rf"(.+):({PATH}|{TAG})", re.DOTALL | re.IGNORECASE)
 # What a browser shows of a repository, of a branch of it or of a file in it.
 ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
@@ -86,8 +87,9 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
         raise UsageError(f"{show(text)} names no model", LOOK)
     if colon:
         known = f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; or leave it away: {show(base)}"
+        near = [] if AS_BITS.fullmatch(variant) else _tagged(base, variant, env)
         raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
-                         f"did you mean {' or '.join(near)}?" if (near := _tagged(base, variant, env)) else known)
+                         f"did you mean {' or '.join(near)}?" if near else known)
     name, at, revision = base.partition("@")
     if at and not hub.is_revision(revision):
         raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")

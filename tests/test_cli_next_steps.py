@@ -154,3 +154,14 @@ def test_a_format_behind_the_name_of_a_quantized_model_is_left_away(tmp_path: Pa
         code, err = said(*words)
         asked = words[1 + (words[0] == "alias")].rpartition(":")[2]
         assert code == 2 and err == f"effllm: {four} is quantized already (codebook4:16)\nhint: leave :{asked} away\n"
+
+
+@pytest.mark.parametrize(("argv", "step"), (
+    (("run", "fable:1bit", "hi"), "known: 8bit, 6bit, 5bit, 4bit, 3bit, 2bit, ternary"),
+    (("run", "qwen3:4b", "hi"), "did you mean qwen3-4b?"),
+    (("verify", "fable:4bit"), "leave :4bit away, or make a folder of it: effllm quantize fable -o DIR --spec 4bit\n"),
+    (("export", "fable", "-o", "x.gguf", "--type", "INT4"), "INT8 and INT4 go with --format compressed-tensors"),
+))
+def test_a_precision_that_does_not_fit_is_answered_with_those_that_do(argv: tuple[str, ...], step: str) -> None:
+    code, err = said(*argv)
+    assert code != 0 and step in err, err
