@@ -29,15 +29,13 @@ from ..offload.size import format_size, several
 from ..offload.writer import FolderWriter, held_nbytes
 from ..quant import methods
 from ..quant.error import error_db
-from ..quant.methods.hqq import SHORT
-from ..quant.methods.spqr import OUTLIERS
 from ..quant.recipe import Recipe, parse_rule, parse_target
-from ..quant.spec import DEFAULTS, FOREIGN, QuantSpec
+from ..quant.spec import FOREIGN, QuantSpec
 from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids, narrow
 from .compiled import compiled
 from .container import FILE, Container, StoredTensor, read_container
 from .convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
-from .convert_tensors import EQUALISING, Converter
+from .convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .hub import COMPANIONS
@@ -54,11 +52,11 @@ def target_of(text: str) -> float:
     return parse_target(text)
 
 
-def recipe_of(spec: str, rules: Sequence[str], method: str) -> Recipe:
+def recipe_of(spec: str, rules: Sequence[str], method: str | None = None) -> Recipe:
     """The recipe that a person spelled: a format, `REGEX=SPEC` rules, and what the method adds. Raises UsageError."""
-    short = SHORT if method == "hqq" else DEFAULTS
-    recipe = Recipe(QuantSpec.parse(spec, short), tuple(parse_rule(rule, short) for rule in rules), short)
-    return recipe.with_outliers(OUTLIERS) if method == "spqr" else recipe
+    own = methods.get(methods.PLAIN if method is None else method)
+    recipe = Recipe(QuantSpec.parse(spec, own.SHORT), tuple(parse_rule(rule, own.SHORT) for rule in rules), own.SHORT)
+    return recipe.with_outliers(own.OUTLIERS) if own.OUTLIERS else recipe
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class ConvertOptions:
 
     recipe: Recipe
     spec_text: str
-    method: str = "rtn"
+    method: str = methods.PLAIN
     calibration_text: str | None = None
     calibration_tokens: int = TOKENS
     target: float | None = None
@@ -248,9 +246,10 @@ def container(plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]]
 def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
     """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short, or that serves nobody,
     and for a method that does not know the model's layers."""
-    if options.method == EQUALISING and plan.config.mixture is not None:
+    method = methods.get(options.method)
+    if method.equalise is not None and plan.config.mixture is not None:
         raise UsageError(f"{options.method} does not know mixtures of experts", "--method gptq")
-    if not methods.get(options.method).NEEDS:
+    if not method.NEEDS:
         if options.calibration_text is not None and options.target is None:
             raise UsageError(f"{options.method} needs no calibration text", "leave --calib away, or --method gptq")
         return []

@@ -58,11 +58,6 @@ class Costs:
         """Seconds for what a text showed of so many inputs."""
         return self.factor_s * (depth / self.depth) ** 3
 
-    def tried(self, shape: Sequence[int], trials: int, most_rows: int) -> float:
-        """Seconds for `trials` of rounding at most `most_rows` rows of a tensor and judging the error of its outputs."""
-        rows, depth = min(shape[0], most_rows), shape[1]
-        return trials * rows * depth * (self.weight_s + 2 * depth / self.rate)
-
 
 def estimate(plan: ConversionPlan, todo: Sequence[Job], method: str, quantize: Quantize, ids: Sequence[int],
              threads: int | None = None) -> float:
@@ -91,12 +86,10 @@ def total(plan: ConversionPlan, low: Sequence[Job], method: str, costs: Costs, t
     """Seconds for tensors with a text that takes `text_s`."""
     seen, own = [job for job in low if _seen(plan, job)], methods.get(method)
     seconds = costs.plain_s * sum(prod(job.shape) for job in low if not _seen(plan, job))
-    if "hessian" in own.NEEDS:
-        seconds += sum(costs.searched(job.shape, own.PRODUCTS) for job in seen)
-        seconds += sum(costs.factored(depth) for depth in {_inputs(job): job.shape[1] for job in seen}.values())
-    else:  # a layer's tensors are changed together, and then rounded
-        seconds += sum(costs.searched(job.shape, 0.0) for job in seen)
-        seconds += sum(costs.tried(job.shape, len(own.EXPONENTS), own.ROWS) for job in seen if job.key != "outer")
+    seconds += sum(costs.searched(job.shape, own.PRODUCTS) for job in seen)
+    seconds += sum(costs.factored(depth) for depth in {_inputs(job): job.shape[1] for job in seen}.values())
+    # the embedding and the head belong to no layer, whose tensors are changed together
+    seconds += sum(own.equalise_s(job.shape, costs.weight_s, costs.rate) for job in seen if job.key != "outer")
     return seconds + text_s
 
 
@@ -173,7 +166,9 @@ def _seconds(plan: ConversionPlan, job: Job, n: int, quantize: Quantize, stats: 
 
 
 def _factored_s(stats: Stats) -> float:
-    """Seconds for the factor of what a text showed."""
+    """Seconds for the factor of what a text showed; none where the method, which has just had these statistics, did not ask for it."""
+    if "feedback" not in vars(stats):
+        return 0.0
     begun = time.monotonic()
     _ = replace(stats).feedback  # a copy has not made it yet
     return time.monotonic() - begun

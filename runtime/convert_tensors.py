@@ -1,7 +1,7 @@
 """A conversion's work on tensors: each goes through its method, with what the calibration text shows of its inputs where one is needed.
 
 Without a text, tensors follow one another as they lie. With one, the text runs layer by layer and each layer is quantized when its
-statistics are there, so that memory holds one layer's; tensors of which the text shows nothing (an embedding) go through rtn at the end.
+statistics are there, so that memory holds one layer's; tensors of which the text shows nothing (an embedding) are rounded at the end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from .convert_plan import OTHER, ConversionPlan, Job
 from .convert_stream import finite, stream, whole
 from .events import Notice, Progress
 
-PLAIN, EQUALISING = "rtn", "smooth"  # the method for what no text shows; the one that changes a layer's tensors together
-
 
 class Converter:
     """What is left to do of a plan. `ids` are the calibration text's tokens, none for a method that needs none."""
@@ -32,7 +30,7 @@ class Converter:
         self.plan, self.method, self.writer, self.ids = plan, method, writer, ids
         self.todo = [job for job in plan.jobs if job.name not in writer.finished]
         self._pool = pool
-        self._method, self._plain = methods.get(method), methods.get(PLAIN)
+        self._method, self._plain = methods.get(method), methods.get(methods.PLAIN)
         self._done = plan.read_nbytes - sum(job.info.nbytes for job in self.todo)
 
     def announce(self, formats: str) -> Iterator[Notice]:
@@ -59,25 +57,24 @@ class Converter:
         yield from self._stream(jobs, {}, {})
 
     def _layer(self, found: LayerStats) -> Iterator[Progress]:
-        """The tensors of which the text has shown something, and what `smooth` changes with them."""
+        """The tensors of which the text has shown something, and what the method changes with them."""
         todo = [job for job in self.todo if job.key == found.key]
         changed: dict[str, np.ndarray] = {}
-        if todo and self.method == EQUALISING and found.key != "outer":
+        if todo and self._method.equalise is not None and found.key != "outer":
             changed = self._equalised(found)
         ready = [job for job in todo if job.name in changed or (job.role in found.roles and job.quantized)]
         yield from self._stream(ready, found.roles, changed)
 
     def _equalised(self, found: LayerStats) -> dict[str, np.ndarray]:
         """A layer's tensors that equalising changes, by name. The same for every attempt: nothing of it is kept over a kill."""
-        from ..quant.methods.smooth import Layout, equalise
-
         config, jobs = self.plan.config, {job.role: job for job in self.plan.jobs if job.key == found.key}
         norms = [job.source.scheme for job in jobs.values() if job.group == OTHER]
-        layout = Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0],
-                        config.hidden_act)
+        layout = methods.Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0],
+                                config.hidden_act)
         tensors = {role: finite(job, whole(self.plan.store, job)) for role, job in jobs.items()}
         specs = {role: job.spec for role, job in jobs.items() if job.group != OTHER}
-        return {jobs[role].name: array for role, array in equalise(tensors, found.roles, specs, layout, self._pool).items()}
+        changed = self._method.equalise(tensors, found.roles, specs, layout, self._pool)
+        return {jobs[role].name: array for role, array in changed.items()}
 
     def _stream(self, jobs: Sequence[Job], stats: Mapping[str, Stats], changed: Mapping[str, np.ndarray]) -> Iterator[Progress]:
         def quantize(job: Job, rows: np.ndarray) -> Codes:

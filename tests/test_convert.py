@@ -14,8 +14,8 @@ from effllm import UsageError
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import PAD
 from effllm.offload.writer import partial_folder
+from effllm.quant import methods
 from effllm.quant.codes import dequantize
-from effllm.quant.methods import METHODS
 from effllm.quant.pack import unpack
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import to_f32
@@ -208,9 +208,9 @@ def test_outliers_of_what_no_text_shows_are_kept_too(tmp_path: Path, short: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods.METHODS)
 def test_every_method_makes_a_whole_model_of_a_width_alone(tmp_path: Path, short: Path, method: str) -> None:
-    text = {} if method in ("rtn", "hqq") else {"calibration_text": TEXT, "calibration_tokens": 512}
+    text = {"calibration_text": TEXT, "calibration_tokens": 512} if methods.get(method).NEEDS else {}
     run(short, tmp_path / "out", ConvertOptions(recipe_of("4bit", (), method), "4bit", method=method, **text))
     made = read_container(tmp_path / "out")
     assert made.method == {"name": method} and 4.2 < made.bits_per_weight < 5.3

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from effllm.quant.methods import smooth
 from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
 from effllm.runtime import calibrate, convert_estimate
@@ -68,8 +69,15 @@ def test_equalising_judges_ten_exponents_by_the_first_rows(plan: ConversionPlan)
     layers, down = WEIGHTS - 4096 * 256, 6 * 256 * 768
     products = 10 * 2 * ((layers - down) * 256 + down * 768) / 1e11
     wanted = INPUTS * 1e-4 + WEIGHTS * 4e-7 + 10 * layers * 4e-7 + products + 0.5
-    assert total(plan, low(plan), "smooth", COSTS, 0.5) == pytest.approx(wanted)
-    assert COSTS.tried((4096, 256), 10, 1024) == COSTS.tried((1024, 256), 10, 1024) == pytest.approx(10 * 1024 * 256 * (4e-7 + 512 / 1e11))
+    assert total(plan, low(plan), "smooth", replace(COSTS, factor_s=0.0), 0.5) == pytest.approx(wanted)
+    for rows in (4096, 1024):
+        assert smooth.equalise_s((rows, 256), 4e-7, 1e11) == pytest.approx(10 * 1024 * 256 * (4e-7 + 512 / 1e11))
+
+
+def test_what_a_text_showed_is_factored_for_those_who_ask_for_the_factor() -> None:
+    stats = convert_estimate.made_up(64)
+    assert convert_estimate._factored_s(stats) == 0
+    assert stats.feedback.shape == (64, 64) and convert_estimate._factored_s(stats) > 0
 
 
 def test_what_rows_take_is_told_from_what_a_block_takes(plan: ConversionPlan, monkeypatch: pytest.MonkeyPatch) -> None:

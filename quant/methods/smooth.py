@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from ..codes import Codes, dequantize
 from ..spec import QuantSpec
 from ..stats import Stats
 from ..weight import from_f32, to_f32
-from . import checked, rtn
+from . import Layout, checked, rtn
 
 NEEDS = frozenset({"mean_square"})
 # roles: who makes the input, who reads it
@@ -32,19 +31,6 @@ EXPONENTS = ((0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0), (0.4, 0.0), (0.5, 0
 MOST = 16.0  # f stays within 1/MOST and MOST of its geometric mean
 SMALL = 1 << 30  # multiplications of a product that one thread makes: those of BLAS take longer to share it
 ROWS = 1024  # rows of a matrix that judge an exponent
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What the folding must know of a layer: query heads, KV heads, their width, the kind of its norms, the type in which they, and
-    biases, are stored, and the activation of its MLP."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_kind: str = "rms"
-    stored: str = "bf16"
-    act: str = "silu"
 
 
 def check(spec: QuantSpec) -> None:
@@ -76,6 +62,12 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
                                stats[readers[0]], layout, pool)
         fold(changed, maker, readers, factors, layout)
     return {role: array for role, array in changed.items() if array is not tensors[role]}
+
+
+def equalise_s(shape: Sequence[int], weight_s: float, rate: float) -> float:
+    """Seconds for a matrix: under each pair of exponents some rows are rounded and the error of their outputs is judged."""
+    rows, depth = min(shape[0], ROWS), shape[1]
+    return len(EXPONENTS) * rows * depth * (weight_s + 2 * depth / rate)
 
 
 def best_factors(maker: str, readers: Sequence[np.ndarray], specs: Sequence[QuantSpec], stats: Stats, layout: Layout,

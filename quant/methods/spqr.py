@@ -18,7 +18,6 @@ from ..stats import Stats
 from . import checked, gptq, rtn
 
 NEEDS = frozenset({"hessian"})
-WHOLE = True  # takes a tensor at once, not in blocks of rows
 OUTLIERS = 0.005  # the share where nobody says one
 PRODUCTS = gptq.PRODUCTS
 PEELED = 3  # weights of a group that are taken away one after the other to see what each cost
