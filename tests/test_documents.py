@@ -1,6 +1,7 @@
 """The documents against the program: every command line in them is one that it takes, what is cheap runs as it stands, the README's samples
 have the lines that are printed now, and what is called by a name (a flag, a message, a key, an exit code) has that name."""
 
+import ast
 import io
 import json
 import re
@@ -107,6 +108,35 @@ def test_every_file_that_is_named_is_there(path: Path) -> None:
     folders = "benchmarks|cli|docs|kernels|models|offload|quant|runtime|tests|tools"
     for name in re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.(?:py|md|yaml|svg|txt)", path.read_text(encoding="utf-8")):
         assert (ROOT / name).is_file(), name
+
+
+def defined(path: Path) -> set[str]:
+    """The names that a module gives to what is its own: functions, classes and values, not what it imports."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+def test_every_name_of_a_module_that_the_architecture_names_is_defined_there() -> None:
+    """`module.name`, where one of ours is called so, and a `TABLE` that is said to stand in a file; a dotted key that the module reads,
+    of a GGUF file, is no name."""
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    modules: dict[str, list[Path]] = {}
+    for path in (path for folder in ("cli", "kernels", "offload", "quant", "runtime") for path in (ROOT / folder).rglob("*.py")):
+        modules.setdefault(path.stem, []).append(path)
+    spans = [(module, name) for module, name in re.findall(r"`(\w+)\.(\w+)(?:\(\))?`", text)
+             if module in modules and name not in ("py", "json")]
+    wrong = [f"{module}.{name}" for module, name in spans
+             if not any(name in defined(path) or f'"{module}.{name}"' in path.read_text(encoding="utf-8") for path in modules[module])]
+    placed = re.findall(r"`([A-Z_]+)` (?:of|in) `([\w/]+\.py)`", text)
+    placed += [(name, path) for path, name in re.findall(r"`([\w/]+\.py)`, an entry in `([A-Z_]+)`", text)]
+    wrong += [f"{name} of {path}" for name, path in placed if name not in defined(ROOT / path)]
+    assert len(spans) > 10 and len(placed) > 1 and not wrong, wrong
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
