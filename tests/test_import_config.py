@@ -77,6 +77,13 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, section: dict[str, ob
     assert named in caught.value.message + caught.value.hint and "quantization_config" in caught.value.message
 
 
+@pytest.mark.parametrize("section", ["gptq", ["awq"], 4, False])
+def test_a_section_that_is_no_object_is_said_to_be_none(section: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(json.loads((FABLE / "config.json").read_text()) | {"quantization_config": section})
+    assert repr(section) in caught.value.message and "must be an object with a quant_method" in caught.value.hint
+
+
 def test_the_older_name_of_the_section_is_named(tmp_path: Path) -> None:
     """Unless the newer stands beside it."""
     section = plain("pack-quantized", num_bits=4, group_size=GROUP)
