@@ -17,13 +17,11 @@ SCARCE = 0.25  # and as much of inputs per token more: a covariance of fewer tok
 
 @dataclass(frozen=True)
 class Stats:
-    """`hessian` float32 [K, K] (symmetric), `mean_square` and `mean_abs_max` float32 [K]: means over `tokens` tokens of a tensor's inputs,
-    `mean_abs_max` over pieces of text of the largest magnitude in each."""
+    """`hessian` float32 [K, K] (symmetric) and `mean_square` float32 [K]: means over `tokens` tokens of a tensor's inputs."""
 
     tokens: int
     hessian: np.ndarray | None = None
     mean_square: np.ndarray | None = None
-    mean_abs_max: np.ndarray | None = None
 
     @cached_property
     def damped(self) -> np.ndarray:

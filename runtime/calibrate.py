@@ -151,20 +151,18 @@ class Gathered:
 
     def __init__(self, width: int) -> None:
         self._products = np.zeros((width, width), np.float32)
-        self._tops = np.zeros(width, np.float64)
-        self._tokens = self._windows = 0
+        self._tokens = 0
 
     def add(self, inputs: np.ndarray) -> None:
-        """float32 [T, K], one window."""
+        """float32 [T, K]."""
         # Beside our own threads, which have just been busy, those of BLAS take longer to share a small product than one takes to make it.
         with one_thread() if inputs.size * inputs.shape[1] < SMALL else nullcontext():
             self._products += inputs.T @ inputs
-        self._tops += np.abs(inputs).max(0)
-        self._tokens, self._windows = self._tokens + len(inputs), self._windows + 1
+        self._tokens += len(inputs)
 
     def stats(self) -> Stats:
         hessian = self._products / np.float32(self._tokens)
-        return Stats(self._tokens, hessian, hessian.diagonal().copy(), (self._tops / self._windows).astype(np.float32))
+        return Stats(self._tokens, hessian, hessian.diagonal().copy())
 
 
 class ExpertRoles(Mapping):

@@ -146,17 +146,6 @@ class Sampler:
         uniform = (int(self._random.random_raw()) >> 11) * 2.0**-53
         return int(sampling.draw(address(self._ids), address(self._weights), count, uniform))
 
-    def distribution(self, logits: np.ndarray, history: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """(ids[n] ascending, probabilities float64[n]) that `sample` draws from; draws nothing."""
-        values = self._penalised(logits, history)
-        if self.settings.temperature == 0:
-            token = int(values.argmax())
-            refuse_broken(values[token])
-            return np.array([token], np.int32), np.ones(1)
-        count = self._survivors(values)
-        weights = self._weights[:count].astype(np.float64)
-        return self._ids[:count].copy(), weights / weights.sum()
-
     def _penalised(self, logits: np.ndarray, history: Sequence[int]) -> np.ndarray:
         if logits.shape != (self.vocab_size,):
             raise ValueError(f"logits of shape {logits.shape} for a vocabulary of {self.vocab_size}")

@@ -32,7 +32,7 @@ def inputs(tokens: int = 600, k: int = K, seed: int = 1) -> np.ndarray:
 
 
 def stats_of(x: np.ndarray) -> Stats:
-    return Stats(len(x), x.T @ x / len(x), np.square(x).mean(0), np.abs(x).max(0))
+    return Stats(len(x), x.T @ x / len(x), np.square(x).mean(0))
 
 
 def loss(rows: np.ndarray, codes, spec: QuantSpec, x: np.ndarray) -> float:

@@ -29,8 +29,15 @@ def settings_of(**changes: object) -> SamplerSettings:
     return SamplerSettings(**{**NEUTRAL, **changes})
 
 
+def distribution(sampler: Sampler, logits: np.ndarray, history: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """(ids[n] ascending, probabilities float64[n]) that `sample` draws from, where it is not greedy; draws nothing."""
+    count = sampler._survivors(sampler._penalised(logits, history))
+    weights = sampler._weights[:count].astype(np.float64)
+    return sampler._ids[:count].copy(), weights / weights.sum()
+
+
 def dense(sampler: Sampler, logits: np.ndarray, history: Sequence[int] = ()) -> np.ndarray:
-    ids, shares = sampler.distribution(logits, history)
+    ids, shares = distribution(sampler, logits, history)
     assert np.all(np.diff(ids) > 0)
     result = np.zeros(len(logits))
     result[ids] = shares
@@ -125,16 +132,16 @@ def test_ties_stay_together() -> None:
     logits = np.array([1, 3, 2, 3, 2, 2, 0], np.float32)
     for changes, kept in (({"top_k": 1}, [1, 3]), ({"top_k": 3}, [1, 2, 3, 4, 5]), ({"top_p": 0.4}, [1, 3]), ({"top_p": 0.6}, [1, 3]),
                           ({"top_p": 0.75}, [1, 2, 3, 4, 5])):
-        assert Sampler(settings_of(**changes), 7).distribution(logits)[0].tolist() == kept, changes
+        assert distribution(Sampler(settings_of(**changes), 7), logits)[0].tolist() == kept, changes
 
 
 def test_top_k_looks_in_every_block() -> None:
     """All winners inside one block of the search, and winners in the short last block."""
     logits = logits_of(3, 10_007, 0.1)
     logits[640:680] += 50
-    assert Sampler(settings_of(top_k=40), 10_007).distribution(logits)[0].tolist() == list(range(640, 680))
+    assert distribution(Sampler(settings_of(top_k=40), 10_007), logits)[0].tolist() == list(range(640, 680))
     logits[-3:] += 90
-    assert Sampler(settings_of(top_k=3), 10_007).distribution(logits)[0].tolist() == [10_004, 10_005, 10_006]
+    assert distribution(Sampler(settings_of(top_k=3), 10_007), logits)[0].tolist() == [10_004, 10_005, 10_006]
 
 
 def test_masked_tokens_are_never_drawn() -> None:
@@ -142,7 +149,7 @@ def test_masked_tokens_are_never_drawn() -> None:
     logits[[7, 250]] = 1.0, 2.0
     for changes in ({}, {"top_k": 40}, {"top_k": 250}, {"top_p": 0.999}, {"typical_p": 0.99},
                     {"top_k": 5, "top_p": 0.9999, "typical_p": 0.9999}):
-        ids, shares = Sampler(settings_of(**changes), 300).distribution(logits)
+        ids, shares = distribution(Sampler(settings_of(**changes), 300), logits)
         assert set(ids.tolist()) <= {7, 250} and shares.sum() == pytest.approx(1), changes
 
 
@@ -192,7 +199,6 @@ def test_reset_starts_again() -> None:
 def test_greedy_takes_the_lowest_of_equal_logits_and_no_random_number() -> None:
     sampler, logits = Sampler(SamplerSettings(temperature=0, seed=1), 6), np.zeros(6, np.float32)
     assert sampler.sample(np.array([0, 4, 1, 4, -np.inf, 2], np.float32)) == 1
-    assert sampler.distribution(np.array([0, 4, 1, 4, 1, 2], np.float32))[0].tolist() == [1]
     sampler.settings, fresh = settings_of(), Sampler(settings_of(seed=1), 6)
     assert [sampler.sample(logits) for _ in range(20)] == [fresh.sample(logits) for _ in range(20)]
 
@@ -228,10 +234,9 @@ def test_broken_logits_end_in_one_line(value: float, word: str, changes: dict) -
     for place in (0, 77, 999):
         logits = logits_of(1, 1000)
         logits[place] = value
-        for call in (Sampler(settings_of(**changes), 1000).sample, Sampler(settings_of(**changes), 1000).distribution):
-            with pytest.raises(EffllmError, match=word) as caught:
-                call(logits)
-            assert "\n" not in caught.value.message and caught.value.hint
+        with pytest.raises(EffllmError, match=word) as caught:
+            Sampler(settings_of(**changes), 1000).sample(logits)
+        assert "\n" not in caught.value.message and caught.value.hint
     with pytest.raises(EffllmError, match="infinite"):
         Sampler(settings_of(**changes), 1000).sample(np.full(1000, -np.inf, np.float32))
 

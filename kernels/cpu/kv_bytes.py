@@ -53,7 +53,6 @@ VECTORS = UNITS_AT_ONCE * PIECES
 # the reads are what is too many.
 READ_ONCE = WIDTH == 64 and target()[0] == "znver5"
 PAIRED = 2 if INSTRUCTION_SET == "avx2" else 1  # quads whose products are summed in 16 bits; of four the registers do not hold the codes
-QUADS = PAGE // 4
 
 
 def zero_factors(bits: int) -> tuple[int, int]:

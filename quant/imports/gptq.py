@@ -10,9 +10,6 @@ import numpy as np
 
 from .groups import Groups
 
-WORD = 32
-PARTS = {"qweight": "I32", "qzeros": "I32", "scales": "", "g_idx": "I32"}  # what stands for a weight, with its type ("": floats)
-
 
 def unpack_bits(words: np.ndarray, bits: int) -> np.ndarray:
     """int32 [W, M] -> uint8 [W * 32 / bits, M]: a stream of bits down every column."""
