@@ -34,6 +34,11 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def is_count(value: object) -> bool:
+    """Whether a value from a file can be how many there are of something, also of bytes."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object from a file of at most FILE_LIMIT bytes. Raises ModelNotFound where none can be read, ConfigError for anything else."""
     try:

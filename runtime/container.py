@@ -21,6 +21,7 @@ from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import AGAIN, MAX_HEADER, damaged, parse_json, pread_exactly, shown
 from ..offload.shards import PAD
 from ..quant.spec import QuantSpec
+from .config_reader import is_count
 
 FORMAT, VERSION = "effllm-weights", 1
 FILE = "effllm.json"
@@ -133,7 +134,7 @@ def parse_container(raw: Mapping[str, object], path: Path) -> Container:
     if raw.get("format") != FORMAT:
         damaged(path, f"says format {shown(raw.get('format'))}, expected {FORMAT}")
     version = raw.get("version")
-    if not _is_count(version) or version == 0:
+    if not is_count(version) or version == 0:
         damaged(path, f"says version {shown(version)}, expected a whole number")
     if version > VERSION:
         raise CheckpointError(f"{path} is of version {version}, this effllm reads up to {VERSION}: a newer effllm wrote it",
@@ -169,7 +170,7 @@ def _tensor(name: str, entry: object, path: Path) -> StoredTensor:
         parsed = QuantSpec.parse(spec)
     except UsageError:
         damaged(path, f"has tensor {shown(name)} of unknown format {shown(spec)}")
-    if not isinstance(shape, list) or not all(_is_count(n) for n in shape) or prod(shape) >= 1 << 48:
+    if not isinstance(shape, list) or not all(is_count(n) for n in shape) or prod(shape) >= 1 << 48:
         damaged(path, f"has tensor {shown(name)} with an impossible shape {shown(shape)}")
     if not parsed.is_raw and (len(shape) != 2 or 0 in shape):
         damaged(path, f"has tensor {shown(name)} of format {spec} with shape {shown(shape)}, expected rows and columns")
@@ -200,8 +201,4 @@ def _check_stored(container: Container, store: TensorStore, path: Path) -> None:
 
 
 def _is_checksum(value: object) -> bool:
-    return _is_count(value) and value < 1 << 32
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+    return is_count(value) and value < 1 << 32

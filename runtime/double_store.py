@@ -25,9 +25,6 @@ class DoubleStore(MadeStore):
         sizes = [format_size(sum(info.nbytes for info in infos.values())) for infos in (made, self._stored)]
         self.notices = (f"{len(made)} tensors of 64 bits are rounded to f32 as they are read: {sizes[0]} of memory for {sizes[1]} of file",)
 
-    def place(self, info: TensorInfo) -> int | None:
-        return None if info.name in self.made else super().place(info)
-
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         raw = TensorStore.read(self, self._stored[info.name], begin, end)
         with np.errstate(over="ignore"):  # infinite like any that a checkpoint holds

@@ -122,9 +122,6 @@ class ExpertStore(MadeStore):
             return shape[0], shape[1], (shape[2] * mxfp4.GROUP,)
         return (shape[0], shape[2], (shape[1],)) if kind is None else (shape[0], shape[1], ())
 
-    def place(self, info: TensorInfo) -> int | None:
-        return None if info.name in self.made else super().place(info)
-
     # -- one by one, again and again -------------------------------------------------------------------------------------------
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:

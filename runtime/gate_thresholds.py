@@ -52,15 +52,13 @@ def gate_thresholds(folder: Path, share: float, text: str | None = None,
             norm, bias = weights.post_norm, weights.gate.bias
             x = reference.normalise(seen[layer].astype(np.float64), norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
             gates = x @ weights.gate.weight.to_f32().T + (0 if bias is None else bias)
+            sizes = np.abs(reference.activate(gates, config.hidden_act))
             if rule == "magnitude":
-                threshold = np.quantile(np.abs(reference.activate(gates, config.hidden_act)), share)
-                found.append(np.full(gates.shape[1], threshold, np.float32))
-                yield Progress("finding thresholds", layer + 1, config.num_hidden_layers, "layers")
-                continue
-            lengths = np.sqrt(np.square(weights.down.weight.to_f32(), dtype=np.float32).sum(axis=0)).astype(np.float32)
-            lengths = np.maximum(lengths, np.float32(1e-12))
-            weighed = np.abs(reference.activate(gates, config.hidden_act)) * lengths
-            found.append((np.quantile(weighed, share) / lengths).astype(np.float32))
+                found.append(np.full(gates.shape[1], np.quantile(sizes, share), np.float32))
+            else:
+                lengths = np.sqrt(np.square(weights.down.weight.to_f32(), dtype=np.float32).sum(axis=0)).astype(np.float32)
+                lengths = np.maximum(lengths, np.float32(1e-12))
+                found.append((np.quantile(sizes * lengths, share) / lengths).astype(np.float32))
             yield Progress("finding thresholds", layer + 1, config.num_hidden_layers, "layers")
         yield tuple(found)
     finally:

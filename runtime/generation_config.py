@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from .. import EffllmError, UsageError
+from .config_reader import show
 from .sampler import SamplerSettings
 from .small_file import read_whole
 
@@ -57,7 +58,7 @@ def usable(content: dict[str, object]) -> tuple[dict[str, object], list[str]]:
             remarks.append(f"{NAME}: {trouble}: it is left out")
     if not isinstance(content.get("do_sample"), bool | None):
         del kept["do_sample"]
-        remarks.append(f"{NAME}: do_sample must be true or false, not {shortened(content['do_sample'])}: it is left out")
+        remarks.append(f"{NAME}: do_sample must be true or false, not {show(content['do_sample'])}: it is left out")
     return kept, remarks
 
 
@@ -66,12 +67,7 @@ def refusal(name: str, value: object) -> str:
     try:
         SamplerSettings(**{name: value})
     except UsageError as error:
-        return error.message if len(error.message) <= 120 else f"{name} cannot be {shortened(value)}"
+        return error.message if len(error.message) <= 120 else f"{name} cannot be {show(value)}"
     except (OverflowError, ValueError):  # a whole number beyond any float, or of more digits than are printed
         return f"{name} is too large"
     return ""
-
-
-def shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

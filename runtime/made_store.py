@@ -54,6 +54,10 @@ class MadeStore(TensorStore, ABC):
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
         """Rows [begin, end), `begin` on a row block, into their places in a blob."""
 
+    def place(self, info: TensorInfo) -> int | None:
+        """As of any store: none for what is made."""
+        return None if info.name in self.made else super().place(info)
+
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         """As of any store: bytes of rows of the tensor as `tensors` describes it."""
         if info.name not in self.made:

@@ -10,7 +10,8 @@ from llvmlite import ir
 from ..deferred import inlined, intrinsic, types
 from ..layout import BF16, F16
 from .arithmetic import widen
-from .inner_loops import FLOATS, VECTOR, _function, _load, plain_f32, widen_bf16, widen_f16
+from .inner_loops import FLOATS, VECTOR, plain_f32, widen_bf16, widen_f16
+from .int8_ir import function, load
 from .intrinsics import F32, HAS_HALF, I32, I64, f32_at
 
 
@@ -29,7 +30,7 @@ def _add_scaled(convert, item: int):
 
         def codegen(context, builder, signature, args):
             weights, factor, sums, vectors = args
-            fma = _function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+            fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
             scale = _splat(builder, factor)
             entry = builder.basic_block
             loop, done = builder.append_basic_block("scaled"), builder.append_basic_block("scaled.done")
@@ -39,7 +40,7 @@ def _add_scaled(convert, item: int):
             step.add_incoming(I64(0), entry)
             place = builder.add(sums, builder.mul(step, I64(4 * VECTOR)))
             value = convert(builder, builder.add(weights, builder.mul(step, I64(item * VECTOR))))
-            total = builder.call(fma, [value, scale, _load(builder, place, FLOATS, 4)])
+            total = builder.call(fma, [value, scale, load(builder, place, FLOATS, 4)])
             builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
             following = builder.add(step, I64(1))
             step.add_incoming(following, loop)
@@ -85,11 +86,11 @@ def _lane_sum(parts: int):
         """The sum of `parts` * VECTOR float32 at an address, as `dot_rows` adds up its lanes."""
 
         def codegen(context, builder, signature, args):
-            vectors = [_load(builder, builder.add(args[0], I64(4 * VECTOR * part)), FLOATS, 4) for part in range(parts)]
+            vectors = [load(builder, builder.add(args[0], I64(4 * VECTOR * part)), FLOATS, 4) for part in range(parts)]
             total = vectors[0]
             for vector in vectors[1:]:
                 total = builder.fadd(total, vector)
-            reduce = _function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
+            reduce = function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
             return builder.call(reduce, [F32(0.0), total], fastmath=("reassoc",))
 
         return types.float32(types.int64), codegen

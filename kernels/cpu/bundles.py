@@ -39,6 +39,7 @@ from .linear import (
     SUMS,
     TOKENS,
     X,
+    biased,
 )
 
 # What a bundle is: stored type, bytes from its beginning to its column of `down`, values of that column; and how many neurons there are.
@@ -51,11 +52,6 @@ SLOTS = FIRST + 17
 
 UP_BLOCK, OUT_BLOCK = 16, 256
 MOST_LANES = max(FEW_STEP, MANY_STEP)  # neurons come in multiples of it: a rest would be summed in another order
-
-
-@inlined()
-def _biased(value, bias, row):
-    return value + f32_at(bias)[row] if bias != 0 else value
 
 
 @kernel()
@@ -88,7 +84,7 @@ def active_up(args, worker, counter):
                 dot(table, streams, dtype, x + 4 * t * depth, depth, scratch)
                 for i in range(min(streams, end - first)):
                     neuron = neurons[first + i]
-                    hidden[t * a[FFN] + neuron] *= _biased(sums[i], a[UP_BIAS], neuron)
+                    hidden[t * a[FFN] + neuron] *= biased(sums[i], a[UP_BIAS], neuron)
 
 
 @kernel()
@@ -124,7 +120,7 @@ def active_down(args, worker, counter):
                 for n in range(here):
                     for lane in range(lanes):
                         f32_at(scratch)[lane] = sums[lane * width + n]
-                    value = _biased(sum_of_four(scratch) if lanes == 4 * VECTOR else sum_of_two(scratch), a[DOWN_BIAS], first + n)
+                    value = biased(sum_of_four(scratch) if lanes == 4 * VECTOR else sum_of_two(scratch), a[DOWN_BIAS], first + n)
                     at = t * a[OUT_STRIDE] + first + n
                     out[at] = value + out[at] if a[MODE] == ADD else value
 
@@ -163,7 +159,7 @@ def group_up(args, worker, counter):
             for row in range(rows):
                 neuron = a[NEURONS] + first + row
                 at = t * a[FFN] + neuron
-                hidden[at] = gated(hidden[at], _biased(c[row * columns + t], a[UP_BIAS], neuron), act)
+                hidden[at] = gated(hidden[at], biased(c[row * columns + t], a[UP_BIAS], neuron), act)
 
 
 @inlined()
@@ -229,6 +225,6 @@ def group_down(args, worker, counter):
             c = f32_at(sums)
             for t in range(tokens):
                 for row in range(rows):
-                    value = _biased(c[row * columns + t], a[DOWN_BIAS], first + row)
+                    value = biased(c[row * columns + t], a[DOWN_BIAS], first + row)
                     at = t * a[OUT_STRIDE] + first + row
                     out[at] = value + out[at] if a[MODE] == ADD else value

@@ -11,7 +11,8 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..compile import cpu_features
-from ..deferred import cgutils, inlined, intrinsic, types
+from ..deferred import inlined, intrinsic, types
+from .int8_ir import function, load
 from .intrinsics import F16, F32, HAS_HALF, I16, I32, I64
 
 VECTOR = 16 if "avx512f" in cpu_features() else 8 if "avx2" in cpu_features() else 4
@@ -29,27 +30,19 @@ FEW_STEP, MANY_STEP = 4 * VECTOR, 2 * VECTOR
 FLOATS = ir.VectorType(F32, VECTOR)
 
 
-def _function(builder: ir.IRBuilder, result: ir.Type, arguments: list[ir.Type], name: str) -> ir.Function:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def _load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Value:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
-
-
 def widen_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     words = ir.VectorType(I32, VECTOR)
-    bits = builder.zext(_load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
+    bits = builder.zext(load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
     return builder.bitcast(builder.shl(bits, ir.Constant(words, [16] * VECTOR)), FLOATS)
 
 
 def widen_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """VECTOR halves as floats; without an instruction for it as `arithmetic.widen_half` does it."""
     if HAS_HALF:
-        return builder.fpext(_load(builder, address, ir.VectorType(F16, VECTOR), 2), FLOATS)
+        return builder.fpext(load(builder, address, ir.VectorType(F16, VECTOR), 2), FLOATS)
     words = ir.VectorType(I32, VECTOR)
     every = lambda value: ir.Constant(words, [value] * VECTOR)  # noqa: E731
-    raw = builder.zext(_load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
+    raw = builder.zext(load(builder, address, ir.VectorType(I16, VECTOR), 2), words)
     bits = builder.shl(builder.and_(raw, every(0x7FFF)), every(13))
     finite = builder.fmul(builder.bitcast(bits, FLOATS), ir.Constant(FLOATS, [2.0**112] * VECTOR))
     special = builder.icmp_unsigned(">=", bits, every(0x7C00 << 13))
@@ -59,7 +52,7 @@ def widen_f16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def plain_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    return _load(builder, address, FLOATS, 4)
+    return load(builder, address, FLOATS, 4)
 
 
 def _dot_rows(widen, item: int, count: int, width: int):
@@ -75,8 +68,8 @@ def _dot_rows(widen, item: int, count: int, width: int):
 
         def codegen(context, builder, signature, args):
             table, x, steps, out = args
-            rows = [_load(builder, builder.add(table, I64(8 * row)), I64, 8) for row in range(count)]
-            fma = _function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+            rows = [load(builder, builder.add(table, I64(8 * row)), I64, 8) for row in range(count)]
+            fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
             entry = builder.basic_block
             loop, done = builder.append_basic_block("dot"), builder.append_basic_block("dot.done")
             builder.branch(loop)
@@ -85,7 +78,7 @@ def _dot_rows(widen, item: int, count: int, width: int):
             step.add_incoming(I64(0), entry)
             sums = [builder.phi(FLOATS) for _ in range(parts * count)]
             at_x, at_w = builder.mul(step, I64(4 * width)), builder.mul(step, I64(item * width))
-            pieces = [_load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * part))), FLOATS, 4) for part in range(parts)]
+            pieces = [load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * part))), FLOATS, 4) for part in range(parts)]
             updated = []
             for index in range(parts * count):
                 row, part = divmod(index, parts)
@@ -98,7 +91,7 @@ def _dot_rows(widen, item: int, count: int, width: int):
                 phi.add_incoming(value, loop)
             builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
             builder.position_at_end(done)
-            reduce = _function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
+            reduce = function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
             for row in range(count):
                 total = updated[parts * row]
                 for part in range(1, parts):
@@ -132,16 +125,15 @@ def _tile_product(rows: int, vectors: int = 2):
 
         def codegen(context, builder, signature, args):
             a, a_stride, b, b_stride, c, c_stride, depth, accumulate = args
-            load = lambda address: builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)  # noqa: E731
             at = lambda base, offset: builder.add(base, I64(offset)) if offset else base  # noqa: E731
-            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{VECTOR}f32")
+            fma = function(builder, vector, [vector] * 3, f"llvm.fma.v{VECTOR}f32")
             rows_a = [builder.add(a, builder.mul(I64(r), a_stride)) for r in range(rows)]
             rows_c = [builder.add(c, builder.mul(I64(r), c_stride)) for r in range(rows)]
             warm = builder.icmp_signed("!=", accumulate, I64(0))
             zero = ir.Constant(vector, [0.0] * VECTOR)
             start = builder.basic_block
             with builder.if_then(warm):
-                loaded = [load(at(row, part * width)) for row in rows_c for part in range(vectors)]
+                loaded = [load(builder, at(row, part * width), vector, 4) for row in rows_c for part in range(vectors)]
                 loading = builder.basic_block
             entry = builder.basic_block
             first = []
@@ -161,11 +153,11 @@ def _tile_product(rows: int, vectors: int = 2):
                 phi.add_incoming(value, entry)
                 sums.append(phi)
             row_b = builder.add(b, builder.mul(step, b_stride))
-            parts = [load(at(row_b, part * width)) for part in range(vectors)]
+            parts = [load(builder, at(row_b, part * width), vector, 4) for part in range(vectors)]
             offset = builder.mul(step, I64(4))
             updated = []
             for r in range(rows):
-                scalar = builder.load(builder.inttoptr(builder.add(rows_a[r], offset), F32.as_pointer()), align=4)
+                scalar = load(builder, builder.add(rows_a[r], offset), F32, 4)
                 broad = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
                 broad = builder.shuffle_vector(broad, ir.Constant(vector, ir.Undefined),
                                                ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))

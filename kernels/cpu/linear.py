@@ -34,7 +34,7 @@ DEPTH_BLOCK = 512
 
 
 @inlined()
-def _biased(value, bias, row):
+def biased(value, bias, row):
     """`bias` is the address of a vector, 0 for none."""
     return value + f32_at(bias)[row] if bias != 0 else value
 
@@ -111,9 +111,9 @@ def few_columns(args, worker, counter):
                 for i in range(own):
                     at = row + i * stream
                     if at < rows:
-                        value = _biased(sums[i], a[row_of + BIAS], at)
+                        value = biased(sums[i], a[row_of + BIAS], at)
                         if mode == GATED:
-                            value = gated(value, _biased(sums[own + i], a[other + BIAS], at), a[ACT])
+                            value = gated(value, biased(sums[own + i], a[other + BIAS], at), a[ACT])
                         out[t * out_stride + at] = value + out[t * out_stride + at] if mode == ADD else value
 
 
@@ -185,5 +185,5 @@ def many_columns(args, worker, counter):
         c, out = f32_at(sums), f32_at(a[row_of + OUT])
         for t in range(tokens):
             for row in range(rows):
-                value = _biased(c[row * columns + t], bias, first + row)
+                value = biased(c[row * columns + t], bias, first + row)
                 out[t * stride + first + row] = value + out[t * stride + first + row] if mode == ADD else value

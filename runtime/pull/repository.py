@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from urllib.parse import quote
 
 from ... import ModelNotFound
-from ..config_reader import show
+from ..config_reader import is_count, show
 from ..gguf import names
 from ..hub import COMPANIONS, GGUF_PATH, INDEX, is_repo
 from .client import Client, DownloadFailed, RemoteFile
@@ -59,7 +59,7 @@ def describe(client: Client, repo: str, revision: str) -> Repository:
         elif file:
             unusable.append(file)
     totals = [each.get("total") for kind in ("safetensors", "gguf") if isinstance(each := raw.get(kind), dict)]
-    counted = [total for total in totals if _is_count(total)]
+    counted = [total for total in totals if is_count(total)]
     return Repository(repo, name if isinstance(name, str) and is_repo(name) else repo, revision, commit, files, tuple(unusable),
                       _licence(raw), raw.get("gated") not in (None, False), counted[0] if counted else None, nbytes)
 
@@ -72,17 +72,13 @@ def _file(sibling: object) -> RemoteFile | str | None:
     if isinstance(lfs, dict):
         size, etag = lfs.get("size", size), lfs.get("sha256")
     good = SHA256 if isinstance(lfs, dict) else SHA1
-    if not (PLAIN.fullmatch(name) or _is_nested(name)) or not _is_count(size) or not isinstance(etag, str) or not good.fullmatch(etag):
+    if not (PLAIN.fullmatch(name) or _is_nested(name)) or not is_count(size) or not isinstance(etag, str) or not good.fullmatch(etag):
         return name
     return RemoteFile(name, size, etag, isinstance(lfs, dict))
 
 
 def _is_nested(name: str) -> bool:
     return GGUF_PATH.fullmatch(name) is not None and name.count("/") <= DEEPEST and len(name) <= LONGEST
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
 def _licence(raw: Mapping[str, object]) -> str | None:
