@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,27 +22,15 @@ from ..offload.direct import Interrupted
 from ..offload.memory import anonymous, discard
 from ..offload.pages import DiskTier, PagePool
 from ..quant.kv import PackedCodec, PackedFormat, RawCodec
-from .cache_parts import layer_codecs, sealers, selective
+from .cache_parts import LayerPages, layer_codecs, sealers, selective
 from .cache_probes import Probes
 from .cache_shape import AttnSpec, CacheShape, exact_parts
 from .passes import cut
 from .policy import open_policy
-from .policy.keep import Action, PageStats, Policy
+from .policy.keep import Action, PageStats, Policy, most_with_more
 
 if TYPE_CHECKING:
     from ..quant.kv_seal import Sealer
-
-
-class LayerPages(Protocol):
-    """A backend's storage for one layer (`kernels/cpu/pages.py`, `kernels/cuda/pages.py`)."""
-
-    def write(self, k: object, v: object, slots: np.ndarray, rows: np.ndarray) -> None: ...
-    def attend(self, q: object, position: int, blocks: np.ndarray, sinks: object | None = None) -> object: ...
-    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: RawCodec | PackedCodec) -> None: ...
-    def read_page(self, page: int) -> np.ndarray: ...
-    def write_page(self, page: int, data: np.ndarray) -> None: ...
-    def read_slot(self, slot: int) -> np.ndarray: ...
-    def write_slot(self, slot: int, data: np.ndarray) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -192,19 +180,24 @@ class KVCache:
         self.n += left if tokens is None else tokens
         while self.sealed < self.sealed_at(self.n):
             page, slot = self.sealed, self._slot_of[self.sealed]
-            if (action := self.policy.act(self._stats(page))) in (Action.KEEP, Action.FEWER):
-                try:
-                    self._seal(page, slot, 2 if self.better and action is Action.KEEP else 1)
-                except ValueError as error:
-                    hint = "--kv 16bit keeps it as it is; effllm verify MODEL looks for damage in the model's files"
-                    raise EffllmError(f"the KV cache cannot be packed: {error}", hint) from error
-                except (EffllmError, Interrupted):
-                    self.truncate(before)
-                    raise
+            kind = self._kind(page)
+            try:
+                self._seal(page, slot, kind)
+            except ValueError as error:
+                hint = "--kv 16bit keeps it as it is; effllm verify MODEL looks for damage in the model's files"
+                raise EffllmError(f"the KV cache cannot be packed: {error}", hint) from error
+            except (EffllmError, Interrupted):
+                self.truncate(before)
+                raise
             free = self._slot_of.pop(page)
             self.sealed += 1  # at once: giving memory back takes a while, and Ctrl-C may end that
             self._steps.clear()
             self._release(free)
+
+    def _kind(self, page: int) -> int:
+        """2 where the policy gives a page more bits and the share that was planned has room for it, else 1."""
+        more = self.policy.act(self._stats(page)) is Action.MORE and bool(self.better)
+        return 2 if more and self._kinds.count(2) < most_with_more(self.codecs[0].share, page + 1) else 1
 
     def _stats(self, page: int) -> PageStats:
         """What a policy may know of a page that is about to be sealed."""

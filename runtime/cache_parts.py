@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from ..kernels.layout import PageLayout
 from ..offload.memory import anonymous
@@ -14,8 +16,19 @@ from ..quant.kv import PackedCodec, PackedFormat, RawCodec
 if TYPE_CHECKING:
     from ..kernels.cpu.selective import Selective
     from ..quant.kv_seal import Sealer
-    from .cache import LayerPages
     from .kv_profile import Profile
+
+
+class LayerPages(Protocol):
+    """A backend's storage for one layer (`kernels/cpu/pages.py`, `kernels/cuda/pages.py`)."""
+
+    def write(self, k: object, v: object, slots: np.ndarray, rows: np.ndarray) -> None: ...
+    def attend(self, q: object, position: int, blocks: np.ndarray, sinks: object | None = None) -> object: ...
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: RawCodec | PackedCodec) -> None: ...
+    def read_page(self, page: int) -> np.ndarray: ...
+    def write_page(self, page: int, data: np.ndarray) -> None: ...
+    def read_slot(self, slot: int) -> np.ndarray: ...
+    def write_slot(self, slot: int, data: np.ndarray) -> None: ...
 
 
 def selective(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) -> Selective:

@@ -68,9 +68,9 @@ def test_a_share_of_the_pages_at_most_keeps_its_bits(scores, share):
         action = policy.act(PageStats(page, 64 + PAGE * page, PAGE, np.full((1, 1, 1), score)))
         most = ceil(share * (page + 1))
         free = most - kept
-        kept += action is Action.KEEP
+        kept += action is Action.MORE
         assert most - 1 <= kept <= most
-        if action is Action.KEEP and free == 1:
+        if action is Action.MORE and free == 1:
             assert sum(other > score for other in scores[:page]) < most
     assert kept >= 1  # the first page always does
 
@@ -81,10 +81,10 @@ def test_pages_that_matter_keep_their_bits_and_what_was_taken_back_is_forgotten(
     def act(page: int, score: float) -> Action:
         return policy.act(PageStats(page, 0, PAGE, np.full((1, 1, 1), score)))
 
-    assert [act(page, score) for page, score in enumerate((0.1, 0.2, 0.9, 0.05))] == [Action.KEEP, Action.FEWER, Action.KEEP, Action.FEWER]
-    assert act(4, 0.5) is Action.KEEP
+    assert [act(page, score) for page, score in enumerate((0.1, 0.2, 0.9, 0.05))] == [Action.MORE, Action.FEWER, Action.MORE, Action.FEWER]
+    assert act(4, 0.5) is Action.MORE
     assert act(2, 0.01) is Action.FEWER  # the cache went back to page 2: what was said of pages 2 to 4 is void
-    assert act(3, 0.3) is Action.KEEP
+    assert act(3, 0.3) is Action.MORE
     with pytest.raises(ValueError, match="page 6 comes before page 4"):
         act(6, 0.5)
 

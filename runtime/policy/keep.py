@@ -1,18 +1,19 @@
-"""The default policy: every page that leaves the exact window is kept, at the codec's bits. And what every policy is asked, and may see."""
+"""What a policy is asked and may see, its budget, and the default, which makes no difference between pages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import ceil
 from typing import Protocol
 
 import numpy as np
 
 
 class Action(Enum):
-    """What happens to a page. A policy may only answer what the cache can do: `FEWER` where it has a second codec."""
+    """Which of a cache's two codecs packs a page. Where there is one, as without `--kv …+NAME`, both answers mean that one."""
 
-    KEEP = "keep"
+    MORE = "more bits"
     FEWER = "fewer bits"
 
 
@@ -28,18 +29,30 @@ class PageStats:
 
 
 class Policy(Protocol):
-    """A score and a budget, reduced to one question per page, asked in position order. A page that was asked about before comes again
-    where the cache went back to it; what was said of it and of later ones is void then."""
+    """One question per page that leaves the exact window, asked in position order. A page that was asked about before comes again where
+    the cache went back to it; what was said of it and of later ones is void then.
+
+    The budget is the share with which a policy is made: of the pages so far, `most_with_more` may have more bits, and the plan counted
+    the memory of no more. The cache holds to it whatever is answered: beyond it MORE is taken as FEWER. So a policy may answer by a page
+    alone and leave the counting to the cache; one that would rather give a later page the bits has to count.
+
+    `probes`: whether it looks at attention, for which queries are kept and scores computed.
+    """
 
     probes: bool
 
     def act(self, stats: PageStats) -> Action: ...
 
 
+def most_with_more(share: float, pages: int) -> int:
+    """How many of the first `pages` may have more bits."""
+    return ceil(share * pages)
+
+
 class Keep:
-    """Forgets nothing."""
+    """All pages alike: the policy of a cache with one codec."""
 
     probes = False
 
     def act(self, stats: PageStats) -> Action:
-        return Action.KEEP
+        return Action.FEWER

@@ -1,18 +1,17 @@
-"""A share of the pages keeps more bits: those whose score is among the highest so far. What the score is, is each policy's own.
+"""A share of the pages gets more bits: those whose score is among the highest so far. What the score is, is each policy's own.
 
 Decided once, when a page leaves the exact window: pages are never opened again. So the share is one of the pages so far at every length,
 at most, and less than it by one page at most: where two are free, the next page has one of them whatever its score. The first page always
-keeps its bits. Deterministic: the same tokens give the same pages.
+gets more bits. Deterministic: the same tokens give the same pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
 
 import numpy as np
 
-from .keep import Action, PageStats
+from .keep import Action, PageStats, most_with_more
 
 
 class Salient:
@@ -23,16 +22,16 @@ class Salient:
     def __init__(self, score: Callable[[np.ndarray], float], share: float) -> None:
         self.score, self.share = score, share
         self._scores: list[float] = []
-        self._kept: list[bool] = []
+        self._more: list[bool] = []
 
     def act(self, stats: PageStats) -> Action:
         """Raises ValueError for a page that does not follow those that were asked about."""
         if stats.page > len(self._scores):
             raise ValueError(f"page {stats.page} comes before page {len(self._scores)}")
-        del self._scores[stats.page :], self._kept[stats.page :]
+        del self._scores[stats.page :], self._more[stats.page :]
         self._scores.append(self.score(stats.attention))
         better = sum(score > self._scores[-1] for score in self._scores)
-        most = ceil(self.share * len(self._scores))
-        free = most - sum(self._kept)
-        self._kept.append(free >= 2 or (free == 1 and better < most))
-        return Action.KEEP if self._kept[-1] else Action.FEWER
+        most = most_with_more(self.share, len(self._scores))
+        free = most - sum(self._more)
+        self._more.append(free >= 2 or (free == 1 and better < most))
+        return Action.MORE if self._more[-1] else Action.FEWER
