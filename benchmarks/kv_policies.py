@@ -13,7 +13,7 @@ from pathlib import Path
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.evaluate import KldResult, kld
-from effllm.runtime.policy import SCORES
+from effllm.runtime.policy import POLICIES
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 from kv_grid import first_windows, opened
@@ -37,7 +37,7 @@ def main() -> None:
         reference = opened(folder, EngineOptions(device="cpu", threads=options.threads, kv="32bit", ctx=options.ctx), False)
         for plain in (False, True):
             alike: KldResult | None = None
-            for kv in (options.kv, *(f"{options.kv}+{name}" for name in SCORES)):
+            for kv in (options.kv, *(f"{options.kv}+{name}" for name in POLICIES)):
                 engine = opened(folder, EngineOptions(device="cpu", threads=options.threads, kv=kv, ctx=options.ctx, force=True), plain)
                 *_, found = kld(engine, reference, tokenizer, cut, options.ctx)
                 engine.close()

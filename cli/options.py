@@ -92,8 +92,8 @@ class EngineFlags(Group):
     load: Annotated[Literal["ram", "mmap"] | None, flag(MEMORY, "--load", "ram|mmap", "read the weights, or map the files (ram)")] = None
     force: Annotated[bool, flag(MEMORY, "--force", "", "allow a context beyond what the model was made for, and a --kv that breaks "
                                          "it")] = False
-    kv: Annotated[str | None, flag(CACHE, "--kv", "BITS", "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, 4bit+mikv, "
-                                   "4bit+zipcache, auto (16bit)")] = None
+    kv: Annotated[str | None, flag(CACHE, "--kv", "BITS", "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, 4bit+POLICY "
+                                   "(4bit+x names them), auto (16bit)")] = None
     cache_k: Annotated[str | None, flag(CACHE, "-ctk --cache-type-k", "TYPE", "type of the keys, as llama.cpp names it (as --kv)")] = None
     cache_v: Annotated[str | None, flag(CACHE, "-ctv --cache-type-v", "TYPE", "type of the values (as --kv)")] = None
     kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens that stay exact (64, or by the profile)")] = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,14 +148,15 @@ def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.n
 
 
 CODECS = {"32bit": RawCodec(F32), "16bit": RawCodec(F16)}
-PACKED = re.compile(r"(?:([234568])bit|k([234568])v([234568]))(?:\+([a-z0-9]+))?")
+PACKED = re.compile(r"(?:([234568])bit|k([234568])v([234568]))(?:\+([a-z0-9_]+))?")
 # Bits of pages with more and with fewer, and the share of the first: as near each other as there are widths, because noise grows by a
 # factor of four a bit and attention is seldom so uneven.
 MIXED = {6: (8, 5, 1 / 3), 5: (6, 4, 1 / 2), 4: (5, 3, 1 / 2), 3: (4, 2, 1 / 2)}
 
 
-def codec(name: str) -> RawCodec | PackedFormat:
-    """The codec of a `--kv` value. Raises UsageError naming those that exist."""
+def codec(name: str, policies: Iterable[str] = ()) -> RawCodec | PackedFormat:
+    """The codec of a `--kv` value. Raises UsageError naming those that exist. `policies`: what may follow a +, to name them too; whether
+    there is one of the name is not asked here."""
     if name in CODECS:
         return CODECS[name]
     if found := PACKED.fullmatch(name):
@@ -165,7 +166,8 @@ def codec(name: str) -> RawCodec | PackedFormat:
         raise UsageError(f"--kv {name} is not known", f"use {TYPES[name.lower()]}bit; -ctk and -ctv take llama.cpp's names")
     if "+" in name:
         widths = ", ".join(f"{bits}bit" for bits in sorted(MIXED))
-        raise UsageError(f"--kv {name} is not known", f"policies go with bits: {widths} take +mikv or +zipcache")
+        named = " or ".join(f"+{each}" for each in policies) or "a policy"
+        raise UsageError(f"--kv {name} is not known", f"policies go with bits: {widths} take {named}")
     widths = ", ".join(f"{bits}bit" for bits in MEAN_BITS if bits > 1)  # a single bit is for profiles to give
     raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and its like, or auto")
 

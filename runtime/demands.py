@@ -32,7 +32,6 @@ from .kv_setting import AUTO, chosen, profile_for, refuse_broken
 from .model import ModelTensor, dims
 from .paged_experts import ExpertParts, PagedExperts, cut_experts, paged
 from .parts import Parts, cut
-from .policy import open_policy
 from .sparsity_file import load as load_sparsity
 from .streamed import Streams
 
@@ -74,10 +73,8 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     model."""
     if (options.kv_sink or 0) > PAGE:
         say(Fallback(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}"))
-    if options.kv != AUTO and (policy := codec(options.kv).policy):
-        open_policy(policy, 0.0)
-        if options.kv_ram:
-            raise UsageError(f"--kv {options.kv}: pages of two kinds stay in memory in this version", f"no --kv-ram, or no +{policy}")
+    if options.kv != AUTO and (policy := codec(options.kv).policy) and options.kv_ram:
+        raise UsageError(f"--kv {options.kv}: pages of two kinds stay in memory in this version", f"no --kv-ram, or no +{policy}")
     profile = profile_for(options.kv, folder, config, store, say)
     options = replace(options, kv=chosen(options.kv, profile, say))
     kv = codec(options.kv)

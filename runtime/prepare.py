@@ -34,6 +34,7 @@ from .model import check_tensors
 from .paged_experts import PagedExperts
 from .parts import Parts
 from .passes import widest
+from .policy import POLICIES, check_policy
 from .predictors import Predictors
 from .predictors import load as load_predictors
 from .source import check_mapping, is_low_bit, open_weights, quantization_of
@@ -120,7 +121,7 @@ class EngineOptions:
             object.__setattr__(self, "cache_k", None)
             object.__setattr__(self, "cache_v", None)
         if self.kv != AUTO:
-            codec(self.kv)
+            check_policy(codec(self.kv, POLICIES).policy)
 
 
 @dataclass(frozen=True)

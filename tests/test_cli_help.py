@@ -180,13 +180,19 @@ def test_precisions_of_the_cache_are_those_that_exist() -> None:
     import re
     from typing import get_args, get_type_hints
 
+    from effllm import UsageError
     from effllm.quant.kv import CODECS, codec
-    from effllm.runtime.policy import SCORES
+    from effllm.runtime.engine import EngineOptions
+    from effllm.runtime.policy import POLICIES
 
     named = re.findall(r"(?:\d+bit|k\dv\d)(?:\+\w+)?\b", get_args(get_type_hints(EngineFlags, include_extras=True)["kv"])[1].help)
-    assert {*CODECS, "8bit", "2bit", "k8v4", *(f"4bit+{policy}" for policy in SCORES)} == set(named)
-    for name in (*named, "6bit", "5bit", "4bit", "3bit"):
+    asks = "4bit+x"  # what answers with the policies that there are, so that the help need not change with them
+    assert {*CODECS, "8bit", "2bit", "k8v4", "4bit+POLICY", asks} == set(named)
+    for name in (*CODECS, "8bit", "2bit", "k8v4", "6bit", "5bit", "4bit", "3bit", *(f"4bit+{policy}" for policy in POLICIES)):
         codec(name)
+    with pytest.raises(UsageError) as refused:
+        EngineOptions(kv=asks)
+    assert refused.value.hint == " or ".join(f"+{policy}" for policy in POLICIES)
 
 
 def test_methods_of_quantizing_are_those_that_exist() -> None:

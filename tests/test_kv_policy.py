@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from hypothesis import strategies as st
 
 import effllm
 from effllm import UsageError
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
 from effllm.kernels import reference
 from effllm.kernels.cpu.kv_mixed import MixedPages
 from effllm.kernels.cpu.ops import CpuOps
@@ -26,7 +31,7 @@ from effllm.runtime.cache_parts import layer_codecs
 from effllm.runtime.cache_probes import BLOCK, PROBES, Probes
 from effllm.runtime.cache_shape import cache_nbytes
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.policy import SCORES, open_policy
+from effllm.runtime.policy import POLICIES, mikv, open_policy, zipcache
 from effllm.runtime.policy.keep import Action, Keep, PageStats
 from effllm.runtime.policy.salient import Salient
 from effllm.runtime.prepare import EngineOptions
@@ -57,25 +62,37 @@ def mixed_cache(pool: ThreadPool, kv: str = "4bit+mikv", heads: int = 8, kv_head
     return open_cache([ops], [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window)], form, shape, codecs)
 
 
+class Greedy:
+    """A policy without a score: it looks at no attention, and wants more bits for `wanted` pages, without counting."""
+
+    probes = False
+
+    def __init__(self, wanted: Callable[[int], bool] = lambda page: True) -> None:
+        self.wanted = wanted
+
+    def act(self, stats: PageStats) -> Action:
+        return Action.MORE if self.wanted(stats.page) else Action.FEWER
+
+
 # ---- what is decided
 
 
 @settings(max_examples=80, deadline=None)
 @given(scores=st.lists(st.floats(0, 1), min_size=1, max_size=60), share=st.sampled_from((1 / 3, 0.5, 0.25, 1.0)))
-def test_a_share_of_the_pages_at_most_keeps_its_bits(scores, share):
-    policy, kept = Salient(lambda attention: attention[0, 0, 0].item(), share), 0
+def test_a_share_of_the_pages_at_most_gets_more_bits(scores, share):
+    policy, given = Salient(lambda attention: attention[0, 0, 0].item(), share), 0
     for page, score in enumerate(scores):
         action = policy.act(PageStats(page, 64 + PAGE * page, PAGE, np.full((1, 1, 1), score)))
         most = ceil(share * (page + 1))
-        free = most - kept
-        kept += action is Action.MORE
-        assert most - 1 <= kept <= most
+        free = most - given
+        given += action is Action.MORE
+        assert most - 1 <= given <= most
         if action is Action.MORE and free == 1:
             assert sum(other > score for other in scores[:page]) < most
-    assert kept >= 1  # the first page always does
+    assert given >= 1  # the first page always does
 
 
-def test_pages_that_matter_keep_their_bits_and_what_was_taken_back_is_forgotten():
+def test_pages_that_matter_get_more_bits_and_what_was_taken_back_is_forgotten():
     policy = Salient(lambda attention: float(attention[0, 0, 0]), 0.5)
 
     def act(page: int, score: float) -> Action:
@@ -92,8 +109,8 @@ def test_pages_that_matter_keep_their_bits_and_what_was_taken_back_is_forgotten(
 def test_scores_of_the_papers():
     attention = np.zeros((2, 1, 8), np.float32)
     attention[0, 0, 3], attention[1] = 0.4, 0.01
-    assert SCORES["mikv"](attention) == pytest.approx((0.4 + 0.08) / 2)
-    assert SCORES["zipcache"](attention) == pytest.approx((0.4 + 0.01) / 2)
+    assert mikv.score(attention) == pytest.approx((0.4 + 0.08) / 2)
+    assert zipcache.score(attention) == pytest.approx((0.4 + 0.01) / 2)
     assert isinstance(open_policy("", 0.0), Keep) and open_policy("zipcache", 0.5).share == 0.5
 
 
@@ -170,14 +187,17 @@ def test_bits_do_not_depend_on_threads_or_on_how_few_come_together():
     assert all(np.array_equal(outs[0], out) for out in outs[1:])
 
 
-@pytest.mark.parametrize("kv", ["4bit+mikv", "6bit+mikv"])
-def test_bytes_are_those_of_the_plan_and_the_mean_is_what_was_asked_for(pool, kv):
+@pytest.mark.parametrize("kv", ["4bit+mikv", "6bit+mikv", "4bit+greedy", "6bit+greedy"])
+def test_bytes_are_those_of_the_plan_and_the_mean_is_what_was_asked_for(pool, kv, monkeypatch):
+    """Of a policy that counts, and of one that always wants more: the cache itself holds to the share."""
+    monkeypatch.setitem(POLICIES, "greedy", lambda share: Greedy())
     cache = mixed_cache(pool, kv, basis=KVBasis.plain(2, 64))
+    more, fewer, share = MIXED[int(kv[0])]
     for piece in cache.pieces(2040):
         cache.begin(piece)
         cache.commit()
+        assert cache._kinds.count(2) <= ceil(share * cache.sealed)
     fixed, per_page = cache_nbytes(cache.codecs, cache.layout, cache.shape)
-    more, fewer, share = MIXED[int(kv[0])]
     assert cache.sealed == 15 and cache._kinds.count(2) == ceil(share * 15)
     assert share * more + (1 - share) * fewer == pytest.approx(int(kv[0]))
     packed = cache.allocated_nbytes - sum(cache._used.values()) * cache.layout.part_nbytes
@@ -185,7 +205,11 @@ def test_bytes_are_those_of_the_plan_and_the_mean_is_what_was_asked_for(pool, kv
     assert packed == (15 - ceil(share * 15)) * own + ceil(share * 15) * better <= cache.sealed * per_page + better - own
     assert cache.allocated_nbytes <= fixed + cache.sealed * per_page
     assert abs(cache.packed_bits - int(kv[0]) - 0.53125) < (more - fewer) / 15
-    assert cache.truncate(1000) and cache._kinds == cache._kinds[: cache.sealed] and cache.sealed == 7
+    assert cache.truncate(1000) and cache.sealed == len(cache._kinds) == 7
+    for piece in cache.pieces(2040 - cache.n):
+        cache.begin(piece)
+        cache.commit()
+    assert cache.sealed == 15 and cache._kinds.count(2) == ceil(share * 15)
 
 
 def test_two_codecs_of_a_layer_have_one_basis(pool):
@@ -209,7 +233,7 @@ def tokens(engine: Engine, count: int) -> list[int]:
     return np.random.default_rng(3).integers(3, engine.config.vocab_size, count).tolist()
 
 
-def test_which_pages_keep_bits_depends_on_positions_not_on_cuts(engine):
+def test_which_pages_get_more_bits_depends_on_positions_not_on_cuts(engine):
     ids, kinds = tokens(engine, 800), []
     for cuts in ([800], [300, 500], [600, *[1] * 200]):
         engine.reset()
@@ -234,6 +258,51 @@ def test_an_answer_is_nearer_than_that_of_fewer_bits(engine):
         one.close()
     errors = [relative(each, found[0]) for each in found[1:]]
     assert errors == sorted(errors) and 0 < errors[0] and errors[-1] < 0.5
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_runs_within_its_share_and_the_same_way_again(name):
+    *_, engine = open_engine(FABLE, EngineOptions(device="cpu", kv=f"4bit+{name}", ctx=1024, chunk=256))
+    try:
+        ids, kinds = tokens(engine, 800), []
+        for _ in range(2):
+            engine.reset()
+            kinds.append([list(engine.cache._kinds) for _ in engine.score(ids)][-1])
+    finally:
+        engine.close()
+    assert kinds[0] == kinds[1] and len(kinds[0]) == 4 and kinds[0].count(2) <= 2
+
+
+def test_a_policy_of_any_kind_is_one_name_in_the_registry(monkeypatch):
+    """One that nobody has heard of, by position instead of a score: its name is taken wherever one is, in options, plans and command
+    lines, and a run asks it."""
+    shares = []
+    monkeypatch.setitem(POLICIES, "made_up", lambda share: (shares.append(share), Greedy(lambda page: page % 3 == 1))[1])
+    options = EngineOptions(device="cpu", kv="4bit+made_up", ctx=1024, chunk=256)
+    *_, engine = open_engine(FABLE, options)
+    try:
+        ids, last = tokens(engine, 800), []
+        for few in (1, 2):  # in recorded passes, over pages that are sealed meanwhile
+            engine.reset()
+            for at in (0, 256, 512, *range(600, 800, few)):
+                end = min(at + 256, 600) if at < 600 else at + few
+                logits = engine.model.forward(np.array(ids[at:end]), engine.cache)
+            last.append(logits[-1].copy())
+            assert engine.cache._kinds == [1, 2, 1, 1] and engine.cache.probes is None
+        assert np.array_equal(*last) and set(shares) == {MIXED[4][2]}
+    finally:
+        engine.close()
+    for words in (("plan", "fable"), ("run", "fable", "Once", "-n", "2")):
+        assert said(*words, "-c", "256", "--device", "cpu", "--kv", "4bit+made_up")[0] == 0
+    for other in ("4bit+other", "4bit+"):
+        code, error = said("plan", "fable", "--kv", other)
+        assert code == 2 and "+made_up" in error
+
+
+def said(*words: str) -> tuple[int, str]:
+    """The exit code and the messages of a command line."""
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), dict(os.environ))
+    return main(words, environment), environment.stderr.getvalue()
 
 
 def test_a_page_that_learned_sinks_leave_nothing_is_worth_nothing(tmp_path):
@@ -263,4 +332,4 @@ def test_a_page_that_learned_sinks_leave_nothing_is_worth_nothing(tmp_path):
 def test_what_cannot_be_is_refused(kv, more, said):
     with pytest.raises(UsageError, match=said) as refused:
         list(open_engine(FABLE, EngineOptions(device="cpu", kv=kv, ctx=512, **more)))
-    assert said != "not known" or all(f"+{name}" in refused.value.hint for name in SCORES)
+    assert said != "not known" or all(f"+{name}" in refused.value.hint for name in POLICIES)

@@ -1,23 +1,30 @@
-"""What happens to pages that leave the exact window: one file a policy, one line here."""
+"""Which pages get more bits than others: one file a policy, its name here.
+
+To add one: a file with a function `policy`, which makes it from the share of pages that may have more bits, and the file's name in
+POLICIES. `keep.py` says what a policy is asked; `salient.py` is one by a score.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import numpy as np
+from importlib import import_module
 
 from ... import UsageError
-from . import mikv, zipcache
 from .keep import Keep, Policy
-from .salient import Salient
 
-SCORES: dict[str, Callable[[np.ndarray], float]] = {"mikv": mikv.score, "zipcache": zipcache.score}
+POLICIES: dict[str, Callable[[float], Policy]] = {
+    name: import_module(f".{name}", __name__).policy
+    for name in ("mikv", "zipcache")
+}
+
+
+def check_policy(name: str) -> None:
+    """Of `--kv 4bit+NAME`; "" is none. Raises UsageError for a name that is not known, naming those that are."""
+    if name and name not in POLICIES:
+        raise UsageError(f"--kv …+{name}: there is no such policy", f"+{' or +'.join(POLICIES)}")
 
 
 def open_policy(name: str, share: float) -> Policy:
-    """The policy `--kv 4bit+NAME` asks for; "" keeps every page alike. `share`: of pages that may keep more bits. Raises UsageError."""
-    if not name:
-        return Keep()
-    if name not in SCORES:
-        raise UsageError(f"--kv …+{name}: there is no such policy", f"+{' or +'.join(SCORES)}")
-    return Salient(SCORES[name], share)
+    """The policy of a name, "" for pages alike. `share`: of pages that may get more bits. Raises UsageError."""
+    check_policy(name)
+    return POLICIES[name](share) if name else Keep()

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from .keep import Policy
+from .salient import Salient
+
 
 def score(attention: np.ndarray) -> float:
     """Attention [layers, KV heads, blocks]: of a page's most salient block, the mean over layers and heads."""
     return float(attention.max(2).mean(dtype=np.float64))
+
+
+def policy(share: float) -> Policy:
+    """The pages of the highest scores so far get more bits."""
+    return Salient(score, share)
