@@ -23,7 +23,6 @@ MAX_LAYERS = 2048
 MAX_EXPERTS = 2**16  # of all layers: each takes memory before a tensor is looked for
 MOST = {"hidden_size": 2**20, "intermediate_size": 2**22, "ffn_dim": 2**22, "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096,
         "vocab_size": 2**24}
-LAYER_NORM_EPS = 1e-5  # torch's, which no config states
 DTYPES = ("float32", "float16", "bfloat16")
 
 # Read for every family, here.
@@ -150,12 +149,14 @@ class Defaults:
     head_dim: int | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    eps_key: str | None = "rms_norm_eps"  # None: the config states no epsilon of the norms, `norm_eps` is that of every model
     norm_eps: float = 1e-6
     tied: bool = False
     theta: float = 10_000.0
     act: tuple[str, str] = ("hidden_act", "silu")  # key, value
     sizes: Mapping[str, int] = field(default_factory=dict)
-    rotary: bool = True  # without rotary positions: heads of equal number and width, and no keys about them
+    rotary: bool = True  # False: neither rotary positions nor keys about them
+    grouped: bool = True  # False: as many key-value heads as heads, which share the width, and no keys about them
     ffn_key: str = "intermediate_size"
 
     def size(self, keys: Keys, name: str) -> int:
@@ -258,7 +259,7 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, *
     """What every decoder family shares, from its keys. `ropes` reads rotary positions, by default the same for all layers; `features`:
     the fields a family decides; without `windows`, full attention."""
     hidden, layers, heads = (defaults.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    kv_heads, head_dim = _heads(keys, defaults, hidden, heads) if defaults.rotary else (heads, _divided(hidden, heads))
+    kv_heads, head_dim = _heads(keys, defaults, hidden, heads) if defaults.grouped else (heads, _divided(hidden, heads))
     if head_dim % 2 or head_dim > 1024:
         raise ConfigError(f"config.json: a head dimension of {head_dim} is not supported",
                           "rotary positions need an even one, at most 1024")
@@ -279,7 +280,8 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, *
     return ModelConfig(
         family=keys.text("model_type"), vocab_size=vocab, hidden_size=hidden, intermediate_size=defaults.size(keys, defaults.ffn_key),
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        max_position_embeddings=positions, norm_eps=keys.number("rms_norm_eps", defaults.norm_eps) if defaults.rotary else LAYER_NORM_EPS,
+        max_position_embeddings=positions,
+        norm_eps=defaults.norm_eps if defaults.eps_key is None else keys.number(defaults.eps_key, defaults.norm_eps),
         hidden_act=keys.choice(defaults.act[0], ACTS, defaults.act[1]),
         tie_word_embeddings=keys.flag("tie_word_embeddings", defaults.tied), bos_token_id=bos, eos_token_ids=eos, dtype=dtype,
         warnings=warnings, **fields)

@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig
 
 from effllm.runtime import families
-from effllm.runtime.config import parse_config
+from effllm.runtime.config import Defaults, ModelConfig, decoder_config, parse_config
+from effllm.runtime.config_reader import Keys
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused
@@ -27,6 +28,19 @@ def test_biases() -> None:
     assert biased(model_type="qwen2") == {"q_bias", "k_bias", "v_bias"}
     assert biased(model_type="qwen3", attention_bias=True) == {"q_bias", "k_bias", "v_bias", "o_bias"}
     assert biased(model_type="mistral") == set()
+
+
+def test_a_family_says_which_keys_its_config_has() -> None:
+    """The key of the norms' epsilon, grouped heads and rotary positions are three things: a family may lack any of them."""
+    raw = {**LLAMA, "norm_epsilon": 0.5, "rms_norm_eps": 0.25}
+
+    def made(**own: object) -> ModelConfig:
+        return decoder_config(Keys(raw), Defaults(max_position_embeddings=512, norm_eps=0.125, **own))
+
+    assert [made().norm_eps, made(eps_key="norm_epsilon").norm_eps, made(eps_key=None).norm_eps] == [0.25, 0.5, 0.125]
+    assert made(rotary=False).ropes == (None,) * 4 and made(rotary=False).num_key_value_heads == 2 and made(rotary=False).norm_eps == 0.25
+    assert made(grouped=False).num_key_value_heads == 6 and None not in made(grouped=False).ropes
+    assert parse_config({**raw, "model_type": "opt", "ffn_dim": 88}).norm_eps == 1e-5
 
 
 def windows(**changes: object) -> tuple[int | None, ...]:

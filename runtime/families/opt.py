@@ -35,7 +35,7 @@ OFFSET = 2
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=2048, bos=2, eos=(2,), tied=True, act=("activation_function", "relu"), rotary=False,
-                    ffn_key="ffn_dim")
+                    grouped=False, eps_key=None, norm_eps=1e-5, ffn_key="ffn_dim")  # torch's epsilon
     bias = keys.flag("enable_bias", True)
     made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer", position_offset=OFFSET)
     width = keys.integer("word_embed_proj_dim", made.hidden_size)
