@@ -22,6 +22,7 @@ from effllm.cli.doctor import show_roofs
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.runtime import kv_profile_run, roofs
+from effllm.runtime.families import FAMILIES
 from effllm.runtime.kv_profile import Profile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,6 +72,27 @@ def test_a_line_that_the_program_does_not_take_is_found() -> None:
         with pytest.raises(typer.TyperException):
             taken(words)
     assert sum(len([*command_lines(path)]) for path in DOCUMENTS) > 60
+
+
+def families_named(line: str) -> set[str]:
+    """The families in a list of models: those whose words are all in an entry, of several the ones of most words, so that "Qwen 3 MoE" is
+    not Qwen 3 as well, and "Qwen 2 to 3" is both."""
+    named = set()
+    for entry in re.split(r"[,;:]|\. ", line):
+        found = {name: own for name in FAMILIES if (own := words_of(name)) <= words_of(entry)}
+        named |= {name for name, own in found.items() if len(own) == max(map(len, found.values()))}
+    return named
+
+
+def words_of(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]+|[0-9]+", text.lower()))
+
+
+@pytest.mark.parametrize("path, begins", [(README, "| models |"), (ROOT / "docs" / "models.md", "Dense:")])
+def test_lists_of_models_name_every_family(path: Path, begins: str) -> None:
+    (line,) = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(begins)]
+    assert families_named(line) == set(FAMILIES)
+    assert set(FAMILIES) - families_named(line.replace("Qwen 3 MoE, ", "").replace("Gemma 2, ", "")) == {"qwen3_moe", "gemma2"}
 
 
 def flags(command: object) -> set[str]:
