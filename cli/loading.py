@@ -40,8 +40,8 @@ def find(model: str, screen: Screen) -> ModelRef:
 
         refuse_quantized(ref.folder, model.rpartition(":")[0], f":{ref.variant}")
         raise UsageError(f"{model} would be quantized as it is loaded, which this command does not do",
-                         f"leave :{ref.variant} away, or make a folder of it: effllm quantize {typed(model.rpartition(':')[0])} -o DIR --spec "
-                         f"{ref.variant}")
+                         f"leave :{ref.variant} away, or make a folder of it: "
+                         f"effllm quantize {typed(model.rpartition(':')[0])} -o DIR --spec {ref.variant}")
     return ref
 
 

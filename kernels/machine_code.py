@@ -28,21 +28,22 @@ def parsed(signature: str) -> tuple[str, tuple[str, ...]]:
     return result, tuple(each.strip() for each in arguments.split(",") if each.strip())
 
 
-def _compiled(body: Callable, signature: str, fastmath: set[str] | bool) -> object:
-    return compiler().njit(signature, error_model="numpy", fastmath=fastmath, no_cpython_wrapper=True, no_cfunc_wrapper=True)(body)
-
-
 @contextmanager
-def _not_placed(codegen: object) -> Iterator[None]:
-    """Numba puts what it compiles into memory, each function that a kernel calls by itself, as machine code that nobody would ever run
-    here: a quarter of the time that a kernel takes. Inside, it stops at LLVM's optimised text."""
-    placing = codegen._library_class
+def _as_one_module(codegen: object, body: Callable) -> Iterator[None]:
+    """Numba optimises each function that a kernel calls by itself, over and over as it is linked into the next, and puts it into memory as
+    machine code that nobody would ever run here: half of the time that a kernel takes. Inside, such functions stay as they were written,
+    the loops of `inner_loops.py` and their kin are vectors from the start, and the kernel is optimised once, whole."""
+    usual = codegen._library_class
 
-    class Unplaced(placing):
+    class Part(usual):
+        def _optimize_final_module(self) -> None:
+            if self.name == body.__name__:
+                super()._optimize_final_module()
+
         def _finalize_specific(self) -> None:
             """Nothing was given to the engine."""
 
-    hidden = {"_library_class": Unplaced, "_add_module": lambda module: None, "set_env": lambda name, env: None}
+    hidden = {"_library_class": Part, "_add_module": lambda module: None, "set_env": lambda name, env: None}
     vars(codegen).update(hidden)
     try:
         yield
@@ -51,14 +52,22 @@ def _not_placed(codegen: object) -> Iterator[None]:
             delattr(codegen, each)
 
 
-def compile_object(body: Callable, signature: str, fastmath: set[str] | bool, name: str) -> bytes:
-    """An object file, after its check, with one symbol, `name`: `body` for scalars of C."""
+def _codegen() -> object:
+    """Numba's own."""
     compiler()
     from numba.core.registry import cpu_target
 
-    codegen = cpu_target.target_context.codegen()
-    with _not_placed(codegen):
-        function = _compiled(body, signature, fastmath)
+    return cpu_target.target_context.codegen()
+
+
+def _compiled(body: Callable, signature: str, fastmath: set[str] | bool) -> object:
+    with _as_one_module(_codegen(), body):
+        return compiler().njit(signature, error_model="numpy", fastmath=fastmath, no_cpython_wrapper=True, no_cfunc_wrapper=True)(body)
+
+
+def compile_object(body: Callable, signature: str, fastmath: set[str] | bool, name: str) -> bytes:
+    """An object file, after its check, with one symbol, `name`: `body` for scalars of C."""
+    function = _compiled(body, signature, fastmath)
     made = function.overloads[function.signatures[0]]
     module = llvm.parse_assembly(made.library.get_llvm_str())
     entry = llvm.parse_assembly(_entry(made.fndesc.llvm_func_name, signature, name))
@@ -67,7 +76,7 @@ def compile_object(body: Callable, signature: str, fastmath: set[str] | bool, na
     for each in (*module.functions, *module.global_variables):
         if not each.is_declaration and each.name != name:
             each.linkage = "internal"
-    machine = codegen._tm  # with the very options that the body was optimised for
+    machine = _codegen()._tm  # with the very options that the body was optimised for
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))

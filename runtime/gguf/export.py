@@ -80,7 +80,8 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     what GGUF cannot express.
     """
     if kind not in TYPES:
-        raise UsageError(f"no GGUF type {kind!r} is written", f"known: {', '.join(TYPES)}; INT8 and INT4 go with --format compressed-tensors")
+        raise UsageError(f"no GGUF type {kind!r} is written",
+                         f"known: {', '.join(TYPES)}; INT8 and INT4 go with --format compressed-tensors")
     out = Path(os.path.abspath(out))
     _check_name(out)
     config, container = read_config(source), read_container(source)
