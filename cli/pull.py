@@ -49,9 +49,9 @@ def register(app: typer.Typer) -> None:
 def pull(context: typer.Context, model: Model, bits: Bits = None, keep: Keep = False, dry_run: DryRun = False, offline: Offline = False,
          yes: Yes = False, json: Json = False) -> None:
     """Download a model, or make it small as it comes."""
+    from ..runtime.model_name import parse_reference
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import plan_pull, wish_of
-    from ..runtime.reference import parse_reference
 
     screen = Screen(context.obj)
     variables = screen.environment.variables

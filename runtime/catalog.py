@@ -14,7 +14,7 @@ from . import hub, storage, unfinished
 from .aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
 from .config_reader import show
 from .gguf import names
-from .reference import LOOK, Reference, exists, parse_reference
+from .model_name import LOOK, Reference, exists, parse_reference
 
 __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "find_entry", "parse_catalog", "pull_hint", "resolve"]
 

@@ -20,8 +20,8 @@ from ..offload.plan import BlockBytes
 from ..offload.plan_gpu import Copied, LinkRates, copied_from
 from ..offload.size import format_size, parse_size
 from . import roofs
-from .carried import matrices
-from .carried import places as carried_places
+from .copied_layers import matrices
+from .copied_layers import places as carried_places
 from .families import expert_of
 
 if TYPE_CHECKING:

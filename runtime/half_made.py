@@ -2,8 +2,8 @@
 typed.
 
 `run --keep`, `quantize -o` and `export -o` leave what they wrote under `.NAME.partial` (`offload/writer.py`). With `pull --bits` there lie,
-beside the folder that is being made, the files that it is made of (`pull/streamed.py`), and among them a note of what they will be. A shard
-that is done with has given its place back; that it had come is known from the note alone.
+beside the folder that is being made, the files that it is made of (`pull/shard_by_shard.py`), and among them a note of what they will be.
+A shard that is done with has given its place back; that it had come is known from the note alone.
 
     <data>/models/<org>--<repo>/<commit>/.<format>.source/.pull.json    {"revision", "files": [[name, size, etag], ...], "done": [name]}
 """

@@ -16,7 +16,7 @@ from .aliases import CatalogEntry, catalog, entry_folder
 from .catalog import find_entry, resolve
 from .config_reader import show
 from .gguf import names
-from .reference import parse_reference
+from .model_name import parse_reference
 from .small_file import JSON_NBYTES, read_whole
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from . import card_head, families
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
 from .cache import AttnSpec, KVCache
-from .carried import BorderCache, Carrier
 from .config import ModelConfig
 from .container import Container
+from .copied_layers import BorderCache, Carrier
 from .families import LayerWeights, expert_of, expert_role
 from .outliers import check_outliers
 from .paged_experts import PagedExperts, Paging

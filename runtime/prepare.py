@@ -38,7 +38,7 @@ from .policy import POLICIES, check_policy
 from .predictors import Predictors
 from .predictors import load as load_predictors
 from .source import check_mapping, is_low_bit, open_weights, quantization_of
-from .speculating import Speculating, decide
+from .speculation_plan import Speculating, decide
 from .streamed import Streams
 from .unread import unread_notices
 

@@ -22,8 +22,8 @@ from . import half_made, hub, storage, unfinished
 from .aliases import catalog
 from .catalog import Absent, find_entry, resolve
 from .gguf import names
+from .model_name import Reference, parse_reference
 from .pull.disk import allocated
-from .reference import Reference, parse_reference
 from .whole_file import UNFINISHED
 from .written import MEASURED, foreign
 

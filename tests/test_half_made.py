@@ -13,10 +13,10 @@ from pulls import FABLE, Person, sharded
 
 from effllm.runtime import half_made
 from effllm.runtime.events import Progress
+from effllm.runtime.model_name import parse_reference
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import pull_model
-from effllm.runtime.reference import parse_reference
 
 REPO = "org/name"
 

@@ -21,7 +21,7 @@ from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculating import MIXTURE, NEURONS, NO_DRAFT, decide
+from effllm.runtime.speculation_plan import MIXTURE, NEURONS, NO_DRAFT, decide
 
 sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import larger_than_memory

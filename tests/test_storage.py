@@ -24,7 +24,7 @@ from effllm.runtime import on_load, storage
 from effllm.runtime.aliases import own_file
 from effllm.runtime.catalog import resolve
 from effllm.runtime.listing import local_models, model_names
-from effllm.runtime.reference import parse_reference
+from effllm.runtime.model_name import parse_reference
 
 REPO = "org/name"
 

@@ -21,7 +21,7 @@ from ..catalog import find_entry, near_names
 from ..config import ModelConfig, parse_config, text_alone
 from ..config_reader import show
 from ..expected import ExpectedStore
-from ..reference import Reference
+from ..model_name import Reference
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder

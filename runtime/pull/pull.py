@@ -32,7 +32,7 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
     """Yields what happens, the result last. Raises DoesNotFit before anything is loaded that the disk could not hold."""
     began = time.monotonic()
     if plan.is_done:
-        from .streamed import note_branch
+        from .shard_by_shard import note_branch
 
         note_branch(plan, env)
         sweep(plan.folder, storage.MARKER)
@@ -43,7 +43,7 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
     if plan.wish.bits is None:
         items = download(plan.repository, plan.files, client, env)
     else:
-        from .streamed import quantized
+        from .shard_by_shard import quantized
 
         items = quantized(plan, client, env)
     before, folder = client.network.received, plan.folder
