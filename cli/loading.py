@@ -162,8 +162,10 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         yield ref
         return
     from ..runtime import on_load
+    from ..runtime.compiled import compiled
     from ..runtime.convert import Converted
     from ..runtime.forecast import demand_plan
+    from ..runtime.prepare import kernel_kinds
     from ..runtime.pull.disk import speaking
 
     held = None
@@ -178,6 +180,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         return
     demand_plan(ref.folder, bits, options)
     del held
+    list(follow(compiled(kernel_kinds(True, options)), screen, type(None)))  # what the run needs too: all at once, on every core
     if weights.keep:
         with speaking(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
             request.folder.parent.mkdir(parents=True, exist_ok=True)
