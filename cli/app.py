@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import __version__
+from .. import UsageError, __version__
 from .completion import own_script, whole_words
 from .environment import Environment
 from .errors import guarded
@@ -80,8 +80,9 @@ def build(only: str | None = None) -> typer.Typer:
     return app
 
 
-def say_unknown_variables(command: Any, environment: Environment) -> None:
-    """A misspelled variable does nothing: better said than wondered about, by the commands that take settings."""
+def say_unknown_variables(command: Any, argv: Sequence[str], environment: Environment) -> None:
+    """A misspelled variable does nothing: better said than wondered about, by the commands that take settings. Raises UsageError for one
+    beside --strict, which wants to know of whatever is not as it was asked for."""
     from .variables import VARIABLES
 
     unknown = {name for name in environment.variables if name.startswith("EFFLLM_")} - VARIABLES
@@ -91,7 +92,20 @@ def say_unknown_variables(command: Any, environment: Environment) -> None:
         from .screen import Screen
 
         meant = meant_variable(name.removeprefix("EFFLLM_"), own_variables(command))
-        Screen(environment).note(f"{name} is the variable of no flag{f', did you mean {meant}?' if meant else ''}")
+        said = f"{name} is the variable of no flag{f', did you mean {meant}?' if meant else ''}"
+        if is_strict(command, argv, environment):
+            raise UsageError(f"--strict refuses what would be said otherwise: {said}", "correct the variable, or unset it")
+        Screen(environment).note(said)
+
+
+def is_strict(command: Any, argv: Sequence[str], environment: Environment) -> bool:
+    """Is a command that knows --strict asked for it, by a line that is not taken apart yet?"""
+    from .config import SWITCH
+
+    if "EFFLLM_STRICT" not in own_variables(command) or "--strict" in argv:
+        return "--strict" in argv
+    given, setting = environment.variables.get("EFFLLM_STRICT", "").lower(), environment.settings.get("strict")
+    return SWITCH[given] if given in SWITCH else setting is not None and bool(setting.value)
 
 
 def own_variables(command: Any) -> set[str]:
@@ -109,7 +123,7 @@ def takes_settings(command: Any) -> bool:
 def program(argv: Sequence[str], environment: Environment) -> int:
     argv = as_help(argv)
     command = typer.main.get_command(build(named(argv, environment.variables)))
-    say_unknown_variables(command, environment)
+    say_unknown_variables(command, argv, environment)
     own_script(argv)
     with whole_words():
         code = command.main(args=argv, prog_name="effllm", standalone_mode=False, obj=environment)

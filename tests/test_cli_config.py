@@ -70,6 +70,16 @@ def test_a_variable_of_no_flag_is_said_and_one_of_another_command_is_not(place: 
     assert "variable" not in Ran("plan", "fable", "--no-probe", EFFLLM_TEMP="0.3", EFFLLM_PREDICTOR="8").err
 
 
+def test_strict_refuses_a_variable_of_no_flag(place: Path) -> None:
+    refusal = "--strict refuses what would be said otherwise: EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?"
+    for argv, more in ((("--strict",), {}), ((), {"EFFLLM_STRICT": "1"})):
+        ran = Ran("plan", "fable", "--no-probe", *argv, EFFLLM_TMP="0.3", **more)
+        assert ran.code == 2 and refusal in ran.err and not ran.out
+    user(place, "strict = true\n")
+    assert refusal in Ran("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
+    assert Ran("config", "show", EFFLLM_TMP="0.3").code == 0, "where one looks for what is wrong"
+
+
 def test_a_context_may_be_written_in_thousands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned("-c", "1k") == planned("--ctx-size", "1K") == 1024 == token_count("1024")
     assert (token_count("16k"), token_count("16K"), token_count("1m"), token_count(4096)) == (16384, 16384, 1 << 20, 4096)
