@@ -53,8 +53,8 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     from .cpu import kv_choice as choices
     from .cpu import kv_estimate as estimates
 
-    modules = {LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
-               KV: (kv_many, kv_few, kv_merge, kv_seal), BUNDLED: (neurons,), SPARSE: (estimates, choices),
+    modules = {KV: (kv_many, kv_few, kv_seal, kv_merge), LOW_BIT: (packed, gemm, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
+               BUNDLED: (neurons,), SPARSE: (estimates, choices),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof)}
     return [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
