@@ -43,13 +43,16 @@ def _as_one_module(codegen: object, body: Callable) -> Iterator[None]:
         def _finalize_specific(self) -> None:
             """Nothing was given to the engine."""
 
+    from numba.core.compiler_lock import global_compiler_lock
+
     hidden = {"_library_class": Part, "_add_module": lambda module: None, "set_env": lambda name, env: None}
-    vars(codegen).update(hidden)
-    try:
-        yield
-    finally:
-        for each in hidden:
-            delattr(codegen, each)
+    with global_compiler_lock:  # another thread's functions of Numba, which are to run, are not compiled like that
+        vars(codegen).update(hidden)
+        try:
+            yield
+        finally:
+            for each in hidden:
+                delattr(codegen, each)
 
 
 def _codegen() -> object:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import pytest
 
 from effllm.kernels.compile import KERNEL_SIGNATURE
 from effllm.kernels.cpu.intrinsics import i64_at
 from effllm.kernels.deferred import compiler, inlined
-from effllm.kernels.machine_code import compile_object, place
+from effllm.kernels.machine_code import _as_one_module, compile_object, place
 
 
 @inlined()
@@ -56,3 +57,16 @@ def test_numba_is_left_as_it_was_by_a_kernel_that_does_not_compile():
     with pytest.raises(compiler().core.errors.TypingError):
         compile_object(never_typed, KERNEL_SIGNATURE, False, "test.never_typed")
     assert vars(numbas_own()) == before
+
+
+def test_what_another_thread_compiles_meanwhile_waits_and_runs():
+    """A program that has functions of Numba of its own, in the middle of a kernel's compilation."""
+    ran = []
+    own = compiler().njit(lambda value: value + 1)
+    beside = threading.Thread(target=lambda: ran.append(own(41)))
+    with _as_one_module(numbas_own(), doubled):
+        beside.start()
+        beside.join(0.5)
+        assert not own.signatures, "it was compiled as a part of a kernel, and has no machine code"
+    beside.join(60)
+    assert ran == [42]
