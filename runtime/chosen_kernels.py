@@ -13,6 +13,7 @@ from ..kernels.cpu.int8_ir import INSTRUCTION_SET
 from ..kernels.cpu.ops import LOW_BIT
 from ..kernels.registry import Call, Registry
 from . import lookup
+from .bundles import ROLE as BUNDLES
 from .forecast import Tensors, kind_of_weight
 from .prepare import Prepared
 from .tensors import ModelTensor, check_tensors
@@ -28,6 +29,11 @@ class Kernel:
     name: str
     because: str
     fallback: bool
+
+
+# Bundles have no candidates to choose from: the format decides.
+NEURONS = (Kernel("active neurons", "few tokens: neurons that they do not activate are left out", False),
+           Kernel("neurons in groups", "many tokens: together they activate nearly all neurons", False))
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,13 @@ class ChosenKernels:
 def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[ChosenKernels, ...]:
     """Of a plan, the type with most bytes first. A type of which a part is looked up is there twice."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
-    decided = {tensor.name: decision for decision in lookup.decide(prepared, tensors) for tensor in decision.tensors}
+    decisions = [] if prepared.options.exact else lookup.decide(prepared, tensors)  # what is exact is neither of the two
+    decided = {tensor.name: decision for decision in decisions for tensor in decision.tensors}
     registries = {device: _registry(device, prepared.options.exact) for device in dict.fromkeys((*prepared.placement.devices, "cpu"))}
     found: dict[tuple[str, str, Kernel, Kernel], int] = {}
-    for device, tensor in _matrices(prepared, tensors):
-        kernels = (_kernel(registries[device], tensor, columns, decided.get(tensor.name)) for columns in (1, PROMPT))
+    for device, role, tensor in _matrices(prepared, tensors):
+        kernels = NEURONS if role == BUNDLES and device == "cpu" else (
+            _kernel(registries[device], tensor, columns, decided.get(tensor.name)) for columns in (1, PROMPT))
         key = (kind_of_weight(tensor.spec), device, *kernels)
         found[key] = found.get(key, 0) + tensor.nbytes
     return tuple(ChosenKernels(stored, device, nbytes, token, prompt)
@@ -69,12 +77,12 @@ def _registry(device: str, exact: bool) -> Registry:
     return torch_ops.default_registry()
 
 
-def _matrices(prepared: Prepared, tensors: Tensors) -> Iterator[tuple[str, ModelTensor]]:
-    """(device, matrix) of all that is multiplied."""
+def _matrices(prepared: Prepared, tensors: Tensors) -> Iterator[tuple[str, str, ModelTensor]]:
+    """(device, role, matrix) of all that is multiplied."""
     for layer, device in enumerate(prepared.placement.devices):
-        yield from ((device, tensor) for tensor in tensors[layer].values() if len(tensor.shape) == 2)
+        yield from ((device, role, tensor) for role, tensor in tensors[layer].items() if len(tensor.shape) == 2)
     outer = tensors["outer"]
-    yield "cuda" if prepared.placement.card.head_bytes else "cpu", outer.get("head", outer["embed"])
+    yield "cuda" if prepared.placement.card.head_bytes else "cpu", "head", outer.get("head", outer["embed"])
 
 
 def _kernel(registry: Registry, tensor: ModelTensor, columns: int, decision: lookup.Decision | None) -> Kernel:

@@ -16,6 +16,7 @@ from effllm.kernels import choice
 from effllm.kernels.choice import Timing
 from effllm.kernels.cpu.ops import LOW_BIT
 from effllm.runtime import lookup
+from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.chosen_kernels import EITHER, ChosenKernels, chosen_kernels
 from effllm.runtime.engine import open_engine
 from effllm.runtime.forecast import prepare_at
@@ -46,6 +47,18 @@ def test_each_stored_type_says_what_runs_it() -> None:
         assert each.device == "cpu" and each.token.name.startswith("dot products") and each.prompt.name.startswith("int8 tiles")
         assert "few tokens" in each.token.because and "many tokens" in each.prompt.because
     assert {each.token.name for each in chosen("4bit", exact=True)} == {"float32 tiles"}
+
+
+def test_exact_products_are_no_matter_of_measurement(nothing_small: None) -> None:
+    found = {(each.token.name, each.token.because) for each in chosen(SPARSE, exact=True)}
+    assert found == {("float32 tiles", "--exact: nothing is rounded")}
+
+
+def test_bundles_are_multiplied_neuron_by_neuron(tmp_path: Path) -> None:
+    assert list(bundle(FABLE.parent / "fable-relu", tmp_path / "made"))
+    found = chosen_kernels(planned(tmp_path / "made", None, device="cpu"))
+    assert {(each.token.name, each.prompt.name) for each in found} == {("few columns", "register tiles"),
+                                                                       ("active neurons", "neurons in groups")}
 
 
 def test_the_run_takes_what_is_said() -> None:
