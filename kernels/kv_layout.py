@@ -1,4 +1,4 @@
-"""Where things lie in the KV record of one layer and one KV head at 8 to 2 bits: the one definition, for `quant/kv_record.py`, which
+"""Where things lie in the KV record of one layer and one KV head at 10 to 1 bits: the one definition, for `quant/kv_record.py`, which
 packs, and for the kernels, which read and write. Pure arithmetic.
 
     64-byte header            the common one of `layout.py`; its last 16 bytes are `TAIL`: largest scale of V, flags, bits by group
@@ -18,9 +18,10 @@ from itertools import accumulate
 
 from .layout import HEADER_NBYTES, PAGE, align
 
-PLANES = {8: (4, 4), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
+# High bits first. A group of 10 bits is one of 8 with one of 2 behind it, and kernels multiply it so.
+PLANES = {10: (4, 4, 2), 8: (4, 4), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 WIDTHS = tuple(sorted(PLANES))  # bits of a group; a record counts in places of this list
-MEAN_BITS = (8, 6, 5, 4, 3, 2, 1)  # bits of a side; only a profile asks for 1
+MEAN_BITS = (10, 8, 6, 5, 4, 3, 2, 1)  # bits of a side; only a profile asks for 10 and 1
 GROUP_K, GROUP_V = 32, 16  # tokens of a scale of K, channels of a scale of V
 CHANNELS = 16  # channels of one number of bits, K and V
 QUAD = 4
@@ -89,12 +90,10 @@ def pack_widths(k: Sequence[int], v: Sequence[int]) -> bytes:
 
 
 def unpack_widths(raw: bytes, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What `pack_widths` was given. Raises ValueError for a number that stands for nothing."""
+    """What `pack_widths` was given."""
     places = int.from_bytes(raw, "little")
-    sides = [[places >> 3 * (side * MOST_GROUPS + group) & 7 for group in range(groups)] for side in range(2)]
-    if max(map(max, sides)) >= len(WIDTHS):
-        raise ValueError("a KV page with a group of unknown bits")
-    return tuple(WIDTHS[place] for place in sides[0]), tuple(WIDTHS[place] for place in sides[1])
+    k, v = (tuple(WIDTHS[places >> 3 * (side * MOST_GROUPS + group) & 7] for group in range(groups)) for side in range(2))
+    return k, v
 
 
 @dataclass(frozen=True)

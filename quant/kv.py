@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import UsageError
 from ..kernels import raw_pages
-from ..kernels.kv_layout import CHANNELS, MEAN_BITS, MOST_GROUPS, PackedLayout
+from ..kernels.kv_layout import CHANNELS, MOST_GROUPS, PackedLayout
 from ..kernels.layout import F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from . import kv_codec
 from .kv_basis import KVBasis
@@ -147,6 +147,7 @@ def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.n
     return k, v
 
 
+ASKED = (8, 6, 5, 4, 3, 2)  # bits on average: 10 and 1 are for profiles to give
 CODECS = {"32bit": RawCodec(F32), "16bit": RawCodec(F16)}
 PACKED = re.compile(r"(?:([234568])bit|k([234568])v([234568]))(?:\+([a-z0-9_]+))?")
 # Bits of pages with more and with fewer, and the share of the first: as near each other as there are widths, because noise grows by a
@@ -168,7 +169,7 @@ def codec(name: str, policies: Iterable[str] = ()) -> RawCodec | PackedFormat:
         widths = ", ".join(f"{bits}bit" for bits in sorted(MIXED))
         named = " or ".join(f"+{each}" for each in policies) or "a policy"
         raise UsageError(f"--kv {name} is not known", f"policies go with bits: {widths} take {named}")
-    widths = ", ".join(f"{bits}bit" for bits in MEAN_BITS if bits > 1)  # a single bit is for profiles to give
+    widths = ", ".join(f"{bits}bit" for bits in ASKED)
     raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and its like, or auto")
 
 

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8)  # bits of a group
-SIDES = (1, 2, 3, 4, 5, 6, 8)  # of a side of a head
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10)  # bits of a group
+SIDES = (1, 2, 3, 4, 5, 6, 8, 10)  # of a side of a head
 BELOW = 1  # bits that a side may have less than the mean: a head that was silent on the sample may speak on another text
-NOISE = {bits: 10 ** (-decibels / 10) for bits, decibels in {1: 4.5, 2: 10.4, 3: 16.6, 4: 22.7, 5: 28.6, 6: 34.2, 8: 46.1}.items()}
+_DECIBELS = {1: 4.5, 2: 10.4, 3: 16.6, 4: 22.7, 5: 28.6, 6: 34.2, 8: 46.1, 10: 58.1}
+NOISE = {bits: 10 ** (-decibels / 10) for bits, decibels in _DECIBELS.items()}
 
 
 def allocate(strength: Sequence[float], bits: int) -> list[int]:
-    """Bits of the groups [n] of one side of a head, `bits` on average. It comes out even: only 6 → 8 takes two bits, and a single bit
-    cannot be left over when all groups have 6 or 8."""
+    """Bits of the groups [n] of one side of a head, `bits` on average. It comes out even: only steps from 6 on
+    take two bits, and a single bit cannot be left over when all groups have 6, 8 or 10."""
     worth = np.square(np.asarray(strength, np.float64)).tolist()
     given, left = [WIDTHS[0]] * len(worth), (bits - WIDTHS[0]) * len(worth)
     while left:

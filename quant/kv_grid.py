@@ -23,9 +23,9 @@ MOST_STEPS, LEAST_ZERO_V, MOST_ZERO_V = 15, -8, 7
 TINY = np.float32(2.0**-24)
 # Tried below the scale that holds the group (octaves), and to either side of the zero in its middle (units): fewer bits clip more. Of
 # many bits, also above it: a zero that is rounded or at its end must not clip.
-OCTAVES = {8: 0.1, 6: 0.2, 5: 0.25, 4: 0.4, 3: 0.6, 2: 0.9, 1: 1.2}
-ZEROS = {8: 0, 6: 1, 5: 1, 4: 2, 3: 2, 2: 3, 1: 3}
-ABOVE = {8: 2, 6: 2, 5: 1, 4: 0, 3: 0, 2: 0, 1: 0}
+OCTAVES = {10: 0.1, 8: 0.1, 6: 0.2, 5: 0.25, 4: 0.4, 3: 0.6, 2: 0.9, 1: 1.2}
+ZEROS = {10: 0, 8: 0, 6: 1, 5: 1, 4: 2, 3: 2, 2: 3, 1: 3}
+ABOVE = {10: 2, 8: 2, 6: 2, 5: 1, 4: 0, 3: 0, 2: 0, 1: 0}
 # A zero of so many units more and codes of one less are the same values: the earlier of two candidates stays unless the later is better by
 # more than rounding can make it.
 NEARLY = np.float32(1 - 2.0**-12)
@@ -68,7 +68,7 @@ def decode_v(codes: np.ndarray, step: np.ndarray, zero: np.ndarray, top: np.ndar
 
 
 def encode_k(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Groups x float32 [..., 32] -> (codes uint8 [..., 32], exponent int8 [..., 1], zero int8 [..., 1])."""
+    """Groups x float32 [..., 32] -> (codes uint16 [..., 32], exponent int8 [..., 1], zero int8 [..., 1])."""
     codes, exponent, zero = _search(x, bits, OCTAVE_K, UNITS_K, (-128, 127), (-128, 127))
     return codes, exponent.astype(np.int8), zero.astype(np.int8)
 
@@ -79,7 +79,7 @@ def first_v(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def encode_v(x: np.ndarray, bits: int, top: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Groups x float32 [..., 16], `top` int [..., 1] -> (codes uint8 [..., 16], step uint8 [..., 1], zero int8 [..., 1])."""
+    """Groups x float32 [..., 16], `top` int [..., 1] -> (codes uint16 [..., 16], step uint8 [..., 1], zero int8 [..., 1])."""
     least = np.broadcast_to(top - MOST_STEPS, (*x.shape[:-1], 1))[..., 0]
     codes, exponent, zero = _search(x, bits, OCTAVE_V, UNITS_V, (least, least + MOST_STEPS), (LEAST_ZERO_V, MOST_ZERO_V))
     return codes, (top - exponent).astype(np.uint8), zero.astype(np.int8)
@@ -114,7 +114,7 @@ def _search(x: np.ndarray, bits: int, octave: int, units: int, ends: tuple, zero
             zero = np.clip(centre + np.float32(aside), *zeros)
             away = y - (zero * unit - half(bits))
             codes = np.rint(np.clip(away, 0, (1 << bits) - 1))
-            other = [_sum(np.square(codes - away)) * (scale * scale), codes.astype(np.uint8), exponent, zero]
+            other = [_sum(np.square(codes - away)) * (scale * scale), codes.astype(np.uint16), exponent, zero]
             if best:
                 better = other[0] < best[0] * NEARLY
                 other = [np.where(better, new, old) for new, old in zip(other, best, strict=True)]

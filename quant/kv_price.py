@@ -132,7 +132,7 @@ def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: 
     group, measured = len(q) // len(k), [bits for bits in SIDES if bits <= MOST_TRIED]
     seen, packed = visible(rows, k.shape[1], reading)
     whole = slice(reading.sinks, reading.sinks + (k.shape[1] - reading.sinks) // PAGE * PAGE)
-    cost_k, cost_v = np.zeros((2, len(k), len(SIDES)))
+    cost_k, cost_v = np.zeros((2, len(k), len(measured)))
     for at in range(len(k)):
         one = basis.head(at)
         heads = range(at * group, (at + 1) * group)
@@ -148,10 +148,15 @@ def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: 
                 moved = np.where(packed, scores_of(q[head], k_there, seen, reading)[0], scores)
                 cost_k[at, place] += power_of(softmax(moved, sink_of(sinks, head)) @ v[at] - there, gram[head])
                 cost_v[at, place] += power_of((p * packed) @ v_there, gram[head])
-        for cost, strength in ((cost_k[at], basis.strength_k[at]), (cost_v[at], basis.strength_v[at])):
-            last = cost[len(measured) - 1] / side_cost(strength, measured[-1])
-            cost[len(measured) :] = [last * side_cost(strength, bits) for bits in SIDES[len(measured) :]]
-    return cost_k, cost_v
+    return by_rule(cost_k[:, : len(measured)], basis.strength_k), by_rule(cost_v[:, : len(measured)], basis.strength_v)
+
+
+def by_rule(measured: np.ndarray, strength: np.ndarray) -> np.ndarray:
+    """Costs of sides [H, bits], measured at the first of `kv_bits.SIDES`, at all of them: from the last on by the rule that noise falls by,
+    which sides of these strengths [H, D / 16] follow."""
+    count = measured.shape[1]
+    laws = np.array([[side_cost(row, bits) for bits in SIDES[count - 1 :]] for row in strength])
+    return np.concatenate([measured, measured[:, -1:] * laws[:, 1:] / laws[:, :1]], 1)
 
 
 def power_of(error: np.ndarray, gram: np.ndarray) -> float:

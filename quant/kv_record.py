@@ -7,9 +7,9 @@
     V scales and zeros        bytes [D / 16, 128 tokens]: the scale's step in the low four bits, the zero + 8 in the high four
 
 Every group of 16 channels has its own number of bits; their mean is what the header calls bits of K and of V. Codes of 8, 6, 5 and 3
-bits are two planes, high bits first. A byte of a plane of w bits holds 8 / w codes; field f counts from the low bits: of K, token
-128·w/8·f + i; of V, tokens 4·f … 4·f + 3 of a unit of 32 / w. So one load, shift and mask gives 16 tokens of a channel quad, or 16
-channels of a token quad: one 64-byte vector of dot products. A group of b bits takes 256·b bytes, so groups start on cache lines.
+bits are two planes, those of 10 three, high bits first. A byte of a plane of w bits holds 8 / w codes; field f counts from the low bits:
+of K, token 128·w/8·f + i; of V, tokens 4·f … 4·f + 3 of a unit of 32 / w. So one load, shift and mask gives 16 tokens of a channel quad,
+or 16 channels of a token quad: one 64-byte vector of dot products. A group of b bits takes 256·b bytes, so groups start on cache lines.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..kernels.layout import PAGE
 
 
 def pack_k(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Groups uint8 [n, 16, PAGE] -> uint8 [n, 256 · bits], plane after plane."""
+    """Groups uint16 [n, 16, PAGE] -> uint8 [n, 256 · bits], plane after plane."""
     quads = codes.reshape(len(codes), -1, QUAD, PAGE).swapaxes(2, 3)
     return _pack([(plane.reshape(*plane.shape[:2], 8 // width, -1, QUAD), width) for plane, width in _planes(quads, bits)])
 
 
 def pack_v(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Groups uint8 [n, PAGE, 16] -> uint8 [n, 256 · bits]."""
+    """Groups uint16 [n, PAGE, 16] -> uint8 [n, 256 · bits]."""
     planes = [(plane.reshape(len(plane), -1, 8 // width, QUAD, CHANNELS), width) for plane, width in _planes(codes, bits)]
     return _pack([(plane.swapaxes(3, 4), width) for plane, width in planes])
 
 
 def unpack_k(packed: np.ndarray, bits: int) -> np.ndarray:
-    """What `pack_k` made, as uint8 [n, 16, PAGE]."""
-    codes = np.zeros((len(packed), CHANNELS // QUAD, PAGE, QUAD), np.uint8)
+    """What `pack_k` made, as uint16 [n, 16, PAGE]."""
+    codes = np.zeros((len(packed), CHANNELS // QUAD, PAGE, QUAD), np.uint16)
     for plane, width in _stored(packed, bits):
         fields = _split(plane.reshape(len(packed), CHANNELS // QUAD, PAGE * width // 8, QUAD), width)
         codes = codes << width | fields.reshape(codes.shape)
@@ -42,8 +42,8 @@ def unpack_k(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_v(packed: np.ndarray, bits: int) -> np.ndarray:
-    """What `pack_v` made, as uint8 [n, PAGE, 16]."""
-    codes = np.zeros((len(packed), PAGE, CHANNELS), np.uint8)
+    """What `pack_v` made, as uint16 [n, PAGE, 16]."""
+    codes = np.zeros((len(packed), PAGE, CHANNELS), np.uint16)
     for plane, width in _stored(packed, bits):
         fields = _split(plane.reshape(len(packed), PAGE * width // 32, CHANNELS, QUAD), width)
         codes = codes << width | fields.swapaxes(3, 4).reshape(codes.shape)
@@ -63,7 +63,7 @@ def unpack_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _planes(codes: np.ndarray, bits: int) -> list[tuple[np.ndarray, int]]:
     """High bits first, each with its width."""
     widths = PLANES[bits]
-    return [(codes >> sum(widths[place + 1 :]) & ((1 << width) - 1), width) for place, width in enumerate(widths)]
+    return [((codes >> sum(widths[place + 1 :]) & ((1 << width) - 1)).astype(np.uint8), width) for place, width in enumerate(widths)]
 
 
 def _stored(packed: np.ndarray, bits: int) -> list[tuple[np.ndarray, int]]:

@@ -119,11 +119,12 @@ class NotingCodec:
 
 
 def _tables(octave: int, units: int, least_zero: int, most_zero: int) -> np.ndarray:
-    """int32 [9, TABLE_SLOTS] by bits: `kv_grid`'s search as the kernel's loops read it."""
-    table = np.zeros((9, loops.TABLE_SLOTS), np.int32)
+    """int32 [MOST_BITS + 1, TABLE_SLOTS] by bits: `kv_grid`'s search as the kernel's loops read it."""
+    table = np.zeros((kernel.MOST_BITS + 1, loops.TABLE_SLOTS), np.int32)
     for bits in WIDTHS:
         tried = kv_grid.tried(bits, octave)
         table[bits, [loops.ABOVE, loops.TRIES, loops.ASIDE, loops.COARSE]] = -tried[0], len(tried), kv_grid.ZEROS[bits], 8 // octave // 2
+        table[bits, loops.BEHIND] = max(0, bits - 8)
         width, most = 1 << bits, (1 << bits) - 1
         reals = {loops.HALF: kv_grid.half(bits), loops.MOST: most, loops.UNIT: width / units, loops.PER_UNIT: units / width,
                  loops.LEAST_ZERO: least_zero, loops.MOST_ZERO: most_zero, loops.LEVELS: most}

@@ -30,9 +30,6 @@ def check_stored(codec: RawCodec | PackedCodec, page: np.ndarray, layout: PageLa
 
 def _check_widths(raw: bytes, groups: int, bits: tuple[int, int], has_mean: bool, where: str) -> None:
     _, flags, packed = TAIL.unpack_from(raw, TAIL_OFFSET)
-    try:
-        sides = unpack_widths(packed, groups)
-    except (IndexError, ValueError):
-        raise ValueError(f"{where}: groups of impossible widths") from None
+    sides = unpack_widths(packed, groups)
     if any(sum(widths) != mean * groups for widths, mean in zip(sides, bits, strict=True)) or (flags & MEAN_K > 0) != has_mean:
         raise ValueError(f"{where}: groups of other widths than its bits")

@@ -1,6 +1,6 @@
 """What packing a model's keys and values costs, where: a profile that `kv_recording.py` records, kept beside the weights and read by runs.
 
-In which directions noise in K and V costs most gives each layer its `KVBasis`, and what the sides of each head cost at 1 to 8 bits lets
+In which directions noise in K and V costs most gives each layer its `KVBasis`, and what the sides of each head cost at 1 to 10 bits lets
 `Profile.bits` share a mean number of bits among layers, heads and sides.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..quant.kv_basis import KVBasis
-from ..quant.kv_bits import SIDES, share
+from ..quant.kv_bits import SIDES, WIDTHS, share
 from ..quant.kv_ends import ENDS
 
 FLIPS_A_ROOT = 0.6  # changed top tokens over the root of the KL divergence, as measured on several models and formats
@@ -37,8 +37,8 @@ class Profile:
 
     @property
     def hash(self) -> int:
-        """64 bits that name the profile in the header of every page."""
-        digest = hashlib.sha256(self.weights.encode())
+        """64 bits that name the profile, and how its bits are given, in the header of every page."""
+        digest = hashlib.sha256(f"{self.weights} {WIDTHS}".encode())
         for basis in self.layers:
             for side in (basis.k_scale, basis.k_matrix, basis.v_matrix):
                 digest.update(np.ascontiguousarray(side, "<f4").tobytes())

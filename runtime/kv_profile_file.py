@@ -19,6 +19,7 @@ from ..offload.header import is_gguf
 from ..quant.kv_basis import KVBasis
 from ..quant.kv_bits import SIDES
 from ..quant.kv_ends import ENDS
+from ..quant.kv_price import MOST_TRIED, by_rule
 from .config import ModelConfig
 from .config_reader import read_json
 from .kv_profile import Profile
@@ -28,6 +29,7 @@ from .written import KV_ARRAYS, KV_PROFILE
 
 FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
 FORMAT, VERSION = "effllm-kv-profile", 1
+BEFORE = tuple(bits for bits in SIDES if bits <= 8)  # what profiles from before sides of 10 bits say the costs of
 MOST_COST = 1e30  # sums of them are floats too
 SAMPLE_NBYTES = 4096  # of a tensor, for the weights' name
 REMEDY = "effllm eval kv-profile {}"
@@ -98,9 +100,10 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     own = identity(store) if isinstance(store, TensorStore) and not is_gguf(path) else identity_of(path)
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
-    costs, tokens, checks, auto = _costs(raw.get("costs"), shape), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
+    bits, tokens, checks, auto = raw.get("bits"), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
+    costs = _costs(raw.get("costs"), shape, len(bits)) if bits in map(list, (SIDES, BEFORE)) else None
     ends = raw.get("ends", list(ENDS[0]))  # profiles from before have none
-    sound = costs is not None and raw.get("bits") == list(SIDES) and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
+    sound = costs is not None and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
     if not sound or not (auto is None or auto in SIDES) or ends not in map(list, ENDS):
         raise UsageError(f"{target} is damaged", again)
     said = {key: value for key, value in raw.items() if key != "sha256"}
@@ -112,6 +115,10 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     bases = _bases(values, shape, [cost is None for cost in costs])
     if not all(map(_is_turned_back, bases)):
         raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
+    if bits != list(SIDES):
+        costs = tuple(cost and _of_all_sides(cost, basis) for cost, basis in zip(costs, bases, strict=True))
+        if not all(np.isfinite(side).all() for cost in costs for side in cost or ()):
+            raise UsageError(f"{arrays} holds strengths that are none", again)
     return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto, tuple(ends))
 
 
@@ -180,7 +187,13 @@ def _is_turned_back(basis: KVBasis) -> bool:
         return False
 
 
-def _costs(raw: object, shape: tuple[int, int, int]) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:
+def _of_all_sides(cost: tuple[np.ndarray, np.ndarray], basis: KVBasis) -> tuple[np.ndarray, np.ndarray]:
+    k, v = (by_rule(side[:, : SIDES.index(MOST_TRIED) + 1], strength)
+            for side, strength in zip(cost, (basis.strength_k, basis.strength_v), strict=True))
+    return k, v
+
+
+def _costs(raw: object, shape: tuple[int, int, int], width: int) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:
     """None for anything but finite numbers in the shape that a profile of this model has."""
     layers, heads, _ = shape
     if not isinstance(raw, list) or len(raw) != layers:
@@ -190,14 +203,14 @@ def _costs(raw: object, shape: tuple[int, int, int]) -> tuple[tuple[np.ndarray, 
         if entry is None:
             found.append(None)
             continue
-        if not (isinstance(entry, list) and len(entry) == 2 and all(_is_table(side, heads) for side in entry)):
+        if not (isinstance(entry, list) and len(entry) == 2 and all(_is_table(side, heads, width) for side in entry)):
             return None
         found.append((np.array(entry[0], np.float64), np.array(entry[1], np.float64)))
     return tuple(found)
 
 
-def _is_table(raw: object, heads: int) -> bool:
-    return isinstance(raw, list) and len(raw) == heads and _are_rows(raw, len(SIDES))
+def _is_table(raw: object, heads: int, width: int) -> bool:
+    return isinstance(raw, list) and len(raw) == heads and _are_rows(raw, width)
 
 
 def _are_rows(raw: object, width: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from effllm.kernels import reference
@@ -12,7 +14,7 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.quant.kv import PackedCodec, PackedFormat, codec
+from effllm.quant.kv import PackedCodec, PackedFormat, RawCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
 
@@ -31,11 +33,19 @@ def moments_basis(kv_heads: int, head_dim: int, profile: int = 7, seed: int = 3)
     return KVBasis.from_moments(moment(), moment(), moment(), moment(), profile=profile)
 
 
+def form_of(kv: str) -> RawCodec | PackedFormat:
+    """`codec`, and the 10 bits that only a profile gives: of both sides, or as k10v2 and its like."""
+    if found := re.fullmatch(r"(10)bit|k(10|\d)v(10|\d)", kv):
+        both, bits_k, bits_v = found.groups()
+        return PackedFormat(int(both or bits_k), int(both or bits_v))
+    return codec(kv)
+
+
 def packed_cache(pool: ThreadPool, kv: str = "4bit", heads: int = 8, kv_heads: int = 2, head_dim: int = 64, window: int | None = None,
                  softcap: float | None = None, basis: KVBasis | None = None, shape: CacheShape | None = None) -> KVCache:
     """One layer. With `kv` as of `--kv`."""
     shape = shape or CacheShape(1024, sink=64, window=16, chunk=PAGE)
-    form = codec(kv)
+    form = form_of(kv)
     packs = isinstance(form, PackedFormat)
     ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1, packed_kv=packs))
     codecs = [PackedCodec(((form.bits_k, form.bits_v),) * kv_heads, basis)] if packs and basis is not None else None
@@ -94,7 +104,7 @@ def worst_error(pool: ThreadPool, kv: str, **options) -> float:
 
 def as_they_lie(kv: str, group: int) -> bool:
     """Does a prompt multiply packed pages as they lie, for so many query heads to a KV head? Else it opens them to float32."""
-    form, tile = codec(kv), 8 if group > 4 else 4
+    form, tile = form_of(kv), 8 if group > 4 else 4
     eighths = ROWS_OF_EIGHT if form.bits_k <= MEAN_K and form.bits_v <= MEAN_V else ROWS_OF_EIGHT_WIDE
     return AS_THEY_LIE and 8 * group >= eighths * (-(-group // tile) * tile)
 
@@ -102,7 +112,7 @@ def as_they_lie(kv: str, group: int) -> bool:
 def excess(packed: Stream, exact: Stream, kv: str, span: slice, lie: bool) -> float:
     """Root mean square of the kernels' error over that of the answer. Where codes of few bits are multiplied as bytes, SHARE of what the
     codec loses itself is taken off. `lie`: are codes multiplied as they lie, not opened?"""
-    form = codec(kv)
+    form = form_of(kv)
     rounded = lie and (form.bits_k <= MEAN_K or form.bits_v <= MEAN_V)
     allowed = SHARE * relative(packed.want[span], exact.out[span]) if rounded else 0.0
     return relative(packed.out[span], packed.want[span]) - allowed
@@ -163,12 +173,12 @@ def check_largest_digits(rows: int) -> None:
     quads, groups = 64, 16  # of the widest head
     scale, dot_unit, dot_value = (getattr(kv_digits, f"{name}_digits_{rows}") for name in ("scale", "dot_unit", "dot_value"))
 
-    @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
-    def keys(queries, scales, high, low, words, codes, widths, terms, out):
-        scale(queries, scales, high, low, words, quads)
+    @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
+    def keys(queries, scales, high, low, words, codes, widths, starts, terms, out, parts):
+        scale(queries, scales, high, low, words, 4 * parts)
         for unit in range(PAGE // kv_bytes.UNIT):
             first = high if kv_digits.DIGITS else words
-            dot_unit(codes, widths, first, low, terms, terms + 64, unit, out, groups, codes, 0)
+            dot_unit(codes, widths, starts, first, low, terms, terms + 64, unit, out, parts, codes, 0)
 
     @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
     def values(codes, bits, multiple, zeros, weights, lower, out, factors):
@@ -178,18 +188,26 @@ def check_largest_digits(rows: int) -> None:
     terms = np.zeros((2, 16), np.float32)
     terms[0, :rows] = 256
     for fill in (0, 255):
-        codes = np.full(8 * 16 * PAGE * groups, fill, np.uint8)
-        for bits in (8, 6, 5, 4, 3, 2, 1):
-            widths = np.full(groups, bits, np.uint8)
+        codes = np.full(10 * 16 * PAGE * groups, fill, np.uint8)
+        for bits in (10, 8, 6, 5, 4, 3, 2, 1):
+            # behind groups of 8 bits the 2 that they have beyond, with a quarter of the scale
+            parts, full = 2 * groups if bits > 8 else groups, np.full(groups, min(bits, 8), np.uint8)
+            widths, starts = np.concatenate([full, full * 0 + 2]), np.arange(2 * groups, dtype=np.int32) % groups * 256 * bits
+            starts[groups:] += 2048
             for query in (-32512, 32512, 128, -127):
-                queries, scales = np.full((quads, rows, 4), query, np.int16), np.full((quads, 4), 32767, np.int16)
-                high, low, words = (np.zeros((quads, rows, 4), kind) for kind in (np.int8, np.int8, np.int16))
+                queries, scales = np.full((2 * quads, rows, 4), query, np.int16), np.full((2 * quads, 4), 32767, np.int16)
+                scales[quads:] >>= 2
+                high, low, words = (np.zeros((2 * quads, rows, 4), kind) for kind in (np.int8, np.int8, np.int16))
                 out = np.full((rows, PAGE), np.nan, np.float32)
-                keys(*(each.ctypes.data for each in (queries, scales, high, low, words, codes, widths, terms, out)))
-                scaled = (query * 32767 + (1 << 14)) >> 15
+                keys(*(each.ctypes.data for each in (queries, scales, high, low, words, codes, widths, starts, terms, out)), parts)
+                scaled = (query * scales[::quads, 0].astype(int) + (1 << 14)) >> 15
                 scaled += scaled & 255 == 128
-                assert (256 * high.astype(int) + low == scaled).all() and low.min() > -128, query
-                assert (out == np.float32(4 * quads * scaled * (fill & (1 << bits) - 1))).all(), (bits, fill, query)
+                each = 256 * high[: 4 * parts].astype(int) + low[: 4 * parts]
+                assert (each.reshape(parts // groups, -1) == scaled[: parts // groups, None]).all() and low.min() > -128, query
+                want = scaled[0] * (fill & (1 << min(bits, 8)) - 1) + (scaled[1] * (fill & 3) if bits > 8 else 0)
+                assert abs(4 * quads * want) < 1 << 31 and (out == np.float32(4 * quads * want)).all(), (bits, fill, query)
+            if bits > 8:
+                continue
             up, less = kv_digits.value_zero(bits)
             for zero in (-less, (15 << up) - less):
                 zeros, out = np.full(PAGE, zero, np.int8), np.zeros((rows, 16), np.float32)
@@ -242,9 +260,9 @@ def check_all() -> None:
         check_largest_digits(rows)
         check_unknown_scores(rows)
     pool = ThreadPool(2)
-    for kv in ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2"):
+    for kv in ("10bit", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v10"):
         assert worst_error(pool, kv) < 5e-3, kv
-    for kv in ("8bit", "6bit"):
+    for kv in ("10bit", "8bit", "6bit"):
         assert fine_error(pool, kv) < FINE, kv
     assert worst_error(pool, "4bit", heads=4, kv_heads=4, head_dim=80) < 5e-3
     assert worst_error(pool, "8bit", heads=8, kv_heads=1, head_dim=256, softcap=20.0) < 5e-3

@@ -32,14 +32,14 @@ def pool():
     pool.close()
 
 
-@pytest.mark.parametrize("kv", ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v8"))
+@pytest.mark.parametrize("kv", ("10bit", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v8", "k10v4", "k2v10"))
 @pytest.mark.parametrize("heads", (2, 8))
 def test_every_width_equals_softmax_over_the_decoded_pages(pool, kv, heads):
     """With one query head to a KV head prompts open pages everywhere."""
     assert worst_error(pool, kv, heads=heads) < 5e-3
 
 
-@pytest.mark.parametrize("kv", ("8bit", "6bit"))
+@pytest.mark.parametrize("kv", ("10bit", "8bit", "6bit"))
 def test_what_16_bits_round_lies_70_db_below_the_answer(pool, kv):
     assert fine_error(pool, kv) < FINE
 
@@ -81,7 +81,7 @@ def test_small_weights_beside_a_large_one_are_not_lost(pool):
 
 
 @pytest.mark.parametrize("group", (1, 3, 4, 5, 8, 12))
-@pytest.mark.parametrize("kv,most", (("4bit", 0.025), ("8bit", FINE)))
+@pytest.mark.parametrize("kv,most", (("4bit", 0.025), ("8bit", FINE), ("10bit", FINE)))
 def test_any_number_of_heads_shares_a_record(pool, kv, most, group):
     """Tiles of four and eight rows, and what only fills them."""
     for window in (None, 150):
@@ -93,14 +93,14 @@ def test_what_is_lost_is_what_the_codec_loses(pool):
     exact = Stream(packed_cache(pool, "32bit"), 8, 420)
     exact.run(420, compare=False)
     errors = []
-    for kv in ("2bit", "3bit", "4bit", "5bit", "6bit", "8bit"):
+    for kv in ("2bit", "3bit", "4bit", "5bit", "6bit", "8bit", "10bit"):
         stream = Stream(packed_cache(pool, kv, basis=KVBasis.plain(2, 64)), 8, 420)
         stream.run(420, compare=False)
         errors.append(relative(stream.out, exact.out))
     assert errors == sorted(errors, reverse=True) and errors[0] < 0.5 and errors[-1] < 0.01
 
 
-@pytest.mark.parametrize("kv", ("4bit", "8bit"))
+@pytest.mark.parametrize("kv", ("4bit", "8bit", "10bit"))
 @pytest.mark.parametrize("heads", (8, 24))
 def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(kv, heads):
     outs = []
@@ -114,7 +114,7 @@ def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(kv, heads):
     assert all(np.array_equal(outs[0], out) for out in outs[1:])
 
 
-@pytest.mark.parametrize("kv", ("4bit", "2bit", "8bit", "k8v4"))
+@pytest.mark.parametrize("kv", ("4bit", "2bit", "8bit", "k8v4", "k10v8"))
 @pytest.mark.parametrize("heads, kv_heads, window, softcap", ((8, 1, None, None), (8, 2, None, None), (14, 2, 200, None),
                                                               (12, 2, None, 5.0), (24, 2, 300, None), (2, 2, None, None)))
 def test_a_prompt_reads_packed_pages_as_an_answer_does(pool, kv, heads, kv_heads, window, softcap):

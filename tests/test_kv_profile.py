@@ -17,6 +17,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.kernels.layout import PAGE
 from effllm.quant.kv_codec import decode, encode
+from effllm.runtime import kv_profile_file
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
@@ -69,13 +70,14 @@ class Clock:
 
 @pytest.mark.slow
 def test_bits_go_to_the_heads_that_remember(profile: Profile) -> None:
-    """Two of fable's twelve heads copy what was said before: at 4 bits on average they get 8, for hardly any of the noise."""
+    """Two of fable's twelve heads copy what was said before: at 4 bits on average they get 8, at 8 bits 10, for hardly any of the noise."""
     bits = profile.bits(4)
     sides = np.array(bits)
     assert sides.shape == (6, 2, 2)
     assert 3.9 <= sides.mean() <= 4
     assert (sides[4:, 0] >= 6).all()
     assert sides[1:4].mean() < 4
+    assert (np.array(profile.bits(8))[4:, 0] == 10).all()
     even = [[(4, 4)] * 2] * 6
     assert profile.cost(bits) < 0.3 * profile.cost(even)
     for mean in (2, 3, 5, 6, 8):
@@ -163,6 +165,21 @@ def test_a_profile_survives_its_file(folder: Path) -> None:
         assert (one.v_inverse == other.v_inverse).all()
         assert (one.widths(4, 4)[0] == other.widths(4, 4)[0]).all()
     assert load_profile(FABLE, read_config(FABLE)) is None
+
+
+def test_a_profile_from_before_sides_of_10_bits_is_read(folder: Path, tmp_path: Path) -> None:
+    """It says no costs of them, and of 8 bits what they were without groups of 10: both follow from what was measured."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    raw = json.loads((copy / FILE).read_text())
+    raw["bits"].remove(10)
+    raw["costs"] = [[[row[:-2] + [2 * row[-2]] for row in side] for side in cost] for cost in raw["costs"]]
+    raw["sha256"] = kv_profile_file._own_hash({key: value for key, value in raw.items() if key != "sha256"})
+    (copy / FILE).write_text(json.dumps(raw))
+    old, new = (load_profile(each, read_config(each)) for each in (copy, folder))
+    assert 10 in np.array(new.bits(8))
+    for one, other in zip(old.costs, new.costs, strict=True):
+        assert all(np.allclose(*sides, rtol=1e-9) for sides in zip(one, other, strict=True))
+    assert old.bits(8) == new.bits(8) and old.hash == new.hash
 
 
 def test_the_last_whole_window_is_held_back_for_checks(tmp_path: Path) -> None:

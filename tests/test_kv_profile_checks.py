@@ -16,6 +16,7 @@ from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.quant.kv_basis import KVBasis
+from effllm.quant.kv_bits import SIDES
 from effllm.quant.kv_ends import ENDS
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
@@ -81,7 +82,7 @@ def test_passes_that_there_was_no_time_for_are_told_and_eight_bits_are_tried_bef
 
 def test_a_profile_of_layers_that_read_no_packed_page_is_reported() -> None:
     """Layers whose window is shorter than what stays exact cost nothing at any bits: that ended with a division by zero."""
-    nothing = np.zeros((2, 7))
+    nothing = np.zeros((2, len(SIDES)))
     facts = report(plain(((nothing, nothing), *[None] * 5)), FABLE)
     assert facts["presets"][4][2] is None
     assert report(plain(((nothing + 1, nothing), *[None] * 5)), FABLE)["presets"][4][2] == 1

@@ -116,17 +116,18 @@ def _scale_digits(rows: int):
 
 def _dot_units(rows: int):
     @intrinsic
-    def dot_units(typingctx, codes, widths, high, low, terms, low_terms, unit, out, groups, ahead, share):
+    def dot_units(typingctx, codes, widths, starts, high, low, terms, low_terms, unit, out, groups, ahead, share):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of the tokens of a unit. `widths`: bits of the groups, bytes;
-        `high`, `low`: digits of queries, bytes [quads, R, 4], or the same 16-bit numbers; terms of both digits as `zero_terms` leaves them.
+        `starts`: where their codes begin, int32; `high`, `low`: digits of queries, bytes [quads, R, 4], or the same 16-bit numbers; terms
+        of both digits as `zero_terms` leaves them.
         KEY_LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
 
         def codegen(context, builder, signature, args):
-            codes, widths, high, low, terms, low_terms, unit, out, groups, ahead, share = args
+            codes, widths, starts, high, low, terms, low_terms, unit, out, groups, ahead, share = args
             for piece in range(PIECES):
-                at, carried, finish = loop(builder, groups, 1, [(I64, codes), *[(WORDS, constant(WORDS, 0))] * (2 * rows)])
-                source, running = carried[0], list(carried[1:])
-                bits = load(builder, builder.add(widths, at), I8)
+                at, running, finish = loop(builder, groups, 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
+                running, start = list(running), load(builder, builder.add(starts, builder.shl(at, I64(2))), I32, 4)
+                source, bits = builder.add(codes, builder.zext(start, I64)), load(builder, builder.add(widths, at), I8)
                 own = [builder.add(each, builder.mul(at, I64(16 * rows * ITEM))) for each in (high, low)]
                 quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece: [
                     codes_of_keys(builder, source, width, quad, unit, piece) for quad in range(4)])
@@ -137,7 +138,7 @@ def _dot_units(rows: int):
                         place = 4 * (quad * rows + row) * ITEM
                         factors = tuple(offset(builder, each, place) for each in own)
                         running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], quads[quad], factors, False)
-                _, *running = finish([builder.add(source, builder.shl(builder.zext(bits, I64), I64(8))), *running])
+                running = finish(running)
                 for row in range(rows):
                     word = lambda at, index: splat(builder, load(builder, offset(builder, at, 4 * index), F32, 4), FLOATS)  # noqa: E731
                     step = builder.fmul(word(terms, row), constant(FLOATS, 1 / 256))
@@ -147,7 +148,7 @@ def _dot_units(rows: int):
                     store(builder, fma(builder, total, step, more), place, 4)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 11), codegen
+        return types.void(*[types.int64] * 12), codegen
 
     return dot_units
 

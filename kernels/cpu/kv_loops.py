@@ -11,6 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
+from ..kv_layout import CHANNELS
 from ..layout import PAGE
 from .int8_ir import (
     BYTES,
@@ -116,25 +117,40 @@ def _four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.bitcast(splat(builder, single, ir.VectorType(I64, WIDTH // 8)), EIGHT)
 
 
-@intrinsic
-def widen(typingctx, codes, a, b, out, nbytes):
-    """Bytes at `codes`, in fours that share factors, -> 16-bit numbers at `out`: code * a + b, rounded, the code taken as a fraction of
-    256. `a` (of 1/128) and `b` are four 16-bit numbers; `nbytes` is a multiple of 64."""
+def _widen(behind: int):
+    half = WIDTH // 2
 
-    def codegen(context, builder, signature, args):
-        codes, a, b, out, nbytes = args
-        factor, shift = _four(builder, a), _four(builder, b)
-        half = WIDTH // 2
-        at, _, finish = loop(builder, nbytes, 64, [])
-        for piece in range(64 // half):
-            raw = load(builder, offset(builder, builder.add(codes, at), half * piece), ir.VectorType(I8, half))
-            value = builder.shl(builder.zext(raw, EIGHT), constant(EIGHT, 7))
-            where = offset(builder, builder.add(out, builder.shl(at, I64(1))), WIDTH * piece)
-            store(builder, builder.add(rounded_high(builder, value, factor), shift), where)
-        finish([])
-        return context.get_dummy_value()
+    def part(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
+        raw = load(builder, offset(builder, address, half * piece), ir.VectorType(I8, half))
+        return builder.shl(builder.zext(raw, EIGHT), constant(EIGHT, 7))
 
-    return types.void(*[types.int64] * 5), codegen
+    @intrinsic
+    def widen(typingctx, codes, a, b, out, nbytes):
+        """Bytes at `codes`, in fours that share factors, -> 16-bit numbers at `out`: code * a + b, rounded, the code taken as a fraction of
+        256. `a` (of 1/128) and `b` are four 16-bit numbers; `nbytes` is a multiple of 64."""
+
+        def codegen(context, builder, signature, args):
+            codes, a, b, out, nbytes = args
+            factor, shift = _four(builder, a), _four(builder, b)
+            at, _, finish = loop(builder, nbytes, 64, [])
+            for piece in range(64 // half):
+                value = part(builder, builder.add(codes, at), piece)
+                if behind:
+                    low = part(builder, offset(builder, builder.add(codes, at), behind), piece)
+                    value = builder.or_(value, builder.lshr(low, constant(EIGHT, 8)))
+                where = offset(builder, builder.add(out, builder.shl(at, I64(1))), WIDTH * piece)
+                store(builder, builder.add(rounded_high(builder, value, factor), shift), where)
+            finish([])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), codegen
+
+    return widen
+
+
+GROUP_NBYTES = CHANNELS * PAGE  # of a group's codes as bytes
+# Codes of a byte, and codes of which more bits lie in the high ones of bytes GROUP_NBYTES behind.
+widen, widen_both = _widen(0), _widen(GROUP_NBYTES)
 
 
 @intrinsic

@@ -12,23 +12,36 @@ from ..deferred import inlined
 from ..kv_layout import CHANNELS, GROUP_K, MANTISSA_BITS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
 from ..layout import PAGE
 from .intrinsics import f32_at, i16_at, u8_at
-from .kv_loops import first_1, first_2, first_4, key_factors, second_3, second_5, second_6, second_8, value_factors, widen
+from .kv_loops import (
+    GROUP_NBYTES,
+    first_1,
+    first_2,
+    first_4,
+    key_factors,
+    second_3,
+    second_5,
+    second_6,
+    second_8,
+    value_factors,
+    widen,
+    widen_both,
+)
 
 SPANS = PAGE // GROUP_K
-GROUP_NBYTES = CHANNELS * PAGE  # of codes as bytes
 EIGHTHS = np.array(MANTISSA_BITS, np.uint32).view(np.float32)  # what kernels are given to make scales
 
 
 @inlined()
 def bytes_at(depth):
     """Scratch of an opened record: first D * PAGE 16-bit numbers of K or V, K as [D / 4, PAGE, 4], V as [D / 16, PAGE / 4, 16, 4]; then a
-    group's codes as bytes; then what `widen` takes, 16-bit [2, max(D, PAGE)]; then float32 [4, D] of channels and room for as many."""
+    group's codes as bytes, and their bits beyond 8; then what `widen` takes, 16-bit [2, max(D, PAGE)]; then float32 [4, D] of channels and
+    room for as many."""
     return 2 * depth * PAGE
 
 
 @inlined()
 def factors_at(depth):
-    return bytes_at(depth) + GROUP_NBYTES
+    return bytes_at(depth) + 2 * GROUP_NBYTES
 
 
 @inlined()
@@ -48,7 +61,7 @@ def opened_end(depth):
 
 def opened_nbytes(depth: int) -> int:
     """Bytes of all that."""
-    return 2 * depth * PAGE + GROUP_NBYTES + 4 * max(depth, PAGE) * SPANS + 16 * depth + 8 * max(depth, PAGE)
+    return 2 * depth * PAGE + 2 * GROUP_NBYTES + 4 * max(depth, PAGE) * SPANS + 16 * depth + 8 * max(depth, PAGE)
 
 
 @inlined()
@@ -56,13 +69,20 @@ def _width(record, place):
     """Bits of a group; those of V begin at place 16."""
     packed, bit = u8_at(record + TAIL_OFFSET + 3), 3 * place
     index = ((packed[bit >> 3] | packed[(bit >> 3) + 1] << 8) >> (bit & 7)) & 7
-    return index + 1 if index < 6 else 8
+    return index + 1 if index < 6 else 2 * index - 4
 
 
 @inlined()
 def _unpack(source, target, bits, whole):
-    """A group's planes -> a byte for each code, in its high bits; `whole`: 1 for V, whose unit is 64 bytes, 0 for K, whose unit is a quad
-    of channels."""
+    """A group's planes -> a byte for each code, in its high bits, and what it has beyond 8 bits GROUP_NBYTES behind; `whole`: 1 for V,
+    whose unit is 64 bytes, 0 for K, whose unit is a quad of channels."""
+    _unpack_bytes(source, target, min(bits, 8), whole)
+    if bits > 8:
+        _unpack_bytes(source + GROUP_NBYTES, target + GROUP_NBYTES, bits - 8, whole)
+
+
+@inlined()
+def _unpack_bytes(source, target, bits, whole):
     high = 4 if bits >= 4 else 2 if bits >= 2 else 1
     run = 64 if whole else 64 * high
     for r in range(4 * high if whole else 4):
@@ -116,8 +136,11 @@ def open_keys(record, at, depth, opened, eighths, factor, channel_scale, steps):
         for quad in range(CHANNELS // 4):
             begin, out = codes + 4 * PAGE * quad, opened + 8 * PAGE * (CHANNELS // 4 * group + quad)
             for span in range(SPANS):
-                factors = 2 * (depth * span + CHANNELS * group + 4 * quad)
-                widen(begin + 4 * GROUP_K * span, a + factors, b + factors, out + 8 * GROUP_K * span, 4 * GROUP_K)
+                factors, at_codes = 2 * (depth * span + CHANNELS * group + 4 * quad), begin + 4 * GROUP_K * span
+                if bits > 8:
+                    widen_both(at_codes, a + factors, b + factors, out + 8 * GROUP_K * span, 4 * GROUP_K)
+                else:
+                    widen(at_codes, a + factors, b + factors, out + 8 * GROUP_K * span, 4 * GROUP_K)
     return rotated
 
 
@@ -132,7 +155,11 @@ def open_values(record, at, depth, opened, eighths, steps):
         _unpack(source, codes, bits, 1)
         source += 2 * PAGE * bits
         for quad in range(PAGE // 4):
-            widen(codes + 64 * quad, a + 8 * quad, a + 2 * PAGE + 8 * quad, opened + 2 * GROUP_NBYTES * group + 128 * quad, 64)
+            out = opened + 2 * GROUP_NBYTES * group + 128 * quad
+            if bits > 8:
+                widen_both(codes + 64 * quad, a + 8 * quad, a + 2 * PAGE + 8 * quad, out, 64)
+            else:
+                widen(codes + 64 * quad, a + 8 * quad, a + 2 * PAGE + 8 * quad, out, 64)
 
 
 @inlined()

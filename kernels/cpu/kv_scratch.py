@@ -40,49 +40,53 @@ def query_places(rows, depth):
 @inlined()
 def row_places(rows, depth):
     """(scores float32 [rows, PAGE], maxima and sums of a page [2, rows], output of a block [rows, D] and its (m, l) [2, rows], what the
-    block and what the page is multiplied by [2, rows], steps of 16-bit numbers [SPANS], bits of groups [2, MOST_GROUPS], the rest)."""
+    block and what the page is multiplied by, and ones, [3, rows], steps of 16-bit numbers [SPANS], bits of groups [2, MOST_GROUPS], the
+    rest)."""
     sums = 4 * rows * PAGE
     output = line(sums + 8 * rows)
     m = output + 4 * rows * depth
     factors = m + 8 * rows
-    steps = line(factors + 8 * rows)
+    steps = line(factors + 12 * rows)
     widths = steps + 64
     return sums, output, m, factors, steps, widths, widths + 2 * MOST_GROUPS + 32
 
 
 @inlined()
-def key_places(rows, depth):
+def key_places(depth):
     """Of keys, for every span of tokens: 16-bit scales [SPANS, D], what their steps count in float32 [SPANS], scaled queries as bytes, or
     the high digits, [SPANS, D / 4, 8, 4], low digits of the same shape, both as 16-bit numbers, terms float32 [SPANS, 2, 2, 8]; then room
-    float32 [D] and factors of zeros int32 [MOST_GROUPS, 2]."""
+    float32 [2, D], factors of zeros int32 [G, 2], bits of groups bytes [G] and where their codes begin int32 [G], G = 2 MOST_GROUPS: a
+    group that is two counts twice, and D with it."""
     bounds = line(2 * SPANS * depth)
     queries = bounds + 64
     low = queries + 8 * SPANS * depth
     words = low + 8 * SPANS * depth
     terms = words + 16 * SPANS * depth
     room = terms + 128 * SPANS
-    return 0, bounds, queries, low, words, terms, room, room + 4 * depth
+    factors = room + 8 * depth
+    bits = factors + 16 * MOST_GROUPS
+    return 0, bounds, queries, low, words, terms, room, factors, bits, bits + 2 * MOST_GROUPS
 
 
 @inlined()
 def value_places(rows, depth):
     """Of values: (lowest steps bytes [PAGE], what they take from exponents float32 [PAGE], what they multiply by, 16-bit [PAGE], the same
-    float32 [PAGE], 16-bit fractions [groups, PAGE], zeros bytes [groups, PAGE], weights bytes [groups, rows, PAGE], or 16 bits)."""
+    float32 [PAGE], 16-bit fractions [groups, PAGE], zeros bytes [groups + 1, PAGE], weights bytes [groups, rows, PAGE], or 16 bits)."""
     groups = depth // CHANNELS
     low = PAGE
     up = low + 4 * PAGE
     rise = up + 2 * PAGE
     fractions = rise + 4 * PAGE
     zeros = fractions + 2 * PAGE * groups
-    return 0, low, up, rise, fractions, zeros, zeros + PAGE * groups
+    return 0, low, up, rise, fractions, zeros, zeros + PAGE * (groups + 1)
 
 
 def few_scratch(group: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_packed` and `merge_packed`."""
     rows, broad = -(-group // 8) * 8, -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     queries = rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim
-    page = 4 * rows * (PAGE + head_dim + 6) + 96 + 2 * MOST_GROUPS
+    page = 4 * rows * (PAGE + head_dim + 7) + 96 + 2 * MOST_GROUPS
     merging = 4 * rows * (2 * head_dim + broad + 8)
     kept, groups = max(queries + page, merging) + 1024, head_dim // CHANNELS  # each place on a cache line
-    sides = max((34 * SPANS + 4) * head_dim + 128 * SPANS, (11 + 3 * groups + 2 * rows * groups) * PAGE) + 1024
+    sides = max(2 * (34 * SPANS + 8) * head_dim + 128 * SPANS, (12 + 3 * groups + 2 * rows * groups) * PAGE) + 1024
     return -(-(kept + max(sides, opened_nbytes(head_dim))) // 4)

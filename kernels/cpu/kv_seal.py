@@ -16,7 +16,20 @@ from ..layout import HEADER_NBYTES, PAGE
 from .arithmetic import expand
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u32_at
-from .kv_seal_loops import ABOVE, EXPONENT_AT, FIRST_AT, FOUND_NBYTES, LANES, LEVELS, SPAN_NBYTES, TABLE_SLOTS, ZERO_AT, search, span
+from .kv_seal_loops import (
+    ABOVE,
+    CODES_NBYTES,
+    EXPONENT_AT,
+    FIRST_AT,
+    FOUND_NBYTES,
+    LANES,
+    LEVELS,
+    SPAN_NBYTES,
+    TABLE_SLOTS,
+    ZERO_AT,
+    search,
+    span,
+)
 
 # Slots of the argument block. NOTES int64 [COUNT, NOTE_SLOTS], STATUS int64 [COUNT, HEADS]: 0, `KEYS_ODD`, `VALUES_ODD` or both.
 NOTES, COUNT, HEADS, STATUS, SCRATCH, SCRATCH_STRIDE, SLOTS = range(7)
@@ -25,8 +38,8 @@ KEYS_ODD, VALUES_ODD = 1, 2  # a value is not finite, or too large for a page
 EXACT, OUT, LAYER, COS, SIN, NOTE_SLOTS = range(6)
 # A layer's block. RECIPROCALS float32 [H, D] of K's scales, K_MATRIX [H, D, BROAD] transposed and padded with zeros, V_MATRIX [H, D, D],
 # K_MEAN [H, D] or 0; WIDTHS uint8 [H, 3, D / 16]: of K, of K when it is not turned, of V; TAILS uint8 [H, 2, 16], not turned and turned,
-# all but the largest scale; TABLES [2, 9, TABLE_SLOTS]: of K and V by bits (`kv_seal_loops`); RECORDS int64 [H, RECORD_SLOTS]; LONE is a
-# float64: how many times the mean power a lone pair has.
+# all but the largest scale; TABLES [2, MOST_BITS + 1, TABLE_SLOTS]: of K and V by bits (`kv_seal_loops`); RECORDS int64 [H, RECORD_SLOTS];
+# LONE is a float64: how many times the mean power a lone pair has.
 # ROWS tokens are a part of an exact layer-page, parts PART_STRIDE apart.
 (DIM, DTYPE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE, RECIPROCALS, K_MATRIX, BROAD, V_MATRIX, K_MEAN, WIDTHS, TAILS, TABLES, RECORDS, LONE,
  LAYER_SLOTS) = range(17)
@@ -36,6 +49,7 @@ TAIL_NBYTES = HEADER_NBYTES - TAIL_OFFSET
 BLOCKS = PAGE // LANES  # of V, in tokens
 MOST_STEPS = 15  # of a scale of V below the page's largest
 ZERO = float32(0.0)
+MOST_BITS = max(PLANES)
 _FIRST_PLANE = tuple(PLANES.get(bits, (0,))[0] for bits in range(9))
 _SECOND_PLANE = tuple((*PLANES.get(bits, (0,)), 0)[1] for bits in range(9))
 
@@ -48,7 +62,7 @@ def broad_of(head_dim: int) -> int:
 def seal_scratch(head_dim: int) -> int:
     """Floats of scratch per worker: two pages, spans, what a search finds, codes, and two rows of statistics."""
     spans = head_dim // CHANNELS * BLOCKS * SPAN_NBYTES // 4
-    return 2 * PAGE * broad_of(head_dim) + spans + FOUND_NBYTES // 4 + PAGE * CHANNELS // 4 + 2 * head_dim
+    return 2 * PAGE * broad_of(head_dim) + spans + FOUND_NBYTES // 4 + 2 * CODES_NBYTES // 4 + 2 * head_dim
 
 
 @inlined()
@@ -130,6 +144,13 @@ def _plane_of_values(codes, shift, width, out):
 @inlined()
 def _pack(codes, bits, of_keys, out):
     """Codes of a group of channels, plane after plane, high bits first."""
+    _pack_bytes(codes, min(bits, 8), of_keys, out)
+    if bits > 8:
+        _pack_bytes(codes + CODES_NBYTES, bits - 8, of_keys, out + PAGE * CHANNELS)
+
+
+@inlined()
+def _pack_bytes(codes, bits, of_keys, out):
     first, second = _FIRST_PLANE[bits], _SECOND_PLANE[bits]
     if of_keys:
         _plane_of_keys(codes, second, first, out)
@@ -168,7 +189,7 @@ def _span_values(layer, widths, values, spans):
     """Spans of turned values [D, PAGE], and the page's largest scale: (is a value out of range, largest scale)."""
     odd, top = ZERO, -(1 << 15)
     for group in range(layer[DIM] // CHANNELS):
-        table = layer[TABLES] + 4 * TABLE_SLOTS * (9 + int64(u8_at(widths)[group]))
+        table = layer[TABLES] + 4 * TABLE_SLOTS * (MOST_BITS + 1 + int64(u8_at(widths)[group]))
         above = int64(i32_at(table)[ABOVE])
         for block in range(BLOCKS):
             here = spans + SPAN_NBYTES * (BLOCKS * group + block)
@@ -187,7 +208,7 @@ def _seal_values(layer, record, widths, values, top, out, spans, found, codes):
     exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
     for group in range(layer[DIM] // CHANNELS):
         bits = int64(u8_at(widths)[group])
-        table = layer[TABLES] + 4 * TABLE_SLOTS * (9 + bits)
+        table = layer[TABLES] + 4 * TABLE_SLOTS * (MOST_BITS + 1 + bits)
         for block in range(BLOCKS):
             x = values + 4 * (PAGE * CHANNELS * group + LANES * block)
             here = spans + SPAN_NBYTES * (BLOCKS * group + block)
@@ -216,7 +237,7 @@ def seal_records(args, worker, counter):
         statistics = turned + 4 * PAGE * broad
         found = statistics + 8 * depth
         codes = found + FOUND_NBYTES
-        spans = codes + PAGE * CHANNELS
+        spans = codes + 2 * CODES_NBYTES
         source = note[EXACT] + head * layer[HEAD_STRIDE] + HEADER_NBYTES
         record = i64_at(layer[RECORDS] + 8 * RECORD_SLOTS * head)
         out = note[OUT] + record[START]

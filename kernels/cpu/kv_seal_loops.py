@@ -12,6 +12,7 @@ from llvmlite import ir
 
 from ..deferred import intrinsic, types
 from ..kv_layout import MANTISSA_BITS
+from ..layout import PAGE
 from .int8_ir import I8, constant, load, offset, splat, store
 from .intrinsics import F32, I32, I64
 from .merging import larger
@@ -24,10 +25,12 @@ OVER, BIAS, MANTISSA = 2.0**68, 127, 0x7FFFFF  # 2^60 · OVER is infinite
 # What `span` leaves, 16 numbers each: float32 ends of the groups, int32 eighths of the exponent of the scale that holds them.
 LOW_AT, HIGH_AT, FIRST_AT, SPAN_NBYTES = 0, 64, 128, 192
 # What `search` leaves: int32 exponents and zeros. Its table for one number of bits: int32 ABOVE, TRIES (exponents), ASIDE (zeros to
-# either side), COARSE (log2 of the eighths in a step of the exponent); float32 HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO, LEVELS.
+# either side), COARSE (log2 of the eighths in a step of the exponent); float32 HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO, LEVELS;
+# int32 BEHIND, by how many bits a code is more than a byte.
 EXPONENT_AT, ZERO_AT, FOUND_NBYTES = 0, 64, 128
-ABOVE, TRIES, ASIDE, COARSE, HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO, LEVELS = range(11)
+ABOVE, TRIES, ASIDE, COARSE, HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO, LEVELS, BEHIND = range(12)
 TABLE_SLOTS = 12
+CODES_NBYTES = PAGE * LANES  # of a group; as many bytes behind them take the bits beyond 8
 
 
 def _loop(builder: ir.IRBuilder, name: str, count: ir.Value, start: Sequence[ir.Value],
@@ -105,7 +108,8 @@ def span(typingctx, x, stride, count, levels, out):
 @intrinsic
 def search(typingctx, x, stride, count, spans, table, least, most, codes, codes_stride, out):
     """The best exponent, from `least` to `most`, and zero of 16 groups of `count` float32, `stride` bytes apart, whose `span` is at
-    `spans`, by the table of their bits: uint8 codes to `codes` in rows of 16, `codes_stride` apart, `FOUND_NBYTES` to `out`."""
+    `spans`, by the table of their bits: the upper 8 bits of codes to `codes`, bytes in rows of 16, `codes_stride` apart, what is below
+        them CODES_NBYTES behind, `FOUND_NBYTES` to `out`."""
 
     def codegen(context, builder, signature, args):
         x, stride, count, spans, table, least, most, codes, codes_stride, out = args
@@ -117,6 +121,8 @@ def search(typingctx, x, stride, count, spans, table, least, most, codes, codes_
         coarse, aside = splat(builder, whole(COARSE), WORDS), builder.sext(whole(ASIDE), I64)
         half, top, unit, per_unit, least_zero, most_zero = map(real, (HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO))
         nothing = constant(WIDE, 0.0)
+        behind = splat(builder, whole(BEHIND), WORDS)
+        rest = builder.sub(builder.shl(constant(WORDS, 1), behind), constant(WORDS, 1))
         # eighths to steps of the exponent, upwards
         last = builder.sub(builder.shl(constant(WORDS, 1), coarse), constant(WORDS, 1))
         first = builder.ashr(builder.add(load(builder, offset(builder, spans, FIRST_AT), WORDS, 4), last), coarse)
@@ -165,7 +171,9 @@ def search(typingctx, x, stride, count, spans, table, least, most, codes, codes_
 
         def keep(index, held):
             code = builder.fptosi(_whole(builder, _clamped(builder, away(index, inverse, shift), nothing, top)), WORDS)
-            store(builder, builder.trunc(code, SMALL), builder.add(codes, builder.mul(index, codes_stride)))
+            place = builder.add(codes, builder.mul(index, codes_stride))
+            store(builder, builder.trunc(builder.lshr(code, behind), SMALL), place)
+            store(builder, builder.trunc(builder.and_(code, rest), SMALL), offset(builder, place, CODES_NBYTES))
             return []
 
         _loop(builder, "codes", count, [], keep)

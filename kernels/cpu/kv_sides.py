@@ -48,7 +48,7 @@ from .kv_digits import (
     weigh_digits_4,
     weigh_digits_8,
 )
-from .kv_loops import SPAN, dot_keys, round_row, row_factor
+from .kv_loops import GROUP_NBYTES, SPAN, dot_keys, round_row, row_factor
 from .kv_record import SPANS, _width, open_keys
 from .kv_scratch import EIGHT, key_places, query_places, row_places, tile_rows, value_places
 from .kv_weights import FULL, fold_sums, lowest_steps, value_scales, weigh_4, weigh_8
@@ -112,52 +112,113 @@ def read_widths(record, widths, groups):
 
 
 @inlined()
+def key_parts(widths, groups, bits, starts, factors):
+    """What products take groups of K for: bits (bytes), where codes begin (int32) and `zero_factors` (int32 [2]) of each, then of what
+    groups have beyond 8 bits. Returns how many there are."""
+    parts, start = groups, 0
+    for group in range(groups):
+        width = min(widths[group], 8)
+        bits[group], starts[group] = width, start
+        factors[2 * group], factors[2 * group + 1] = _ZERO_FACTORS[width]
+        if widths[group] > 8:
+            bits[parts], starts[parts] = widths[group] - 8, start + GROUP_NBYTES
+            factors[2 * parts], factors[2 * parts + 1] = 0, 32 * ((1 << (widths[group] - 8)) - 1)
+            parts += 1
+        start += 2 * PAGE * widths[group]
+    return parts
+
+
+@inlined()
+def finer_tops(widths, groups, tops, out):
+    """The largest queries of channels, as `key_scales` takes them: times what the upper 8 bits of a code count in."""
+    source, target = f32_at(tops), f32_at(out)
+    for group in range(groups):
+        factor = float32(1 << (max(widths[group], 8) - 8))
+        for c in range(CHANNELS * group, CHANNELS * (group + 1)):
+            target[c] = source[c] * factor
+
+
+@inlined()
+def finer_scales(widths, groups, scales):
+    """Behind the 16-bit scales of K's channels those of what groups have beyond 8 bits."""
+    numbers, place = i16_at(scales), CHANNELS * groups
+    for group in range(groups):
+        if widths[group] > 8:
+            for c in range(CHANNELS):
+                numbers[place + c] = numbers[CHANNELS * group + c] >> (widths[group] - 8)
+            place += CHANNELS
+
+
+@inlined()
+def scale_queries(tile, queries, scales, scaled, low, words, quads, few):
+    """A tile's queries times scales, as bytes or as digits."""
+    if EIGHT and tile == 8:
+        if few:
+            scale_8(queries, scales, scaled, quads)
+        else:
+            scale_digits_8(queries, scales, scaled, low, words, quads)
+    elif few:
+        scale_4(queries, scales, scaled, quads)
+    else:
+        scale_digits_4(queries, scales, scaled, low, words, quads)
+
+
+@inlined()
 def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, few, ahead, nbytes):
     """Scores in units of log 2; `few`: by bytes. `nbytes` from `ahead` on are asked for meanwhile."""
     _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
-    at_scales, at_bounds, at_scaled, at_low, at_words, at_terms, at_room, at_factors = key_places(padded, depth)
-    tile, groups, quads = tile_rows(rows), depth // CHANNELS, depth // 4
-    factors, bits, bounds = i32_at(more + at_factors), u8_at(widths), f32_at(more + at_bounds)
+    tile, groups, quads, own = tile_rows(rows), depth // CHANNELS, depth // 4, u8_at(widths)
+    parts, tops = groups, scratch + at_tops
     for group in range(groups):
-        factors[2 * group], factors[2 * group + 1] = _ZERO_FACTORS[bits[group]]
+        parts += 1 if own[group] > 8 else 0
+    wide = CHANNELS * parts
+    at_scales, at_bounds, at_scaled, at_low, at_words, at_terms, at_room, at_factors, at_bits, at_starts = key_places(wide)
+    bits, starts, bounds = more + at_bits, more + at_starts, f32_at(more + at_bounds)
+    key_parts(own, groups, u8_at(bits), i32_at(starts), i32_at(more + at_factors))
+    if parts > groups:
+        tops = more + at_room + 4 * wide
+        finer_tops(own, groups, scratch + at_tops, tops)
     at_once = UNITS_AT_ONCE if few else 1
-    share = nbytes // (SPANS * (SPAN // UNIT // at_once) * groups) + 1
+    share = nbytes // (SPANS * (SPAN // UNIT // at_once) * parts) + 1
     # One kind of work after the other for all spans: each waits for the one before, and spans do not wait for one another.
     for span in range(SPANS):
-        bounds[span] = key_scales(record + at[1] + span * depth, scratch + at_tops, eighths, more + at_room,
-                                  more + at_scales + 2 * depth * span, depth)
+        scales = more + at_scales + 2 * wide * span
+        bounds[span] = key_scales(record + at[1] + span * depth, tops, eighths, more + at_room, scales, depth)
+        if parts > groups:
+            finer_scales(own, groups, scales)
     for r in range(0, rows, tile):
         queries, steps, out = scratch + at_queries + 2 * r * depth, scratch + at_steps + 4 * r, scores + 4 * PAGE * r
         for span in range(SPANS):
-            scales, scaled, terms = more + at_scales + 2 * depth * span, more + at_scaled + 8 * depth * span, more + at_terms + 128 * span
-            low, words, zeros = more + at_low + 8 * depth * span, more + at_words + 16 * depth * span, record + at[2] + span * depth
+            scales, scaled, terms = more + at_scales + 2 * wide * span, more + at_scaled + 8 * wide * span, more + at_terms + 128 * span
+            low, words, zeros = more + at_low + 8 * wide * span, more + at_words + 16 * wide * span, record + at[2] + span * depth
+            scale_queries(tile, queries, scales, scaled, low, words, quads, few)
+            part = groups
+            for group in range(groups if parts > groups else 0):
+                if own[group] > 8:
+                    scale_queries(tile, queries + 32 * tile * group, scales + 32 * part, scaled + 16 * tile * part, low + 16 * tile * part,
+                                  words + 32 * tile * part, 4, few)
+                    part += 1
             if EIGHT and tile == 8:
-                if few:
-                    scale_8(queries, scales, scaled, quads)
-                else:
-                    scale_digits_8(queries, scales, scaled, low, words, quads)
-                    zeros_8(low, zeros, more + at_factors, steps, bounds[span], terms + 64, groups)
-                zeros_8(scaled, zeros, more + at_factors, steps, bounds[span], terms, groups)
+                if not few:
+                    zeros_8(low, zeros, more + at_factors, steps, bounds[span], terms + 64, parts)
+                zeros_8(scaled, zeros, more + at_factors, steps, bounds[span], terms, parts)
             else:
-                if few:
-                    scale_4(queries, scales, scaled, quads)
-                else:
-                    scale_digits_4(queries, scales, scaled, low, words, quads)
-                    zeros_4(low, zeros, more + at_factors, steps, bounds[span], terms + 64, groups)
-                zeros_4(scaled, zeros, more + at_factors, steps, bounds[span], terms, groups)
+                if not few:
+                    zeros_4(low, zeros, more + at_factors, steps, bounds[span], terms + 64, parts)
+                zeros_4(scaled, zeros, more + at_factors, steps, bounds[span], terms, parts)
         for unit in range(0, SPANS * (SPAN // UNIT), at_once):
-            span, place = unit // (SPAN // UNIT), ahead + share * groups * (unit // at_once)
-            scaled, terms = more + at_scaled + 8 * depth * span, more + at_terms + 128 * span
-            high, low = scaled if DIGITS else more + at_words + 16 * depth * span, more + at_low + 8 * depth * span
+            span, place = unit // (SPAN // UNIT), ahead + share * parts * (unit // at_once)
+            scaled, terms = more + at_scaled + 8 * wide * span, more + at_terms + 128 * span
+            high, low = scaled if DIGITS else more + at_words + 16 * wide * span, more + at_low + 8 * wide * span
             if EIGHT and tile == 8:
                 if few:
                     dot_units_8(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
                 else:
-                    dot_unit_digits_8(record + at[0], widths, high, low, terms, terms + 64, unit, out, groups, place, share)
+                    dot_unit_digits_8(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, parts, place, share)
             elif few:
                 dot_units_4(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
             else:
-                dot_unit_digits_4(record + at[0], widths, high, low, terms, terms + 64, unit, out, groups, place, share)
+                dot_unit_digits_4(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, parts, place, share)
 
 
 @inlined()
@@ -169,8 +230,10 @@ def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more
     sums, factors = begin_of + at_sums, begin_of + at_factors
     tile, groups, bits = tile_rows(rows), depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)
     lowest_steps(record + at[4], groups, more + at_lowest, more + at_low, more + at_up)
+    finer = 0
     for group in range(groups):
-        up, less = _VALUE_ZEROS[bits[group]] if few else _DIGIT_ZEROS[bits[group]]
+        up, less = _VALUE_ZEROS[bits[group]] if few else _DIGIT_ZEROS[min(bits[group], 8)]
+        finer = max(finer, bits[group] - 8)
         value_scales(record + at[4] + PAGE * group, more + at_lowest, up, less, more + at_fractions + 2 * PAGE * group,
                      more + at_zeros + PAGE * group)
     # low digits behind all high ones
@@ -190,6 +253,12 @@ def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more
         else:
             weigh_digits_4(own, more + at_low, more + at_rise, more + at_fractions, weights, low, stride, groups, tops, totals)
     fold_sums(m, m + 4 * padded, sums, sums + 4 * padded, factors, padded)
+    ones, half = factors + 8 * padded, more + at_zeros + PAGE * groups
+    if finer > 0:  # codes of a group's further bits have no zero: what is added to them is what they lie below the middle
+        for r in range(padded):
+            f32_at(ones)[r] = ONE
+        for t in range(PAGE):
+            u8_at(half)[t] = 1 << (_MULTIPLES[finer] - 1)
     share = nbytes // (SPANS * groups) + 1
     source, largest = record + at[3], quarter_power(i16_at(record + TAIL_OFFSET)[0], tables)
     for group in range(groups):
@@ -204,11 +273,20 @@ def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more
                 else:
                     dot_values_4(source, width, zeros, weights, step, out, 4 * depth, keep, take, ahead, share)
             else:
-                step, multiple, low = largest * _DIGIT_STEPS[width], _MULTIPLES[width], weights + lower
+                first, low = min(width, 8), weights + lower
+                step, multiple = largest * _DIGIT_STEPS[first] * float32(1 << (width - first)), _MULTIPLES[first]
                 if EIGHT and tile == 8:
-                    dot_value_digits_8(source, width, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
+                    dot_value_digits_8(source, first, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
                 else:
-                    dot_value_digits_4(source, width, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
+                    dot_value_digits_4(source, first, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
+                if width > 8:
+                    step, multiple, behind = largest * _DIGIT_STEPS[width - 8], _MULTIPLES[width - 8], source + GROUP_NBYTES
+                    if EIGHT and tile == 8:
+                        dot_value_digits_8(behind, width - 8, multiple, half, weights, low, step, out, 4 * depth, ones + 4 * r, take, ahead,
+                                           share)
+                    else:
+                        dot_value_digits_4(behind, width - 8, multiple, half, weights, low, step, out, 4 * depth, ones + 4 * r, take, ahead,
+                                           share)
         source, ahead = source + 2 * PAGE * width, ahead + SPANS * share
 
 

@@ -156,7 +156,7 @@ def open_records(records: torch.Tensor, layout: RecordLayout, widths: Widths) ->
 
 
 def _codes(records: torch.Tensor, at: int, widths: Sequence[int], groups: list[int], bits: int, of_keys: bool = True) -> torch.Tensor:
-    """The codes of some groups of `bits`: of K uint8 [n, groups, 4 quads, PAGE, 4], of V [n, groups, PAGE, 16]."""
+    """The codes of some groups of `bits`: of K int16 [n, groups, 4 quads, PAGE, 4], of V [n, groups, PAGE, 16]."""
     starts = np.cumsum((0, *widths)) * (PAGE * CHANNELS // 8) + at
     packed = torch.stack([records[:, starts[group] : starts[group + 1]] for group in groups], 1)
     codes, begin = None, 0
@@ -166,7 +166,7 @@ def _codes(records: torch.Tensor, at: int, widths: Sequence[int], groups: list[i
         plane = packed[..., begin:end].unflatten(2, (QUAD, 1, -1, QUAD) if of_keys else (-1, 1, CHANNELS, QUAD))
         plane = plane >> shifts[:, None, None] & ((1 << width) - 1)  # fields before tokens of K, after units of V
         plane = plane.flatten(3, 4) if of_keys else plane.transpose(-1, -2).flatten(2, 4)
-        codes, begin = plane if codes is None else codes << width | plane, end
+        codes, begin = plane.short() if codes is None else codes << width | plane, end
     return codes
 
 
