@@ -7,7 +7,7 @@ byte; without one, codes are widened to 16 bits in a register. Sums are whole nu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from llvmlite import ir
@@ -42,6 +42,7 @@ DIGITS = INSTRUCTION_SET in ("avx512", "avx2vnni")
 # Asked for ahead while a group of K, for the tokens of a unit, or 32 tokens of a group of V are multiplied: their share of half a record,
 # which is at most 281 and 545 bytes. More would ask for the next share's lines as well.
 KEY_LINES, VALUE_LINES = 5, 9
+REST = 2  # bits of a group of 10 beyond 8: they count so little that the high digit of a factor is enough for them
 ITEM = 1 if DIGITS else 2  # bytes of a factor where products read it
 WEIGHT = 32767  # the largest softmax weight, before it meets a scale
 TOTAL = 2.0**18  # of a weight of 1 in a row's sum; a scale's largest share of it is 2^(15/4)
@@ -69,14 +70,17 @@ def _wide(builder: ir.IRBuilder, value: ir.Value, signed: bool) -> list[ir.Value
     return [builder.sext(part, HALVES) if signed else builder.zext(part, HALVES) for part in parts]
 
 
-def _products(builder: ir.IRBuilder, sums: list[ir.Value], codes: ir.Value, factors: tuple[ir.Value, ir.Value],
-              signed: bool) -> list[ir.Value]:
-    """A row's two sums and the products of a quad of codes, `signed` or not, with its factors: their digits' addresses, or that of 16-bit
-    numbers, twice."""
+def _products(builder: ir.IRBuilder, sums: list[ir.Value], codes: ir.Value, factors: Sequence[ir.Value], signed: bool,
+              mask: int = -1) -> list[ir.Value]:
+    """A row's two sums and the products of a quad of codes, `signed` or not, with its factors: their digits' addresses (of the high one
+    alone, if there is but one), or that of 16-bit numbers, of which those bits count that are in `mask`."""
     if DIGITS:
         digits = [builder.bitcast(splat(builder, load(builder, each, I32), WORDS), BYTES) for each in factors]
-        return [dot(builder, own, *((digit, codes) if signed else (codes, digit)), False) for own, digit in zip(sums, digits, strict=True)]
+        made = [dot(builder, own, *((digit, codes) if signed else (codes, digit)), False) for own, digit in zip(sums, digits, strict=False)]
+        return [*made, *sums[len(made) :]]
     four = builder.bitcast(splat(builder, load(builder, factors[0], I64, 2), ir.VectorType(I64, WIDTH // 8)), HALVES)
+    if mask != -1:
+        four = builder.and_(four, constant(HALVES, mask))
     return [pair_products(builder, own, part, four) for own, part in zip(sums, _wide(builder, codes, signed), strict=True)]
 
 
@@ -88,11 +92,11 @@ def _total(builder: ir.IRBuilder, sums: list[ir.Value], shift: int) -> ir.Value:
     return builder.add(*(builder.shuffle_vector(*sums, each) for each in places))
 
 
-def _scale_digits(rows: int):
+def _scale_digits(rows: int, coarse: bool = False):
     @intrinsic
     def scale_digits(typingctx, queries, scales, high, low, words, quads):
         """Queries, 16-bit [quads, R, 4], times `scales`, 16-bit [quads, 4]: as digits, bytes of the same shape, and where products read
-        them as 16-bit `words`. A low digit of -128, which has no opposite, becomes -127."""
+        them as 16-bit `words`. A low digit of -128, which has no opposite, becomes -127; `coarse` ones are 0."""
 
         def codegen(context, builder, signature, args):
             queries, scales, high, low, words, quads = args
@@ -100,8 +104,11 @@ def _scale_digits(rows: int):
             parts = []
             for part in (0, 1):
                 place, product = scaled_queries(builder, queries, scales, rows, at, part)
-                lowest = builder.icmp_unsigned("==", builder.and_(product, constant(HALVES, 255)), constant(HALVES, 128))
-                parts.append(builder.sub(product, builder.sext(lowest, HALVES)))
+                if coarse:
+                    parts.append(builder.and_(builder.add(product, constant(HALVES, 128)), constant(HALVES, -256)))
+                else:
+                    lowest = builder.icmp_unsigned("==", builder.and_(product, constant(HALVES, 255)), constant(HALVES, 128))
+                    parts.append(builder.sub(product, builder.sext(lowest, HALVES)))
                 if not DIGITS:
                     store(builder, parts[part], builder.add(words, place))
             store(builder, upper_bytes(builder, *(builder.add(part, constant(HALVES, 128)) for part in parts)), builder.add(high, at))
@@ -116,29 +123,53 @@ def _scale_digits(rows: int):
 
 def _dot_units(rows: int):
     @intrinsic
-    def dot_units(typingctx, codes, widths, starts, high, low, terms, low_terms, unit, out, groups, ahead, share):
+    def dot_units(typingctx, codes, widths, starts, high, low, terms, low_terms, unit, out, groups, rests, ahead, share):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of the tokens of a unit. `widths`: bits of the groups, bytes;
         `starts`: where their codes begin, int32; `high`, `low`: digits of queries, bytes [quads, R, 4], or the same 16-bit numbers; terms
-        of both digits as `zero_terms` leaves them.
+        of both digits as `zero_terms` leaves them. Behind the groups are `rests` of them, REST bits each, for the high digits alone.
         KEY_LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
 
         def codegen(context, builder, signature, args):
-            codes, widths, starts, high, low, terms, low_terms, unit, out, groups, ahead, share = args
+            codes, widths, starts, high, low, terms, low_terms, unit, out, groups, rests, ahead, share = args
+
+            def part_of(at: ir.Value, count: int) -> tuple[ir.Value, list[ir.Value]]:
+                start = load(builder, builder.add(starts, builder.shl(at, I64(2))), I32, 4)
+                own = [builder.add(each, builder.mul(at, I64(16 * rows * ITEM))) for each in (high, low)[:count]]
+                return builder.add(codes, builder.zext(start, I64)), own
+
+            def add(running: list[ir.Value], quad: int, row: int, vector: ir.Value, own: list[ir.Value]) -> None:
+                factors = [offset(builder, each, 4 * (quad * rows + row) * ITEM) for each in own]
+                running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, factors, False)
+
             for piece in range(PIECES):
                 at, running, finish = loop(builder, groups, 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
-                running, start = list(running), load(builder, builder.add(starts, builder.shl(at, I64(2))), I32, 4)
-                source, bits = builder.add(codes, builder.zext(start, I64)), load(builder, builder.add(widths, at), I8)
-                own = [builder.add(each, builder.mul(at, I64(16 * rows * ITEM))) for each in (high, low)]
+                running, bits = list(running), load(builder, builder.add(widths, at), I8)
+                source, own = part_of(at, 2)
                 quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece: [
                     codes_of_keys(builder, source, width, quad, unit, piece) for quad in range(4)])
                 for quad in range(4):
                     if piece == 0:
                         ask_part(builder, builder.add(ahead, builder.mul(at, share)), quad, 4, KEY_LINES, 2)
                     for row in range(rows):
-                        place = 4 * (quad * rows + row) * ITEM
-                        factors = tuple(offset(builder, each, place) for each in own)
-                        running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], quads[quad], factors, False)
+                        add(running, quad, row, quads[quad], own)
                 running = finish(running)
+                before, done = builder.basic_block, builder.append_basic_block("rests.done")
+                following = builder.append_basic_block("rests")
+                builder.cbranch(builder.icmp_signed(">", rests, I64(0)), following, done)
+                builder.position_at_end(following)
+                at, finer, finish = loop(builder, rests, 1, [(WORDS, value) for value in running])
+                finer, (source, own) = list(finer), part_of(builder.add(at, groups), 1)
+                for quad in range(4):
+                    vector = codes_of_keys(builder, source, REST, quad, unit, piece)
+                    for row in range(rows):
+                        add(finer, quad, row, vector, own)
+                finer, behind = finish(finer), builder.basic_block
+                builder.branch(done)
+                builder.position_at_end(done)
+                for index, pair in enumerate(zip(running, finer, strict=True)):
+                    running[index] = builder.phi(WORDS)
+                    for value, block in zip(pair, (before, behind), strict=True):
+                        running[index].add_incoming(value, block)
                 for row in range(rows):
                     word = lambda at, index: splat(builder, load(builder, offset(builder, at, 4 * index), F32, 4), FLOATS)  # noqa: E731
                     step = builder.fmul(word(terms, row), constant(FLOATS, 1 / 256))
@@ -148,7 +179,7 @@ def _dot_units(rows: int):
                     store(builder, fma(builder, total, step, more), place, 4)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), codegen
+        return types.void(*[types.int64] * 13), codegen
 
     return dot_units
 
@@ -279,7 +310,7 @@ def _dot_values(rows: int):
                             ask_part(builder, builder.add(ahead, builder.mul(at, share)), first + i, 8, VALUE_LINES, 2)
                         for row in range(rows):
                             place = (PAGE * row + 4 * (first + i)) * ITEM
-                            factors = tuple(offset(builder, each, place) for each in own)
+                            factors = [offset(builder, each, place) for each in own]
                             running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], quad, factors, True)
                 running = finish(running)
                 for row in range(rows):
@@ -296,6 +327,41 @@ def _dot_values(rows: int):
     return dot_values
 
 
+def _dot_rests(rows: int):
+    @intrinsic
+    def dot_rests(typingctx, codes, weights, step, out, stride, take):
+        """What a group of V has beyond 8 bits: added to float32 [R, 16] at `out`, rows `stride` bytes apart, `take`, float32 [R], times
+        step times the sum over tokens of weights, as of `dot_values` but for their low digits, and codes of REST bits from their middle,
+        in halves."""
+
+        def codegen(context, builder, signature, args):
+            codes, weights, step, out, stride, take = args
+            factor = splat(builder, step, FLOATS)
+            for piece in range(PIECES):
+                at, running, finish = loop(builder, I64(PAGE // 32), 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
+                source, running = builder.mul(at, I64(64)), list(running)
+                own = builder.add(weights, builder.mul(at, I64(32 * ITEM)))
+                for quad in range(8):
+                    vector = codes_of_values(builder, codes, source, REST, quad, piece, 1)
+                    vector = builder.sub(vector, constant(BYTES, (1 << REST) - 1))
+                    for row in range(rows):
+                        place = [offset(builder, own, (PAGE * row + 4 * quad) * ITEM)]
+                        running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, place, True, -128)
+                running = finish(running)
+                for row in range(rows):
+                    total = builder.sitofp(_total(builder, running[2 * row : 2 * row + 2], 7), FLOATS)
+                    where = offset(builder, builder.add(out, builder.mul(stride, I64(row))), WIDTH * piece)
+                    new = splat(builder, load(builder, offset(builder, take, 4 * row), F32, 4), FLOATS)
+                    value = builder.fmul(builder.fmul(total, factor), new)
+                    store(builder, builder.fadd(load(builder, where, FLOATS, 4), value), where, 4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.float32, *[types.int64] * 3), codegen
+
+    return dot_rests
+
+
 # As in `kv_bytes.py`.
 scale_digits_4, dot_unit_digits_4, weigh_digits_4, dot_value_digits_4 = _scale_digits(4), _dot_units(4), _weigh(4), _dot_values(4)
 scale_digits_8, dot_unit_digits_8, weigh_digits_8, dot_value_digits_8 = _scale_digits(8), _dot_units(8), _weigh(8), _dot_values(8)
+scale_coarse_4, dot_rests_4, scale_coarse_8, dot_rests_8 = _scale_digits(4, True), _dot_rests(4), _scale_digits(8, True), _dot_rests(8)

@@ -40,13 +40,12 @@ def query_places(rows, depth):
 @inlined()
 def row_places(rows, depth):
     """(scores float32 [rows, PAGE], maxima and sums of a page [2, rows], output of a block [rows, D] and its (m, l) [2, rows], what the
-    block and what the page is multiplied by, and ones, [3, rows], steps of 16-bit numbers [SPANS], bits of groups [2, MOST_GROUPS], the
-    rest)."""
+    block and what the page is multiplied by [2, rows], steps of 16-bit numbers [SPANS], bits of groups [2, MOST_GROUPS], the rest)."""
     sums = 4 * rows * PAGE
     output = line(sums + 8 * rows)
     m = output + 4 * rows * depth
     factors = m + 8 * rows
-    steps = line(factors + 12 * rows)
+    steps = line(factors + 8 * rows)
     widths = steps + 64
     return sums, output, m, factors, steps, widths, widths + 2 * MOST_GROUPS + 32
 
@@ -71,22 +70,22 @@ def key_places(depth):
 @inlined()
 def value_places(rows, depth):
     """Of values: (lowest steps bytes [PAGE], what they take from exponents float32 [PAGE], what they multiply by, 16-bit [PAGE], the same
-    float32 [PAGE], 16-bit fractions [groups, PAGE], zeros bytes [groups + 1, PAGE], weights bytes [groups, rows, PAGE], or 16 bits)."""
+    float32 [PAGE], 16-bit fractions [groups, PAGE], zeros bytes [groups, PAGE], weights bytes [groups, rows, PAGE], or 16 bits)."""
     groups = depth // CHANNELS
     low = PAGE
     up = low + 4 * PAGE
     rise = up + 2 * PAGE
     fractions = rise + 4 * PAGE
     zeros = fractions + 2 * PAGE * groups
-    return 0, low, up, rise, fractions, zeros, zeros + PAGE * (groups + 1)
+    return 0, low, up, rise, fractions, zeros, zeros + PAGE * groups
 
 
 def few_scratch(group: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_packed` and `merge_packed`."""
     rows, broad = -(-group // 8) * 8, -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     queries = rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim
-    page = 4 * rows * (PAGE + head_dim + 7) + 96 + 2 * MOST_GROUPS
+    page = 4 * rows * (PAGE + head_dim + 6) + 96 + 2 * MOST_GROUPS
     merging = 4 * rows * (2 * head_dim + broad + 8)
     kept, groups = max(queries + page, merging) + 1024, head_dim // CHANNELS  # each place on a cache line
-    sides = max(2 * (34 * SPANS + 8) * head_dim + 128 * SPANS, (12 + 3 * groups + 2 * rows * groups) * PAGE) + 1024
+    sides = max(2 * (34 * SPANS + 8) * head_dim + 128 * SPANS, (11 + 3 * groups + 2 * rows * groups) * PAGE) + 1024
     return -(-(kept + max(sides, opened_nbytes(head_dim))) // 4)

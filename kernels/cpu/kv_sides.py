@@ -38,11 +38,15 @@ from .kv_digits import (
     DIGITS,
     ITEM,
     VALUE_FULL,
+    dot_rests_4,
+    dot_rests_8,
     dot_unit_digits_4,
     dot_unit_digits_8,
     dot_value_digits_4,
     dot_value_digits_8,
     rises,
+    scale_coarse_4,
+    scale_coarse_8,
     scale_digits_4,
     scale_digits_8,
     weigh_digits_4,
@@ -60,6 +64,7 @@ _MULTIPLES = tuple(value_multiple(bits) for bits in range(9))
 _VALUE_STEPS = tuple(float32(2.0**-value_multiple(bits) * 256 / FULL) for bits in range(9))
 _DIGIT_ZEROS = tuple(kv_digits.value_zero(bits) for bits in range(9))
 _DIGIT_STEPS = tuple(float32(2.0**-value_multiple(bits) / VALUE_FULL) for bits in range(9))
+_REST_STEP = float32(0.5 / VALUE_FULL)  # of halves
 _KEY_STEP, _TOP, _FLAT = float32(KEY_STEP), float32(TOP), float32(2.0**-100)
 
 
@@ -150,17 +155,17 @@ def finer_scales(widths, groups, scales):
 
 
 @inlined()
-def scale_queries(tile, queries, scales, scaled, low, words, quads, few):
-    """A tile's queries times scales, as bytes or as digits."""
-    if EIGHT and tile == 8:
-        if few:
-            scale_8(queries, scales, scaled, quads)
-        else:
-            scale_digits_8(queries, scales, scaled, low, words, quads)
-    elif few:
-        scale_4(queries, scales, scaled, quads)
-    else:
-        scale_digits_4(queries, scales, scaled, low, words, quads)
+def scale_rests(widths, groups, tile, queries, scales, scaled, low, words):
+    """Behind a tile's scaled queries what meets the bits that groups have beyond 8."""
+    part = groups
+    for group in range(groups):
+        if widths[group] > 8:
+            own, scale, at, place = queries + 32 * tile * group, scales + 32 * part, 16 * tile * part, words + 32 * tile * part
+            if EIGHT and tile == 8:
+                scale_coarse_8(own, scale, scaled + at, low + at, place, 4)
+            else:
+                scale_coarse_4(own, scale, scaled + at, low + at, place, 4)
+            part += 1
 
 
 @inlined()
@@ -179,7 +184,7 @@ def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, ei
         tops = more + at_room + 4 * wide
         finer_tops(own, groups, scratch + at_tops, tops)
     at_once = UNITS_AT_ONCE if few else 1
-    share = nbytes // (SPANS * (SPAN // UNIT // at_once) * parts) + 1
+    rests, share = parts - groups, nbytes // (SPANS * (SPAN // UNIT // at_once) * groups) + 1
     # One kind of work after the other for all spans: each waits for the one before, and spans do not wait for one another.
     for span in range(SPANS):
         scales = more + at_scales + 2 * wide * span
@@ -191,34 +196,35 @@ def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, ei
         for span in range(SPANS):
             scales, scaled, terms = more + at_scales + 2 * wide * span, more + at_scaled + 8 * wide * span, more + at_terms + 128 * span
             low, words, zeros = more + at_low + 8 * wide * span, more + at_words + 16 * wide * span, record + at[2] + span * depth
-            scale_queries(tile, queries, scales, scaled, low, words, quads, few)
-            part = groups
-            for group in range(groups if parts > groups else 0):
-                if own[group] > 8:
-                    scale_queries(tile, queries + 32 * tile * group, scales + 32 * part, scaled + 16 * tile * part, low + 16 * tile * part,
-                                  words + 32 * tile * part, 4, few)
-                    part += 1
+            if parts > groups:
+                scale_rests(own, groups, tile, queries, scales, scaled, low, words)
             if EIGHT and tile == 8:
-                if not few:
-                    zeros_8(low, zeros, more + at_factors, steps, bounds[span], terms + 64, parts)
+                if few:
+                    scale_8(queries, scales, scaled, quads)
+                else:
+                    scale_digits_8(queries, scales, scaled, low, words, quads)
+                    zeros_8(low, zeros, more + at_factors, steps, bounds[span], terms + 64, groups)
                 zeros_8(scaled, zeros, more + at_factors, steps, bounds[span], terms, parts)
             else:
-                if not few:
-                    zeros_4(low, zeros, more + at_factors, steps, bounds[span], terms + 64, parts)
+                if few:
+                    scale_4(queries, scales, scaled, quads)
+                else:
+                    scale_digits_4(queries, scales, scaled, low, words, quads)
+                    zeros_4(low, zeros, more + at_factors, steps, bounds[span], terms + 64, groups)
                 zeros_4(scaled, zeros, more + at_factors, steps, bounds[span], terms, parts)
         for unit in range(0, SPANS * (SPAN // UNIT), at_once):
-            span, place = unit // (SPAN // UNIT), ahead + share * parts * (unit // at_once)
+            span, place = unit // (SPAN // UNIT), ahead + share * groups * (unit // at_once)
             scaled, terms = more + at_scaled + 8 * wide * span, more + at_terms + 128 * span
             high, low = scaled if DIGITS else more + at_words + 16 * wide * span, more + at_low + 8 * wide * span
             if EIGHT and tile == 8:
                 if few:
                     dot_units_8(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
                 else:
-                    dot_unit_digits_8(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, parts, place, share)
+                    dot_unit_digits_8(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, groups, rests, place, share)
             elif few:
                 dot_units_4(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
             else:
-                dot_unit_digits_4(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, parts, place, share)
+                dot_unit_digits_4(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, groups, rests, place, share)
 
 
 @inlined()
@@ -230,10 +236,8 @@ def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more
     sums, factors = begin_of + at_sums, begin_of + at_factors
     tile, groups, bits = tile_rows(rows), depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)
     lowest_steps(record + at[4], groups, more + at_lowest, more + at_low, more + at_up)
-    finer = 0
     for group in range(groups):
         up, less = _VALUE_ZEROS[bits[group]] if few else _DIGIT_ZEROS[min(bits[group], 8)]
-        finer = max(finer, bits[group] - 8)
         value_scales(record + at[4] + PAGE * group, more + at_lowest, up, less, more + at_fractions + 2 * PAGE * group,
                      more + at_zeros + PAGE * group)
     # low digits behind all high ones
@@ -253,12 +257,6 @@ def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more
         else:
             weigh_digits_4(own, more + at_low, more + at_rise, more + at_fractions, weights, low, stride, groups, tops, totals)
     fold_sums(m, m + 4 * padded, sums, sums + 4 * padded, factors, padded)
-    ones, half = factors + 8 * padded, more + at_zeros + PAGE * groups
-    if finer > 0:  # codes of a group's further bits have no zero: what is added to them is what they lie below the middle
-        for r in range(padded):
-            f32_at(ones)[r] = ONE
-        for t in range(PAGE):
-            u8_at(half)[t] = 1 << (_MULTIPLES[finer] - 1)
     share = nbytes // (SPANS * groups) + 1
     source, largest = record + at[3], quarter_power(i16_at(record + TAIL_OFFSET)[0], tables)
     for group in range(groups):
@@ -280,13 +278,10 @@ def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more
                 else:
                     dot_value_digits_4(source, first, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
                 if width > 8:
-                    step, multiple, behind = largest * _DIGIT_STEPS[width - 8], _MULTIPLES[width - 8], source + GROUP_NBYTES
                     if EIGHT and tile == 8:
-                        dot_value_digits_8(behind, width - 8, multiple, half, weights, low, step, out, 4 * depth, ones + 4 * r, take, ahead,
-                                           share)
+                        dot_rests_8(source + GROUP_NBYTES, weights, largest * _REST_STEP, out, 4 * depth, take)
                     else:
-                        dot_value_digits_4(behind, width - 8, multiple, half, weights, low, step, out, 4 * depth, ones + 4 * r, take, ahead,
-                                           share)
+                        dot_rests_4(source + GROUP_NBYTES, weights, largest * _REST_STEP, out, 4 * depth, take)
         source, ahead = source + 2 * PAGE * width, ahead + SPANS * share
 
 
