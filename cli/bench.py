@@ -52,6 +52,8 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
     screen = Screen(context.obj)
     if (model is None) == (synthetic is None):
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
+    if json and output == "csv":
+        raise UsageError("--json and -o csv are two formats", "one of them")
     asked = {"prompt": counts("-p", prompt), "gen": counts("-n", gen), "depth": counts("-d", depth), "repetitions": repetitions,
              "columns": columns}
     engine = with_draft(engine, screen)

@@ -24,7 +24,7 @@ from .config import ModelConfig
 from .config_reader import read_json
 from .kv_profile import Profile
 from .source import open_weights
-from .whole_file import whole
+from .whole_file import try_whole, whole
 from .written import KV_ARRAYS, KV_PROFILE
 
 FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
@@ -53,6 +53,19 @@ def identity(store: TensorStore) -> str:
     return digest.hexdigest()
 
 
+def refuse_unwritable(path: Path) -> None:
+    """Raises EffllmError, as `save_profile` would after a minute of work, where no profile can be put beside the model at `path`."""
+    target, _ = profile_paths(path)
+    try:
+        try_whole(target)
+    except OSError as error:
+        raise _not_saved(error, target) from error
+
+
+def _not_saved(error: OSError, target: Path) -> EffllmError:
+    return not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own")
+
+
 def save_profile(profile: Profile, path: Path) -> Path:
     """Write the profile of the model at `path`; returns the JSON's path. Raises EffllmError where that cannot be written."""
     target, arrays = profile_paths(path)
@@ -71,7 +84,7 @@ def save_profile(profile: Profile, path: Path) -> Path:
             with whole(where) as file:
                 file.write(data)
     except OSError as error:
-        raise not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own") from error
+        raise _not_saved(error, target) from error
     return target
 
 

@@ -16,7 +16,7 @@ from .evaluate import windows
 from .events import Notice, Progress
 from .kv_check import LEAST_SCORED, checked, to_hold_back
 from .kv_profile import Profile
-from .kv_profile_file import identity_of, profile_paths, save_profile
+from .kv_profile_file import identity_of, profile_paths, refuse_unwritable, save_profile
 from .kv_recording import SECONDS, WINDOW, record
 from .prepare import EngineOptions, Prepared, folder_kinds, prepare_with
 from .source import open_weights
@@ -35,6 +35,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
         codec(FORMAT).layers(1, config.num_key_value_heads, config.head_dim)
     except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here
         raise UsageError(error.message, "a profile is of use for caches that can be packed only") from error
+    refuse_unwritable(path)
     ctx = min(WINDOW, config.context_length)
     tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
     # Exact products: 8-bit activations of low-bit weights round another way whatever changes, which on fable at 4 bits looks like a hundred

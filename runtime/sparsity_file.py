@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from .. import EffllmError, not_written
 from .config_reader import read_json
-from .whole_file import whole
+from .whole_file import try_whole, whole
 from .written import SPARSITY
 
 FILE, FORMAT, VERSION = SPARSITY, "effllm-sparsity", 1
@@ -72,29 +71,24 @@ class Sparsity:
 
 def save(found: Sparsity, folder: Path) -> Path:
     """Write `sparsity.json`. Raises EffllmError where that cannot be written."""
-    return _write(folder, json.dumps(found.to_json(), indent=1) + "\n")
+    try:
+        with whole(folder / FILE) as file:
+            file.write((json.dumps(found.to_json(), indent=1) + "\n").encode())
+    except OSError as error:
+        raise _not_saved(error, folder) from error
+    return folder / FILE
 
 
 def demand_writable(folder: Path) -> None:
     """Raises EffllmError where `save` would."""
-    with suppress(_Tried):
-        _write(folder, None)
-
-
-class _Tried(Exception):
-    """A file could be made there; it is taken away again."""
-
-
-def _write(folder: Path, text: str | None) -> Path:
-    """None: nothing is written after all, which raises _Tried."""
     try:
-        with whole(folder / FILE) as file:
-            if text is None:
-                raise _Tried
-            file.write(text.encode())
+        try_whole(folder / FILE)
     except OSError as error:
-        raise not_written(error, f"{folder / FILE} cannot be written", "a copy of the model in a folder of your own") from error
-    return folder / FILE
+        raise _not_saved(error, folder) from error
+
+
+def _not_saved(error: OSError, folder: Path) -> EffllmError:
+    return not_written(error, f"{folder / FILE} cannot be written", "a copy of the model in a folder of your own")
 
 
 def load(folder: Path | None, layers: int) -> Sparsity | None:

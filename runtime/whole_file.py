@@ -33,6 +33,16 @@ def whole(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+class _Tried(Exception):
+    """A file could be made; it is taken away again."""
+
+
+def try_whole(path: Path) -> None:
+    """Nothing, or the OSError that `whole` would raise: for what is asked before the work whose result the file will hold."""
+    with suppress(_Tried), whole(path):
+        raise _Tried
+
+
 @contextmanager
 def one_at_a_time(lock: Path, mode: int = 0o666) -> Iterator[None]:
     """Around looking at a file and changing it by that: no other process does so meanwhile. Nobody waits where a file system has no locks,

@@ -300,6 +300,8 @@ def test_bench_speaks_markdown_json_and_csv() -> None:
     header, *lines = Ran("bench", *flags, "-o", "csv").out.splitlines()
     assert len(lines) == 2 and header.split(",")[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends",
                                                          "model_filename", "model_type", "model_size", "model_n_params"]
+    refused = Ran("bench", *flags, "-o", "csv", "--json")
+    assert refused.code == 2 and refused.err == "effllm: --json and -o csv are two formats\nhint: one of them\n"
 
 
 def test_eval_measures_a_text(tmp_path: Path) -> None:

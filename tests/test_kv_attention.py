@@ -158,14 +158,15 @@ def test_page_edges(pool, tokens, heads):
         * stream.cache.layout.part_nbytes
 
 
-def test_a_channel_that_drowns_the_others(pool):
+@pytest.mark.parametrize("kv", ("4bit", "10bit"))
+def test_a_channel_that_drowns_the_others(pool, kv):
     """A page with a lone pair keeps its channels: the flag in its header chooses the queries that were not turned."""
 
     def ruin(k, v):
         k[:, 0, 5] *= 50
         return k, v
 
-    stream = Stream(packed_cache(pool, basis=moments_basis(2, 64)), 8, 420, ruin=ruin)
+    stream = Stream(packed_cache(pool, kv, basis=moments_basis(2, 64)), 8, 420, ruin=ruin)
     for tokens in (400, *[1] * 20):
         stream.run(tokens)
     assert relative(stream.out, stream.want) < 1e-2

@@ -1,5 +1,6 @@
 """What a profile's checks rest on: enough tokens, and passes that were run; what is not known is said not to be."""
 
+import errno
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from effllm.cli.environment import Environment
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_bits import SIDES
 from effllm.quant.kv_ends import ENDS
+from effllm.runtime import kv_profile_run
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
@@ -95,6 +97,17 @@ def test_heads_that_no_record_takes_are_told_without_a_flag_that_the_command_lac
     with pytest.raises(UsageError, match="this model has 12") as refused:
         list(recorded(folder, built_in_text()[:9000]))
     assert "--" not in refused.value.hint
+
+
+def test_a_folder_that_takes_no_profile_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_profile_run, "open_prepared", lambda *_: pytest.fail("it was loaded"))
+    folder = shutil.copytree(FABLE, tmp_path / "fable")
+    there = os.open
+    monkeypatch.setattr(os, "open", lambda path, *more, **named: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))
+                        if str(path).endswith(".partial") else there(path, *more, **named))
+    with pytest.raises(EffllmError, match="kv_profile.json cannot be written: Read-only file system"):
+        list(recorded(folder, built_in_text()[:9000]))
+    assert not [path for path in folder.iterdir() if "kv_profile" in path.name]
 
 
 @pytest.mark.parametrize(("bits", "said"), [
