@@ -15,6 +15,7 @@ import numpy as np
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10)  # bits of a group
 SIDES = (1, 2, 3, 4, 5, 6, 8, 10)  # of a side of a head
+ENOUGH, DOUBT = 8, 0.05
 BELOW = 1  # bits that a side may have less than the mean: a head that was silent on the sample may speak on another text
 _DECIBELS = {1: 4.5, 2: 10.4, 3: 16.6, 4: 22.7, 5: 28.6, 6: 34.2, 8: 46.1, 10: 58.1}
 NOISE = {bits: 10 ** (-decibels / 10) for bits, decibels in _DECIBELS.items()}
@@ -42,6 +43,13 @@ def side_cost(strength: Sequence[float], bits: int) -> float:
     if bits == WIDTHS[-1]:
         return float(np.sum(strength)) ** 2 / len(strength) * NOISE[bits] / 16
     return sum(float(each) ** 2 * NOISE[width] for each, width in zip(strength, allocate(strength, bits), strict=True)) / 16
+
+
+def with_doubt(costs: np.ndarray, mean: float) -> np.ndarray:
+    """Costs of all K, or all V, at each of `SIDES`, [..., bits], as bits of so many on average are shared by them. Where there are ENOUGH,
+    each is DOUBT of their mean more than was measured: a head that was silent on the sample, and got the fewest bits, is then what does
+    most of the damage on another text."""
+    return costs + DOUBT * costs.mean(tuple(range(costs.ndim - 1))) if mean >= ENOUGH else costs
 
 
 def share(costs: Sequence[Sequence[float]], mean: float) -> list[int]:

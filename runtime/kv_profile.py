@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..quant.kv_basis import KVBasis
-from ..quant.kv_bits import SIDES, WIDTHS, share
+from ..quant.kv_bits import SIDES, WIDTHS, share, with_doubt
 from ..quant.kv_ends import ENDS
 
 FLIPS_A_ROOT = 0.6  # changed top tokens over the root of the KL divergence, as measured on several models and formats
@@ -50,10 +50,11 @@ class Profile:
         for sides, mean in (((0, 1), mean_k),) if mean_v is None else (((0,), mean_k), ((1,), mean_v)):
             given[..., sides] = int(mean)
             reached = [layer for layer, cost in enumerate(self.costs) if cost is not None]
-            places = [(layer, head, side) for layer in reached for head in range(given.shape[1]) for side in sides]
-            each = share([self.costs[layer][side][head] for layer, head, side in places], mean)
-            for place, bits in zip(places, each, strict=True):
-                given[place] = bits
+            if not reached:
+                continue
+            costs = [with_doubt(np.array([self.costs[layer][side] for layer in reached]), mean) for side in sides]  # [layers, H, bits] each
+            each = share(np.stack(costs, 2).reshape(-1, len(SIDES)).tolist(), mean)
+            given[np.ix_(reached, range(given.shape[1]), sides)] = np.reshape(each, (len(reached), -1, len(sides)))
         return [[(int(k), int(v)) for k, v in layer] for layer in given]
 
     def bits_for(self, bits_k: int, bits_v: int) -> Bits:
