@@ -15,8 +15,11 @@ import numpy as np
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10)  # bits of a group
 SIDES = (1, 2, 3, 4, 5, 6, 8, 10)  # of a side of a head
+BELOW = 1  # bits that a side may have less than the mean (2 less than 8): a head that was silent on the sample may speak on another text
+# With so many bits on average it would be the only one to do damage then, and by its K: coarse noise in scores makes keys stand out that no
+# query looks at. So K is taken to cost this share of the mean more than was measured.
 ENOUGH, DOUBT = 8, 0.05
-BELOW = 1  # bits that a side may have less than the mean: a head that was silent on the sample may speak on another text
+RULE = (WIDTHS, BELOW, ENOUGH, DOUBT)  # what bits follow from, beside a profile
 _DECIBELS = {1: 4.5, 2: 10.4, 3: 16.6, 4: 22.7, 5: 28.6, 6: 34.2, 8: 46.1, 10: 58.1}
 NOISE = {bits: 10 ** (-decibels / 10) for bits, decibels in _DECIBELS.items()}
 
@@ -45,15 +48,17 @@ def side_cost(strength: Sequence[float], bits: int) -> float:
     return sum(float(each) ** 2 * NOISE[width] for each, width in zip(strength, allocate(strength, bits), strict=True)) / 16
 
 
-def with_doubt(costs: np.ndarray, mean: float) -> np.ndarray:
-    """Costs of all K, or all V, at each of `SIDES`, [..., bits], as bits of so many on average are shared by them. Where there are ENOUGH,
-    each is DOUBT of their mean more than was measured: a head that was silent on the sample, and got the fewest bits, is then what does
-    most of the damage on another text."""
-    return costs + DOUBT * costs.mean(tuple(range(costs.ndim - 1))) if mean >= ENOUGH else costs
+def with_doubt(keys: np.ndarray, values: np.ndarray, mean: float) -> np.ndarray:
+    """Costs of K and of V at each of `SIDES`, [..., bits] each, as so many bits on average are shared by them: [..., 2, bits]."""
+    costs = np.stack([keys, values], -2)
+    if mean >= ENOUGH:
+        costs[..., 0, :] += DOUBT * costs.mean(tuple(range(costs.ndim - 1)))
+    return costs
 
 
 def share(costs: Sequence[Sequence[float]], mean: float) -> list[int]:
-    """Bits of sides that cost so much at each of `SIDES`, at most `mean` on average, at least `BELOW` less: one step after another to where
+    """Bits of sides that cost so much at each of `SIDES`, at most `mean` on average, none with more than `BELOW` less where there is such a
+    number: one step after another to where
     a bit removes the most cost. A step may be of several bits, where the first of them alone would not pay."""
     least = max(bits for bits in SIDES if bits <= max(SIDES[0], mean - BELOW))
     given = [least] * len(costs)

@@ -148,7 +148,7 @@ def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: 
                 moved = np.where(packed, scores_of(q[head], k_there, seen, reading)[0], scores)
                 cost_k[at, place] += power_of(softmax(moved, sink_of(sinks, head)) @ v[at] - there, gram[head])
                 cost_v[at, place] += power_of((p * packed) @ v_there, gram[head])
-    return by_rule(cost_k[:, : len(measured)], basis.strength_k), by_rule(cost_v[:, : len(measured)], basis.strength_v)
+    return by_rule(cost_k, basis.strength_k), by_rule(cost_v, basis.strength_v)
 
 
 def by_rule(measured: np.ndarray, strength: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..quant.kv_basis import KVBasis
-from ..quant.kv_bits import SIDES, WIDTHS, share, with_doubt
+from ..quant.kv_bits import RULE, SIDES, share, with_doubt
 from ..quant.kv_ends import ENDS
 
 FLIPS_A_ROOT = 0.6  # changed top tokens over the root of the KL divergence, as measured on several models and formats
@@ -38,7 +38,7 @@ class Profile:
     @property
     def hash(self) -> int:
         """64 bits that name the profile, and how its bits are given, in the header of every page."""
-        digest = hashlib.sha256(f"{self.weights} {WIDTHS}".encode())
+        digest = hashlib.sha256(f"{self.weights} {RULE}".encode())
         for basis in self.layers:
             for side in (basis.k_scale, basis.k_matrix, basis.v_matrix):
                 digest.update(np.ascontiguousarray(side, "<f4").tobytes())
@@ -52,8 +52,8 @@ class Profile:
             reached = [layer for layer, cost in enumerate(self.costs) if cost is not None]
             if not reached:
                 continue
-            costs = [with_doubt(np.array([self.costs[layer][side] for layer in reached]), mean) for side in sides]  # [layers, H, bits] each
-            each = share(np.stack(costs, 2).reshape(-1, len(SIDES)).tolist(), mean)
+            k, v = (np.array(side) for side in zip(*(self.costs[layer] for layer in reached), strict=True))  # [layers, H, bits]
+            each = share(with_doubt(k, v, mean)[..., sides, :].reshape(-1, len(SIDES)).tolist(), mean)
             given[np.ix_(reached, range(given.shape[1]), sides)] = np.reshape(each, (len(reached), -1, len(sides)))
         return [[(int(k), int(v)) for k, v in layer] for layer in given]
 

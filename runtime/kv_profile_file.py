@@ -28,8 +28,8 @@ from .whole_file import try_whole, whole
 from .written import KV_ARRAYS, KV_PROFILE
 
 FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
-FORMAT, VERSION = "effllm-kv-profile", 1
-BEFORE = tuple(bits for bits in SIDES if bits <= 8)  # what profiles from before sides of 10 bits say the costs of
+FORMAT, VERSION = "effllm-kv-profile", 2
+BITS = {1: [bits for bits in SIDES if bits <= 8], 2: list(SIDES)}  # what profiles of a version say the costs of
 MOST_COST = 1e30  # sums of them are floats too
 SAMPLE_NBYTES = 4096  # of a tensor, for the weights' name
 REMEDY = "effllm eval kv-profile {}"
@@ -103,8 +103,9 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
         raise UsageError(str(error), f"remove it, or {again}") from error
     if raw.get("format") != FORMAT:
         raise UsageError(f"{target} is no KV profile", f"remove it, or {again}")
-    if raw.get("version") != VERSION:
-        raise UsageError(f"{target} is of version {raw.get('version')!r}, this effllm reads {VERSION}", again)
+    version = raw.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version not in BITS:
+        raise UsageError(f"{target} is of version {version!r}, this effllm reads {VERSION}", again)
     shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
     theirs = tuple(raw.get(key) for key in ("layers", "kv_heads", "head_dim"))
     if theirs != shape:
@@ -114,7 +115,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     bits, tokens, checks, auto = raw.get("bits"), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
-    costs = _costs(raw.get("costs"), shape, len(bits)) if bits in map(list, (SIDES, BEFORE)) else None
+    costs = _costs(raw.get("costs"), shape, len(bits)) if bits == BITS[version] else None
     ends = raw.get("ends", list(ENDS[0]))  # profiles from before have none
     sound = costs is not None and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
     if not sound or not (auto is None or auto in SIDES) or ends not in map(list, ENDS):
@@ -128,7 +129,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     bases = _bases(values, shape, [cost is None for cost in costs])
     if not all(map(_is_turned_back, bases)):
         raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
-    if bits != list(SIDES):
+    if version < VERSION:
         costs = tuple(cost and _of_all_sides(cost, basis) for cost, basis in zip(costs, bases, strict=True))
         if not all(np.isfinite(side).all() for cost in costs for side in cost or ()):
             raise UsageError(f"{arrays} holds strengths that are none", again)

@@ -38,7 +38,7 @@ DIFFERENCES = {
     "model": ("another model", "run it with {model}"),
     "weights": ("other weights, perhaps of other bits", "run it with {model} as it was then"),
     "kv": ("--kv {0}, this run has {1}", "--kv {0}"),
-    "basis": ("another KV profile", "the kv_profile.json of then"),
+    "basis": ("another KV profile, or by another effllm", "the kv_profile.json and the effllm of then"),
     "sink": ("--kv-sink {0}, this run has {1}", "--kv-sink {0}"),
     "window": ("--kv-window {0}, this run has {1}", "--kv-window {0}"),
     "positions": ("a context of another length, to which this model stretches its positions", "the -c of then"),
@@ -63,7 +63,7 @@ def identity(engine: Engine) -> dict[str, object]:
         if codec.is_packed:
             sides = (codec.basis.k_scale, codec.basis.k_matrix, codec.basis.v_matrix, codec.basis.k_mean, codec.basis.strength_k,
                      codec.basis.strength_v)
-            basis.update(repr(codec.bits).encode())
+            basis.update(f"{codec.bits!r} {codec.basis.profile}".encode())
             basis.update(b"".join(b"-" if side is None else np.ascontiguousarray(side, "<f4").tobytes() for side in sides))
     positions = hashlib.sha256()
     for table in engine.model.ropes:

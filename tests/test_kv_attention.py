@@ -44,6 +44,11 @@ def test_what_16_bits_round_lies_70_db_below_the_answer(pool, kv):
     assert fine_error(pool, kv) < FINE
 
 
+@pytest.mark.parametrize("heads", (2, 6, 12))
+def test_groups_of_10_bits_behind_others(pool, heads):
+    assert kv_samples.uneven_error(pool, heads) < FINE
+
+
 @pytest.mark.parametrize("heads,kv_heads,head_dim", ((4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16)))
 @pytest.mark.parametrize("window,softcap", ((None, None), (50, None), (200, 5.0)))
 def test_shapes_windows_and_caps(pool, heads, kv_heads, head_dim, window, softcap):
@@ -169,7 +174,7 @@ def test_a_channel_that_drowns_the_others(pool, kv):
     stream = Stream(packed_cache(pool, kv, basis=moments_basis(2, 64)), 8, 420, ruin=ruin)
     for tokens in (400, *[1] * 20):
         stream.run(tokens)
-    assert relative(stream.out, stream.want) < 1e-2
+    assert relative(stream.out, stream.want) < (3e-3 if kv == "10bit" else 1e-2)
 
 
 def test_silent_pages_and_tiny_values(pool):

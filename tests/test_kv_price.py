@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from effllm.kernels.layout import PAGE
 from effllm.quant.kv_basis import KVBasis
-from effllm.quant.kv_bits import SIDES, share, side_cost
+from effllm.quant.kv_bits import ENOUGH, NOISE, SIDES, share, side_cost, with_doubt
 from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_price import Moments, Reading, trials
 
@@ -104,6 +104,18 @@ def test_full_sides_share_noise_over_the_whole_head() -> None:
         costs.append(np.einsum("htd,hde,hte->", away, moments.means[1], away))
     assert costs[1] < 0.8 * costs[0]
     assert (basis.spread([4, 4], [4, 4]).k_matrix == basis.k_matrix).all()
+
+
+def test_with_bits_enough_keys_that_said_nothing_are_not_left_behind() -> None:
+    """One K carries nearly all the damage, the other sides none to speak of: at 8 bits on average K is spared before V, at 4 none is."""
+    loud = np.array([NOISE[bits] for bits in SIDES])
+    keys, values = np.stack([loud, *[1e-9 * loud] * 4]), np.stack([1e-3 * loud, *[1e-8 * loud] * 4])
+    for mean, least in ((8, 8), (4, 3)):
+        shared = np.reshape(share(with_doubt(keys, values, mean).reshape(-1, len(SIDES)).tolist(), mean), (-1, 2))
+        assert shared.mean() <= mean and shared[0, 0] > mean and shared[1:, 0].min() == least, shared
+        plain = np.reshape(share(np.stack([keys, values], 1).reshape(-1, len(SIDES)).tolist(), mean), (-1, 2))
+        assert (plain == shared).all() == (mean < ENOUGH)
+    assert (with_doubt(keys, values, 6) == np.stack([keys, values], 1)).all()
 
 
 def test_trials_follow_the_rule_where_noise_is_small_and_leave_it_where_scores_break() -> None:

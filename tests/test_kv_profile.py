@@ -172,6 +172,7 @@ def test_a_profile_from_before_sides_of_10_bits_is_read(folder: Path, tmp_path: 
     copy = shutil.copytree(folder, tmp_path / "copy")
     raw = json.loads((copy / FILE).read_text())
     raw["bits"].remove(10)
+    raw["version"] = 1
     raw["costs"] = [[[row[:-2] + [2 * row[-2]] for row in side] for side in cost] for cost in raw["costs"]]
     raw["sha256"] = kv_profile_file._own_hash({key: value for key, value in raw.items() if key != "sha256"})
     (copy / FILE).write_text(json.dumps(raw))
@@ -292,10 +293,11 @@ def spoilt(folder: Path, tmp_path: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"format": "other"}, "no KV profile"), ({"version": 2}, "version 2"),
+    ({"format": "other"}, "no KV profile"), ({"version": 3}, "version 3"), ({"version": True}, "version True"),
+    ({"version": [2]}, r"version \[2\]"),
     ({"head_dim": 128}, "another model: 6 layers of 2 KV heads of 128"),
     ({"layers": 22}, "another model: 22 layers"), ({"weights": "0" * 64}, "other weights"), ({"costs": [None] * 5}, "damaged"),
-    ({"costs": [[[["x"] * 7] * 2] * 2] * 6}, "damaged"), ({"bits": [4]}, "damaged"), ({"tokens": "many"}, "damaged"),
+    ({"costs": [[[["x"] * 8] * 2] * 2] * 6}, "damaged"), ({"bits": [4]}, "damaged"), ({"tokens": "many"}, "damaged"),
     ({"checks": [[1, 2]]}, "damaged"), ({"auto": 7}, "damaged"), ({"ends": [64, 64]}, "damaged"), ({"ends": None}, "damaged"),
     ({"arrays": {"nbytes": 5, "sha256": ""}}, "should have"), ({"arrays": None}, "should have"),
 ])

@@ -137,7 +137,7 @@ def test_a_key_tells_every_token_before_it_and_all_that_bytes_depend_on(one):
 
 @pytest.mark.parametrize(("part", "value", "said"), [
     ("model", "x", "was saved with another model"), ("weights", "x", "was saved with other weights"),
-    ("kv", "8bit", "was saved with --kv 8bit, this run has 4bit"), ("basis", "x", "another KV profile"),
+    ("kv", "8bit", "was saved with --kv 8bit, this run has 4bit"), ("basis", "x", "another KV profile, or by another effllm"),
     ("sink", 16, "--kv-sink 16, this run has 64"), ("window", 256, "--kv-window 256, this run has 128"),
     ("positions", "x", "a context of another length"), ("exact", True, "--exact on, this run has off"),
     ("pages", 9, "pages of version 9, this effllm has 1")])

@@ -40,7 +40,7 @@ from .merging import across, larger, merged
 
 DIGITS = INSTRUCTION_SET in ("avx512", "avx2vnni")
 # Asked for ahead while a group of K, for the tokens of a unit, or 32 tokens of a group of V are multiplied: their share of half a record,
-# which is at most 281 and 545 bytes. More would ask for the next share's lines as well.
+# which is at most 281 and 545 bytes with 8 bits; with 10 a few lines are left out. More would ask for the next share's lines as well.
 KEY_LINES, VALUE_LINES = 5, 9
 REST = 2  # bits of a group of 10 beyond 8: they count so little that the high digit of a factor is enough for them
 ITEM = 1 if DIGITS else 2  # bytes of a factor where products read it

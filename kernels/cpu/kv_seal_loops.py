@@ -109,7 +109,7 @@ def span(typingctx, x, stride, count, levels, out):
 def search(typingctx, x, stride, count, spans, table, least, most, codes, codes_stride, out):
     """The best exponent, from `least` to `most`, and zero of 16 groups of `count` float32, `stride` bytes apart, whose `span` is at
     `spans`, by the table of their bits: the upper 8 bits of codes to `codes`, bytes in rows of 16, `codes_stride` apart, what is below
-        them CODES_NBYTES behind, `FOUND_NBYTES` to `out`."""
+    them CODES_NBYTES behind, `FOUND_NBYTES` to `out`."""
 
     def codegen(context, builder, signature, args):
         x, stride, count, spans, table, least, most, codes, codes_stride, out = args

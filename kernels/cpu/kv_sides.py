@@ -119,7 +119,7 @@ def read_widths(record, widths, groups):
 @inlined()
 def key_parts(widths, groups, bits, starts, factors):
     """What products take groups of K for: bits (bytes), where codes begin (int32) and `zero_factors` (int32 [2]) of each, then of what
-    groups have beyond 8 bits. Returns how many there are."""
+    groups have beyond 8 bits."""
     parts, start = groups, 0
     for group in range(groups):
         width = min(widths[group], 8)
@@ -130,7 +130,6 @@ def key_parts(widths, groups, bits, starts, factors):
             factors[2 * parts], factors[2 * parts + 1] = 0, 32 * ((1 << (widths[group] - 8)) - 1)
             parts += 1
         start += 2 * PAGE * widths[group]
-    return parts
 
 
 @inlined()
