@@ -24,6 +24,7 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
 }
 ROPE_HARMLESS = frozenset({"finetuned"})
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
+GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that may have positions of their own
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,19 @@ def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: 
                           "an even number of channels can")
     original = original or inner.integer("original_max_position_embeddings", positions, high=MAX_POSITIONS)
     return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, _rope_params(inner, kind, rotary, positions, original), share)
+
+
+def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, float]) -> tuple[RopeConfig, RopeConfig]:
+    """Rotary positions of layers without and with a window, of families that have two sections in `rope_parameters`. The older dialect's
+    `rope_scaling` is about the former alone. `thetas`: those of the two where their sections state none."""
+    sections = keys.section("rope_parameters") or {}
+    stray = sorted(sections.keys() - {GLOBAL, LOCAL})
+    if stray or not all(isinstance(section, dict | None) for section in sections.values()):
+        raise ConfigError("config.json: rope_parameters does not tell full_attention from sliding_attention",
+                          "this family has two sections in it, by the type of the layer")
+    everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
+    return (rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0]),
+            rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1]))
 
 
 def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | None]) -> list[str]:

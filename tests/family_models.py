@@ -75,6 +75,10 @@ CASES = {
     "gemma3_text": Case("gemma3_text", {**TWO_ROPES, "head_dim": 32, "final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
     "gemma3": Case("gemma3_text", {**TWO_ROPES, "head_dim": 16, "attention_bias": True}, images=True),
     "olmo2": Case("olmo2", {"attention_bias": True, "vocab_size": 301}, shard="60KB"),
+    "olmo3": Case("olmo3", {"attention_bias": True, "sliding_window": 40, "layer_types": TWO_ROPES["layer_types"], "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 50_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
+    "olmo3, usual layers, bfloat16": Case("olmo3", {"num_hidden_layers": 4, "sliding_window": 150}, dtype="bfloat16"),
     "smollm3": Case("smollm3", {"no_rope_layers": [1, 0, 1], "attention_bias": True, "mlp_bias": True}),
     "smollm3, windows": Case("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 45}),
     "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,

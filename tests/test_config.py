@@ -17,6 +17,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
@@ -36,8 +37,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
 
 WRITERS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "granite": GraniteConfig, "llama": LlamaConfig,
-           "mistral": MistralConfig, "olmo2": Olmo2Config, "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
-           "smollm3": SmolLM3Config, "mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig, "olmoe": OlmoeConfig, "gpt_oss": GptOssConfig}
+           "mistral": MistralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "opt": OPTConfig, "phi3": Phi3Config,
+           "qwen2": Qwen2Config, "qwen3": Qwen3Config, "smollm3": SmolLM3Config, "mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig,
+           "olmoe": OlmoeConfig, "gpt_oss": GptOssConfig}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
@@ -75,7 +77,7 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
         kind = "full_attention" if None in config.windows else "sliding_attention"
         theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
         assert config.rope.theta == theta and config.rope.kind == written.rope_parameters.get("rope_type", "default")
-    assert config.qk_norm == (family in ("gemma3_text", "olmo2", "olmoe", "qwen3", "qwen3_moe"))
+    assert config.qk_norm == (family in ("gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"))
     assert config.qkv_bias == (family in ("gpt_oss", "opt", "qwen2"))
 
 
@@ -187,8 +189,8 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
     from transformers import AutoModelForCausalLM
 
     both, one = {"attention_bias": True, "mlp_bias": True}, {"attention_bias": True}
-    features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "gemma2": one, "gemma3_text": one,
-                "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
+    features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "olmo3": one, "gemma2": one,
+                "gemma3_text": one, "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
                 "olmoe": {**one, "num_experts": 9}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
                               "mlp_only_layers": [3]}}

@@ -108,6 +108,7 @@ PECULIAR = {
     "gemma2, bfloat16": [{"embedding_multiplier": 90**0.5}],
     "gemma3_text": [{"attn_scale": None}, {"final_logit_softcapping": None}, {"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "gemma3": [{"embedding_multiplier": 1.0}, {"ropes": 1}],
+    "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "smollm3": [{"ropes": 0}, {"ropes": 1}],
     "smollm3, windows": [{"windows": (None,) * 3}, {"ropes": 0}],
     "granite": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0}],
@@ -138,7 +139,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
         assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
 
 
-@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "opt",
+@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "opt",
                                   "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

@@ -43,6 +43,9 @@ MODELS = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
     "olmo2": Case("olmo2"),
     "olmo2, tied": Case("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "olmo3": Case("olmo3", {"num_hidden_layers": 5, "sliding_window": 24, "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 20_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0}}}),
     "smollm3": Case("smollm3", {"num_hidden_layers": 5}),
     "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                                 "logits_scaling": 7.0, "tie_word_embeddings": True}),
@@ -118,6 +121,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("gemma2", {"query_pre_attn_scalar": 20}, "scales its scores"), ("gemma2", {"attn_logit_softcapping": None}, "has no caps"),
     ("gemma2", {"tie_word_embeddings": False}, "head of its own"), ("gemma3_text", {"final_logit_softcapping": 9.0}, "caps its logits"),
     ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "every 6th layer"), ("gemma2", {"attention_bias": True}, "biases"),
+    ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}, "every 4th layer"),
+    ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 2e4}, "sliding_attention": {"rope_theta": 1e4}}}, "rope_theta"),
     ("smollm3", {"no_rope_layer_interval": 2}, "rotary positions"), ("qwen3_moe", {"norm_topk_prob": False}, "does not add"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"), ("olmoe", {"norm_topk_prob": True}, "adds a token's shares"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
@@ -205,3 +210,23 @@ def test_which_layers_of_gemma3_see_all_is_read_where_a_file_states_it(tmp_path:
     source = model("gemma3_text", tmp_path / "source")
     write_model(source, tmp_path / "model.gguf", "F32", "gemma3", change=change)
     assert read_config(tmp_path / "model.gguf").windows == tuple(None if layer % every == every - 1 else 24 for layer in range(7))
+
+
+@pytest.mark.parametrize("stated", [None, 2, [True, False, False, True, False], [1, 0], [2] * 5, "all"])
+def test_a_file_of_olmo2_with_a_window_is_of_olmo3(tmp_path: Path, stated: object) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(24)
+        if isinstance(stated, str):
+            writer.add_string("olmo2.attention.sliding_window_pattern", stated)
+        elif stated:
+            writer.add_sliding_window_pattern(stated)
+
+    source = model("olmo3", tmp_path / "source")
+    write_model(source, tmp_path / "model.gguf", "F32", "olmo2", change=change)
+    if stated in ("all", [1, 0], [2] * 5):
+        with pytest.raises(EffllmError, match="olmo2.attention.sliding_window_pattern"):
+            read_config(tmp_path / "model.gguf")
+        return
+    config = read_config(tmp_path / "model.gguf", strict=True)
+    listed = [not isinstance(stated, list) and (layer + 1) % (stated or 4) != 0 for layer in range(5)]
+    assert config.family == "olmo3" and [window == 24 for window in config.windows] == (stated if isinstance(stated, list) else listed)

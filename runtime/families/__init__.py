@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..rope import RopeTable
 
-FAMILIES = ("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi3", "qwen2", "qwen3",
-            "qwen3_moe", "smollm3")
+FAMILIES = ("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2",
+            "qwen3", "qwen3_moe", "smollm3")
 COMPOSITE: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys
-from ..config_rope import RopeConfig, rope_of
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
 from . import TensorRule, gemma2, llama
 from .gemma2 import ACT, gemma_features, softcap
 from .llama import block
@@ -22,7 +22,6 @@ KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_acti
 # what stands in _sliding_window_pattern is written next to the layer_types that it made
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "original_max_position_embeddings"})
 REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
 HEADS = ("language_model.lm_head.weight",)
 # A checkpoint that takes images states of its text part only what differs from these.
@@ -36,24 +35,12 @@ def config(keys: Keys) -> ModelConfig:
     features = gemma_features(keys, usual, base.size(keys, "hidden_size"))
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        everywhere, local = two_ropes(keys, head_dim, positions)
+        thetas = keys.number("rope_theta", 1_000_000.0, above=1.0), keys.number("rope_local_base_freq", 10_000.0, above=1.0)
+        everywhere, local = two_ropes(keys, head_dim, positions, thetas)
         return tuple(everywhere if window is None else local for window in features["windows"])
 
     return decoder_config(keys, base, ropes, **features, qk_norm=True,
                           final_logit_softcapping=softcap(keys, "final_logit_softcapping", None))
-
-
-def two_ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """Rotary positions of layers without and with a window. The older dialect's `rope_scaling` is about the former alone."""
-    sections = keys.section("rope_parameters") or {}
-    stray = sorted(sections.keys() - {GLOBAL, LOCAL})
-    if stray or not all(isinstance(section, dict | None) for section in sections.values()):
-        raise ConfigError("config.json: rope_parameters does not tell full_attention from sliding_attention",
-                          "this family has two sections in it, by the type of the layer")
-    everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
-    thetas = keys.number("rope_theta", 1_000_000.0, above=1.0), keys.number("rope_local_base_freq", 10_000.0, above=1.0)
-    return (rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0]),
-            rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1]))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -43,7 +43,7 @@ class Architecture:
 
     `interleaved`: q and k rows are; `norm_offset` was added to every norm; `layer_names` go before LAYER; `fused`: part of a tensor's name
     -> the parts that lie in it one after the other, of q, k, v or of equal height. `partial`: not all of a head need turn. `experts`:
-    where a layer of a checkpoint has them, and what it calls their three matrices.
+    where a layer of a checkpoint has them, and what it calls their three matrices. `pattern`: a file may say which layers have a window.
     """
 
     family: str
@@ -55,6 +55,7 @@ class Architecture:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False
     experts: tuple[str, Mapping[str, str]] | None = None
+    pattern: bool = False
 
 
 _GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
@@ -74,7 +75,7 @@ ARCHITECTURES = {
     "granite": Architecture("granite", interleaved=True, keys={
         "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling"}),
-    "olmo2": Architecture("olmo2", layer_names=_BEHIND),
+    "olmo2": Architecture("olmo2", layer_names=_BEHIND, keys={"rope.freq_base_swa": "rope_local_base_freq"}, pattern=True),  # OLMo 3 too
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}),
@@ -82,7 +83,7 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
 }
 # A model's family -> what its files are called.
-BY_FAMILY = {"gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"} | {
+BY_FAMILY = {"gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "smollm3")}
 
 

@@ -16,7 +16,8 @@ from ... import EffllmError, UsageError
 from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
-from ..config import ModelConfig, parse_config
+from ..config import MAX_LAYERS, ModelConfig, parse_config
+from ..config_rope import GLOBAL, LOCAL
 from . import yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, SHORT, Architecture, architecture
 
@@ -36,6 +37,9 @@ SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 USUAL_WINDOW = 4096  # of every size of Gemma 2
+USUAL_THETA = 10_000.0
+OLMO3_EVERY = 4  # all but the last of so many layers have a window
+PATTERN = ".attention.sliding_window_pattern"
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
 
 
@@ -159,6 +163,12 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         else:
             raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    elif raw["model_type"] == "olmo2":
+        local = raw.pop("rope_local_base_freq", raw.get("rope_theta", USUAL_THETA))
+        if window:
+            raw |= {"model_type": "olmo3", "sliding_window": window, "rope_parameters": {LOCAL: {"rope_theta": local}},
+                    "layer_types": layer_types(header, raw["num_hidden_layers"], OLMO3_EVERY)}
+            raw.setdefault("rope_theta", USUAL_THETA)
     elif window and raw["model_type"].startswith("qwen"):
         raw |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     elif raw["model_type"] in ("gemma2", "gemma3_text", "phi3") or window:
@@ -173,6 +183,19 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
 
 
+def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
+    """Which layers have a window: as the file lists, one truth a layer, or all but the last of so many as it states, else of `every`."""
+    key = f"{header.metadata['general.architecture']}{PATTERN}"
+    stated = header.metadata.get(key, every)
+    if isinstance(stated, np.ndarray) and stated.dtype.kind in "biu" and len(stated) == layers and np.isin(stated, (0, 1)).all():
+        return [LOCAL if each else GLOBAL for each in stated]
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
+        return []  # refused for that
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
+        damaged(header.path, f"states {key} {shown_value(stated)}, expected a truth for each of {layers} layers, or a number")
+    return [LOCAL if (layer + 1) % stated else GLOBAL for layer in range(layers)]
+
+
 def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
     data, path = header.metadata, header.path
     for key, neutral in NEUTRAL.items():
@@ -184,7 +207,7 @@ def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
 
 def unknown_keys(header: GgufHeader, name: str, found: Architecture) -> Iterator[str]:
     """Keys of the architecture that nothing here reads."""
-    known = {*KEYS, *found.keys, *READ, *SCALING_KEYS, *NEUTRAL, *HARMLESS}
+    known = {*KEYS, *found.keys, *READ, *SCALING_KEYS, *NEUTRAL, *HARMLESS, *((PATTERN[1:],) if found.pattern else ())}
     for key in header.metadata:
         if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known:
             yield key

@@ -1,0 +1,43 @@
+"""OLMo 3: OLMo 2 with a sliding window in three of four layers, or as listed, and stretched rotary positions in the others alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
+from .olmo2 import block, layer_tensors, outer_tensors
+from .qwen2 import windows_of
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "layer_types", "sliding_window"})
+KEYS_HARMLESS = frozenset({"original_max_position_embeddings"})  # what holds stands in the sections of rotary positions
+REFUSED_UNLESS: Mapping[str, object] = {"clip_qkv": None, "mlp_bias": False, "use_sliding_window": True}
+THETA = 500_000.0
+EVERY = 4  # of so many layers the last sees everything, where none are listed
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias, layers = keys.flag("attention_bias", False), keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    windows = windows_of(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        everywhere, local = two_ropes(keys, head_dim, positions, (_theta(keys, windows), THETA))
+        return tuple(everywhere if window is None else local for window in windows)
+
+    base = Defaults(max_position_embeddings=2048, eos=(50_279,), norm_eps=1e-5)
+    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True)
+
+
+def _theta(keys: Keys, windows: tuple[int | None, ...]) -> float:
+    """The base that stands beside the sections. Readers disagree whether layers with a window have it as well, so another than the usual
+    one, which the published models have, is refused unless their section says its own."""
+    stated, sections = keys.number("rope_theta", THETA, above=1.0), keys.section("rope_parameters") or {}
+    local = sections.get(LOCAL)
+    if stated != THETA and set(windows) != {None} and not (isinstance(local, dict) and local.get("rope_theta") is not None):
+        raise ConfigError(f"config.json: rope_theta = {stated:g} is not supported for olmo3 models beside none of layers with a window",
+                          "state both in rope_parameters, which has two sections in this family, by the type of the layer")
+    return stated
