@@ -56,7 +56,8 @@ REFUSED_UNLESS: Mapping[str, object] = {
 OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
                           "torch_dtype"})
 OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
-                            "image_token_index", "mm_tokens_per_image", "model_type", "text_config", "vision_config"})
+                            "image_token_index", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "projector_hidden_act",
+                            "spatial_merge_size", "text_config", "vision_config", "vision_feature_layer"})
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
@@ -181,12 +182,12 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     from . import families  # the families import this module
 
     architectures = raw.get("architectures") or []
-    composite = families.COMPOSITE.get(str(raw.get("model_type")))
+    composite = str(raw.get("model_type")) in families.COMPOSITE
     suffix = SEVERAL if composite else GENERATOR
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(suffix) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
-        return _text_part(raw, composite, strict)
+        return _text_part(raw, strict)
     keys = Keys(raw)
     family = families.get(keys.text("model_type"))
     own = family.KEYS_USED | family.KEYS_HARMLESS
@@ -224,22 +225,22 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     """
     from . import families
 
-    family = families.COMPOSITE.get(str(raw.get("model_type")))
-    if family is None:
+    known = families.COMPOSITE.get(str(raw.get("model_type")))
+    if known is None:
         return dict(raw)
     inner = Keys(raw).section("text_config") or {}
-    if inner.get("model_type", family) != family:
-        raise ConfigError(f"config.json: text_config is of model type {show(inner['model_type'])}, expected {family}")
+    family = inner.get("model_type", known[0])
+    if family not in known:
+        raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
     shared = {"tie_word_embeddings": True} | {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
-    names = [str(name).replace(SEVERAL, GENERATOR) for name in raw.get("architectures") or ()]
-    return {**inner, **shared, "model_type": family, "architectures": names or None}
+    return {**inner, **shared, "model_type": family, "architectures": None}
 
 
-def _text_part(raw: Mapping[str, object], family: str, strict: bool) -> ModelConfig:
+def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
     """The text generator inside a model that takes more than text."""
     unknown = sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - KEYS_HARMLESS)
     config = parse_config(text_alone(raw), strict)
-    said = f"{show(raw['model_type'])} takes images too: effllm reads its text part, {family}"
+    said = f"{show(raw['model_type'])} takes images too: effllm reads its text part, {config.family}"
     return replace(config, warnings=(said, *config.warnings, *_judge_unknown(unknown, strict)))
 
 

@@ -22,14 +22,15 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
                        "original_max_position_embeddings"}),
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}),
 }
-ROPE_HARMLESS = frozenset({"finetuned"})
+ROPE_HARMLESS = frozenset({"finetuned", "max_position_embeddings"})  # the latter repeats what stands beside the section
+GROWTH = "llama_4_scaling_beta"  # how much queries grow with their position, of families that read it
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that may have positions of their own
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS."""
+    """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS, and GROWTH."""
 
     theta: float
     kind: str
@@ -86,13 +87,14 @@ def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, fl
 
 def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | None]) -> list[str]:
     """Keys of the rotary section that none of a model's `ropes` uses, with the section's name."""
-    kinds = {rope.kind for rope in ropes if rope is not None}
-    if not kinds:
+    ropes = [rope for rope in ropes if rope is not None]
+    if not ropes:
         return []
     name = _section(raw)
     section = raw.get(name) or {}
     nested = {f"{name}.{key}": value for key, value in section.items() if isinstance(value, dict)} or {name: section}
-    known = ROPE_HARMLESS.union(*(ROPE_KEYS[kind] for kind in kinds), ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
+    read = (ROPE_KEYS[rope.kind].union(rope.params) for rope in ropes)
+    known = ROPE_HARMLESS.union(*read, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))
     return [f"{where}.{key}" for where, inner in nested.items() for key in sorted(inner.keys() - known)]
 
 

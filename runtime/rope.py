@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .config_rope import RopeConfig
+from .config_rope import GROWTH, RopeConfig
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -25,11 +25,24 @@ F32 = np.float32
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Channel i turns with channel i + rotary_dim/2 by `position * inv_freq[i]`; cos and sin are times `attention_scaling`."""
+    """Channel i turns with channel i + rotary_dim/2 by `position * inv_freq[i]`; cos and sin are times `attention_scaling`.
+
+    `growth` (beta, n): at position p also times 1 + beta ln(1 + p // n). `queries`: the table of queries where it is not that of keys.
+    """
 
     inv_freq: np.ndarray  # float32 [rotary_dim / 2]
     attention_scaling: float
     rotary_dim: int
+    growth: tuple[float, int] | None = None
+    queries: RopeTable | None = None
+
+    def scale(self, positions: np.ndarray) -> np.ndarray:
+        """What cos and sin are times: float32, one number or [T, 1]."""
+        if self.growth is None:
+            return F32(self.attention_scaling)
+        beta, every = self.growth
+        grown = F32(1) + F32(beta) * np.log(F32(1) + np.floor(np.asarray(positions, np.float64) / every).astype(F32))
+        return (F32(self.attention_scaling) * grown).reshape(-1, 1)
 
 
 def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddings: int) -> RopeTable:
@@ -52,7 +65,10 @@ def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddi
         inv_freq, scaling = F32(1.0) / (np.array(factors, F32) * _periods(theta, dim)), _longrope_scaling(params)
     else:
         raise KeyError(config.kind)
-    return RopeTable(inv_freq.astype(F32), float(scaling), dim)
+    table = RopeTable(inv_freq.astype(F32), float(scaling), dim)
+    if params.get(GROWTH):
+        return replace(table, queries=replace(table, growth=(params[GROWTH], params["original_max_position_embeddings"])))
+    return table
 
 
 def _periods(theta: float, dim: int) -> np.ndarray:

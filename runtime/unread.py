@@ -30,7 +30,7 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
     used = {(info.file, info.offset) for info in read}  # the first part of a tensor that is split begins where it does
     left = [info for info in store.tensors.values() if (info.file, info.offset) not in used]
     left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
-    if config.family in COMPOSITE.values():
+    if any(config.family in inner for inner in COMPOSITE.values()):
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
     return tuple(info.name for info in left if not _adds_nothing(store, info))
 

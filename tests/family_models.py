@@ -12,6 +12,7 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 
 CONTEXT = 512
 TOLERANCE = 1e-4  # of the largest logit
+IMAGES = {"gemma3_text": "gemma3", "mistral": "mistral3", "ministral3": "mistral3"}  # the models that take images, by their text part
 RAMP = [1.0 + 0.1 * i for i in range(8)]
 
 
@@ -39,6 +40,9 @@ TWO_ROPES = {"sliding_window": 40, "query_pre_attn_scalar": 20, "layer_types": [
              "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
                                  "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}
 
+GROWING = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 48, "mscale": 1.0,
+           "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+
 # Weights wide enough that gate and up are clamped now and then.
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32, "initializer_range": 0.3, "eos_token_id": None}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -61,6 +65,10 @@ CASES = {
     "mistral, window": Case("mistral", {"sliding_window": 40, "num_key_value_heads": 1}),
     "mistral, window over pages": Case("mistral", {"sliding_window": 150}),
     "mistral, no window": Case("mistral", {"sliding_window": None}),
+    "mistral, images": Case("mistral", {"sliding_window": 40}, images=True),
+    "ministral3": Case("ministral3", {"head_dim": 32, "rope_parameters": GROWING}),
+    "ministral3, images, bfloat16": Case("ministral3", {"head_dim": 16, "rope_parameters": {**GROWING, "factor": 2.0}, "sliding_window":
+                                                        150}, dtype="bfloat16", images=True),
     "qwen2": Case("qwen2", {"tie_word_embeddings": True, "vocab_size": 301}),
     "qwen2, windows above": Case("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}),
     "qwen3": Case("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
@@ -112,7 +120,8 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
     if case.images:
         sight = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
                  "patch_size": 8}
-        config = AutoConfig.for_model("gemma3", text_config=config.to_dict(), vision_config=sight, mm_tokens_per_image=4)
+        more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": config.tie_word_embeddings}
+        config = AutoConfig.for_model(IMAGES[case.family], text_config=config.to_dict(), vision_config=sight, **more)
     torch.manual_seed(1)
     model = (AutoModelForImageTextToText if case.images else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import folder_files, open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import TWO_ROPES, Case, written
+from family_models import GROWING, TWO_ROPES, Case, written
 from gguf_samples import FABLE, weights
 
 IDS = [0, 1, 17, 200, 2, 40]
@@ -160,6 +160,15 @@ def test_the_text_part_of_a_model_that_takes_images_is_a_model_of_its_own(folder
     written(CASES["gemma3_text"], tmp_path / "text")
     with TensorStore.open(tmp_path / "text") as store:
         assert set.union(*names(out)) == set(store.tensors), "the names of a text model"
+
+
+def test_the_text_part_of_a_mistral_names_the_class_of_its_family(tmp_path: Path) -> None:
+    """The class of the whole is spelled otherwise than that of either text part."""
+    written(Case("ministral3", {**SIZES, "head_dim": 64, "rope_parameters": GROWING}, images=True), tmp_path / "model")
+    list(export_compressed(tmp_path / "model", tmp_path / "out", "INT4"))
+    described = config(tmp_path / "out")
+    assert described["model_type"] == "ministral3" and described["architectures"] == ["Ministral3ForCausalLM"]
+    assert described["rope_parameters"]["llama_4_scaling_beta"] == 0.3
 
 
 def test_a_folder_names_the_class_that_reads_it_though_its_source_does_not(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -36,10 +37,10 @@ from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
 
-WRITERS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "granite": GraniteConfig, "llama": LlamaConfig,
-           "mistral": MistralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "opt": OPTConfig, "phi3": Phi3Config,
-           "qwen2": Qwen2Config, "qwen3": Qwen3Config, "smollm3": SmolLM3Config, "mixtral": MixtralConfig, "qwen3_moe": Qwen3MoeConfig,
-           "olmoe": OlmoeConfig, "gpt_oss": GptOssConfig}
+WRITERS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "gpt_oss": GptOssConfig, "granite": GraniteConfig,
+           "llama": LlamaConfig, "ministral3": Ministral3Config, "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config,
+           "olmo3": Olmo3Config, "olmoe": OlmoeConfig, "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+           "qwen3_moe": Qwen3MoeConfig, "smollm3": SmolLM3Config}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}

@@ -2,18 +2,27 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from transformers import Olmo3Config
+import torch
+from transformers import Ministral3Config, Mistral3Config, MistralConfig, Olmo3Config
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from effllm.runtime.config import parse_config
+from effllm.runtime.rope import rope_table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
+    "ministral3": {"architectures": ["Ministral3ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128, "max_position_embeddings": 262144,
+                   "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                                       "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+                                       "rope_type": "yarn", "type": "yarn"}, "sliding_window": None, "tie_word_embeddings": True},
     "olmo3": {"attention_bias": False, "eos_token_id": 257, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
               "max_position_embeddings": 65536, "rope_scaling": {
                   "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
@@ -29,6 +38,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [
+    ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
     ("olmo3", "clip_qkv", 8.0), ("olmo3", "use_sliding_window", False), ("olmo3", "mlp_bias", True),
     ("olmo3", "partial_rotary_factor", 0.5)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
@@ -52,3 +62,42 @@ def test_olmo3_stretches_the_positions_of_layers_without_a_window_alone() -> Non
     refused({**base, "rope_parameters": {**yarn, "rope_theta": 5e5}}, "rope_parameters")
     assert parse_config({**base, "rope_theta": 1e6, "layer_types": ["full_attention"] * 4}).rope.theta == 1e6
     refused({**base, "sliding_window": None}, "no sliding window")
+
+
+def test_queries_of_ministral3_grow_with_their_position() -> None:
+    base = {**LLAMA, "model_type": "ministral3"}
+    section = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.2}
+    config = parse_config({**base, "rope_parameters": {**section, "max_position_embeddings": 256}}, strict=True)
+    assert config.rope.params["llama_4_scaling_beta"] == 0.2 and config.windows == (None,) * 4
+    table = rope_table(config.rope, 128, 2048, 2048)
+    positions = np.array([0, 63, 64, 127, 128, 1000])
+    grown = get_llama_4_attn_scale(torch.from_numpy(positions)[None], 0.2, 64)[0, 0, :, 0].numpy()
+    np.testing.assert_allclose(table.queries.scale(positions)[:, 0], grown * table.attention_scaling, rtol=1e-6)
+    assert table.scale(positions) == np.float32(table.attention_scaling) and table.queries.inv_freq is table.inv_freq
+    # beside no section of its own; a base outside the section is not asked then, as in transformers
+    plain = parse_config({**base, "rope_theta": 1e4}, strict=True)
+    theirs = Ministral3Config(**SMALL, rope_theta=1e4)
+    assert plain.ropes == parse_config(json.loads(theirs.to_json_string()), strict=True).ropes
+    assert plain.rope.theta == theirs.rope_parameters["rope_theta"] == 1e6
+    older = {**base, "rope_theta": 5e4, "rope_scaling": {key: value for key, value in section.items() if key != "rope_theta"}}
+    assert parse_config(older, strict=True).ropes == config.ropes
+    still = parse_config({**base, "rope_parameters": {**section, "llama_4_scaling_beta": 0}}, strict=True)
+    assert rope_table(still.rope, 128, 2048, 2048).queries is None
+    for wrong in ({}, {**section, "llama_4_scaling_beta": None}, {**section, "llama_4_scaling_beta": -0.1}):
+        refused({**base, "rope_parameters": wrong}, "llama_4_scaling_beta" if wrong else "original_max_position_embeddings")
+    refused({**base, "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings")
+    llama = parse_config({**LLAMA, "rope_parameters": section})
+    assert "llama_4_scaling_beta" in llama.warnings[0] and "llama_4_scaling_beta" not in llama.rope.params
+
+
+@pytest.mark.parametrize(("family", "writer"), [("mistral", MistralConfig), ("ministral3", Ministral3Config)])
+def test_a_mistral_that_takes_images_is_read_as_the_text_part_that_it_names(family: str, writer: type) -> None:
+    text = writer(**SMALL)
+    written = json.loads(Mistral3Config(text_config=text.to_dict()).to_json_string())
+    config = parse_config({**written, "architectures": ["Mistral3ForConditionalGeneration"]}, strict=True)
+    alone = parse_config(json.loads(text.to_json_string()))
+    assert replace(config, warnings=(), tie_word_embeddings=False) == alone and config.family == family
+    assert config.warnings == (f"'mistral3' takes images too: effllm reads its text part, {family}",)
+    unnamed = {**written, "text_config": {**SMALL, "sliding_window": None}}
+    assert parse_config(unnamed, strict=True).family == "mistral"
+    refused({**written, "text_config": {**SMALL, "model_type": "gemma3_text"}}, "gemma3_text", "mistral or ministral3")

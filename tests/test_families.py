@@ -108,6 +108,8 @@ PECULIAR = {
     "gemma2, bfloat16": [{"embedding_multiplier": 90**0.5}],
     "gemma3_text": [{"attn_scale": None}, {"final_logit_softcapping": None}, {"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "gemma3": [{"embedding_multiplier": 1.0}, {"ropes": 1}],
+    "mistral, images": [{"windows": (None,) * 3}],
+    "ministral3": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"mscale": None}}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "smollm3": [{"ropes": 0}, {"ropes": 1}],
     "smollm3, windows": [{"windows": (None,) * 3}, {"ropes": 0}],
@@ -130,6 +132,9 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
     for taken in PECULIAR[name]:
         if isinstance(taken.get("ropes"), int):  # this layer's positions for all
             taken = {"ropes": (config.ropes[taken["ropes"]],) * 3}
+        if isinstance(taken.get("ropes"), dict):  # other numbers in all layers' positions
+            other = replace(config.rope, params={**config.rope.params, **taken["ropes"]})
+            taken = {"ropes": (other,) * 3}
         if "mixture" in taken:
             taken = {"mixture": replace(config.mixture, **taken["mixture"])}
         asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
@@ -139,7 +144,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
         assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
 
 
-@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "granite", "opt",
+@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3", "smollm3",
+                                  "granite", "opt",
                                   "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

@@ -20,7 +20,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, rope, written
+from family_models import GROWING, Case, rope, written
 from gguf_samples import FABLE, write_model
 
 SIZES = {"vocab_size": 4096, "intermediate_size": 96, "eos_token_id": None}
@@ -31,6 +31,7 @@ SU = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
     "mistral": Case("mistral", {"sliding_window": None, "head_dim": 32}),
+    "ministral3": Case("ministral3", {"head_dim": 32, "rope_parameters": GROWING}),
     "qwen2": Case("qwen2"),
     "qwen3": Case("qwen3", {"head_dim": 32}),
     "phi3": Case("phi3"),
@@ -121,6 +122,9 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("gemma2", {"query_pre_attn_scalar": 20}, "scales its scores"), ("gemma2", {"attn_logit_softcapping": None}, "has no caps"),
     ("gemma2", {"tie_word_embeddings": False}, "head of its own"), ("gemma3_text", {"final_logit_softcapping": 9.0}, "caps its logits"),
     ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "every 6th layer"), ("gemma2", {"attention_bias": True}, "biases"),
+    ("ministral3", {"sliding_window": 30}, "sliding window"),
+    ("ministral3", {"rope_parameters": {**GROWING, "mscale": None}}, "scales its positions by 1.2"),
+    ("ministral3", {"rope_parameters": {**GROWING, "rope_type": "default"}}, "rotary positions of kind default"),
     ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}, "every 4th layer"),
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 2e4}, "sliding_attention": {"rope_theta": 1e4}}}, "rope_theta"),
     ("smollm3", {"no_rope_layer_interval": 2}, "rotary positions"), ("qwen3_moe", {"norm_topk_prob": False}, "does not add"),
@@ -230,3 +234,35 @@ def test_a_file_of_olmo2_with_a_window_is_of_olmo3(tmp_path: Path, stated: objec
     config = read_config(tmp_path / "model.gguf", strict=True)
     listed = [not isinstance(stated, list) and (layer + 1) % (stated or 4) != 0 for layer in range(5)]
     assert config.family == "olmo3" and [window == 24 for window in config.windows] == (stated if isinstance(stated, list) else listed)
+
+
+def test_a_file_of_mistral3_without_growing_queries_is_of_mistral(tmp_path: Path) -> None:
+    source = model("mistral", tmp_path / "source")
+    write_model(source, tmp_path / "model.gguf", "F32", "mistral3")
+    config = read_config(tmp_path / "model.gguf", strict=True)
+    assert config.family == "mistral" and config.windows == (None,) * 3
+    ids = list(range(5, 90))
+    np.testing.assert_array_equal(scores(tmp_path / "model.gguf", ids), scores(source, ids))
+
+
+@pytest.mark.parametrize("multiplier, said", [(None, "lacks key mistral3.rope.scaling.yarn_log_multiplier"),
+                                              (0.5, "yarn_log_multiplier 0.5")])
+def test_a_file_of_mistral3_whose_positions_are_scaled_is_refused(tmp_path: Path, multiplier: float | None, said: str) -> None:
+    """Readers of it have meant several things by that."""
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_attn_temperature_scale(0.1)
+        if multiplier:
+            writer.add_rope_scaling_yarn_log_mul(multiplier)
+
+    write_model(model("mistral", tmp_path / "source"), tmp_path / "model.gguf", "F32", "mistral3", change=change)
+    with pytest.raises(EffllmError, match=said):
+        read_config(tmp_path / "model.gguf")
+
+
+def test_a_file_whose_queries_grow_has_positions_of_yarn(tmp_path: Path) -> None:
+    write_model(model("mistral", tmp_path / "source"), tmp_path / "model.gguf", "F32", "mistral3",
+                change=lambda writer: writer.add_attn_temperature_scale(0.1))
+    with pytest.raises(EffllmError, match="mistral3.attention.temperature_scale and rotary positions that are not yarn"):
+        read_config(tmp_path / "model.gguf")

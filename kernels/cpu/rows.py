@@ -139,7 +139,7 @@ class Turner:
 def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
     """cos and sin of positions, in place."""
     angles = np.asarray(positions, np.float32).reshape(-1, 1) * table.inv_freq
-    scale = np.float32(table.attention_scaling)
+    scale = table.scale(positions)
     np.multiply(np.cos(angles), scale, out=cos)
     np.multiply(np.sin(angles), scale, out=sin)
 

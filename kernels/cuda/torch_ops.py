@@ -286,4 +286,4 @@ class TorchOps:
 def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
     """cos or sin float32 [T, 1, R/2] of positions."""
     angles = positions.astype(np.float32)[:, None] * table.inv_freq
-    return ((np.cos, np.sin)[which](angles) * np.float32(table.attention_scaling))[:, None]
+    return ((np.cos, np.sin)[which](angles) * table.scale(positions))[:, None]

@@ -8,13 +8,14 @@ post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sink
 router and `experts.<number>.<role>` take the place of gate, up and down, in a bundled folder `bundles` that of up and down. Outside the
 layers: embed, positions (learned ones), norm, head (absent where it is the embedding).
 
-A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's.
+A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
+there may be several to the one that is meant where it says none and then the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..rope import RopeTable
 
-FAMILIES = ("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2",
-            "qwen3", "qwen3_moe", "smollm3")
-COMPOSITE: Mapping[str, str] = {"gemma3": "gemma3_text"}
+FAMILIES = ("gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt",
+            "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
+HEADS = ("language_model.lm_head.weight",)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ class TensorRule:
     shape: tuple[int, ...]
     also: tuple[str, ...] = ()
     part_of: tuple[str, int, int] | None = None
+
+
+def inside_others(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
+    """The same tensors, also under the prefixes of checkpoints that take images."""
+    return {role: replace(rule, also=tuple(prefix + rule.name.removeprefix("model.") for prefix in PREFIXES) if role != "head" else HEADS)
+            for role, rule in rules.items()}
 
 
 @dataclass(frozen=True)

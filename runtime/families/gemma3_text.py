@@ -6,12 +6,11 @@ Checkpoints that take images hold the same tensors under another prefix, beside 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
-from . import TensorRule, gemma2, llama
+from . import TensorRule, gemma2, inside_others, llama
 from .gemma2 import ACT, gemma_features, softcap
 from .llama import block
 
@@ -22,8 +21,6 @@ KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_acti
 # what stands in _sliding_window_pattern is written next to the layer_types that it made
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "original_max_position_embeddings"})
 REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
-PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
-HEADS = ("language_model.lm_head.weight",)
 # A checkpoint that takes images states of its text part only what differs from these.
 SIZES = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
 
@@ -44,14 +41,8 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return _elsewhere_too(gemma2.layer_tensors(config, layer))
+    return inside_others(gemma2.layer_tensors(config, layer))
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return _elsewhere_too(llama.outer_tensors(config))
-
-
-def _elsewhere_too(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
-    """The same tensors, also under the prefixes of checkpoints that take images."""
-    return {role: replace(rule, also=tuple(prefix + rule.name.removeprefix("model.") for prefix in PREFIXES) if role != "head" else HEADS)
-            for role, rule in rules.items()}
+    return inside_others(llama.outer_tensors(config))

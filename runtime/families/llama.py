@@ -88,7 +88,8 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     """The first half of a block."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * head_dim], [T, KVH * head_dim] twice
-    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, w.q_norm)
+    turned = rope if rope is None else rope.queries or rope
+    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, turned, w.q_norm)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, w.k_norm)
     tap("q", layer, q)
     tap("k", layer, k)

@@ -1,4 +1,7 @@
-"""Mistral: the Llama block, with one sliding window for all layers (null in the releases after 0.1: full attention)."""
+"""Mistral: the Llama block, with one sliding window for all layers (null in the releases after 0.1: full attention).
+
+Checkpoints that take images hold the same tensors under another prefix, beside those of the image encoder.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from collections.abc import Mapping
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from .llama import block, layer_tensors, outer_tensors
+from . import TensorRule, inside_others, llama
+from .llama import block
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
@@ -20,3 +24,11 @@ def config(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, bos=1, eos=(2,))
     return decoder_config(keys, base, windows=(window,) * keys.integer("num_hidden_layers", high=MAX_LAYERS))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return inside_others(llama.layer_tensors(config, layer))
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return inside_others(llama.outer_tensors(config))

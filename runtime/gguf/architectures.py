@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...offload.header import CheckpointError, shown
+from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
 
 # The parts of a tensor's name: in the file -> in a checkpoint of the Hugging Face kind.
@@ -72,6 +73,7 @@ ARCHITECTURES = {
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
     "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq",
                                                 "attention.sliding_window_pattern": "sliding_window_pattern"}, **_GEMMA),
+    "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
     "granite": Architecture("granite", interleaved=True, keys={
         "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
         "logit_scale": "logits_scaling"}),
@@ -83,7 +85,8 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
 }
 # A model's family -> what its files are called.
-BY_FAMILY = {"gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen3_moe": "qwen3moe"} | {
+BY_FAMILY = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
+             "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "smollm3")}
 
 

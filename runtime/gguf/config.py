@@ -17,7 +17,7 @@ from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
-from ..config_rope import GLOBAL, LOCAL
+from ..config_rope import GLOBAL, GROWTH, LOCAL
 from . import yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, SHORT, Architecture, architecture
 
@@ -99,7 +99,10 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
     _heads(header, name, raw, found)
     _family(header, raw)
+    growth = raw.pop(GROWTH, None)
     raw |= _rope(header, name, raw, factors)
+    if growth is not None:
+        _grow(header, name, raw, growth)
     for role in ("bos", "eos"):
         value = data.get(f"tokenizer.ggml.{role}_token_id")
         raw[f"{role}_token_id"] = value if type(value) is int else None
@@ -163,6 +166,11 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         else:
             raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    elif raw["model_type"] == "ministral3":
+        if not raw.get(GROWTH):  # as files of Mistral Small have none
+            raw |= {"model_type": "mistral"}
+            raw.pop(GROWTH, None)
+        raw["sliding_window"] = window
     elif raw["model_type"] == "olmo2":
         local = raw.pop("rope_local_base_freq", raw.get("rope_theta", USUAL_THETA))
         if window:
@@ -181,6 +189,15 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     if (layers := OTHER_SCALE.get(header.metadata["general.architecture"])) is not None and isinstance(raw["num_attention_heads"], int):
         whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
+
+
+def _grow(header: GgufHeader, name: str, raw: dict[str, object], growth: object) -> None:
+    """Put into the section of rotary positions how queries grow with theirs."""
+    section = raw.get("rope_scaling")
+    if not isinstance(section, dict) or section.get("rope_type") != "yarn":
+        raise CheckpointError(f"{header.path} states {name}.attention.temperature_scale and rotary positions that are not yarn's, which is "
+                              "not supported", yarn.ORIGINAL)
+    section[GROWTH] = growth
 
 
 def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 from ... import EffllmError
 from ...offload.gguf import Value
 from ..config import ModelConfig
+from ..config_rope import GROWTH
 from ..rope import rope_table
 from . import yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, Architecture
@@ -64,6 +65,11 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield config.final_logit_softcapping is not None, "caps its logits"
         local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
         yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+    if family == "ministral3":
+        kind, positions = config.rope.kind, config.max_position_embeddings
+        table = rope_table(config.rope, config.head_dim, positions, positions)
+        yield kind != "yarn", f"has rotary positions of kind {kind}"
+        yield not np.isclose(table.attention_scaling, 1.0, rtol=1e-6), f"scales its positions by {table.attention_scaling:.4g}"
     if family == "olmo3":
         plain = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
         yield any(rope.kind != "default" for rope in plain), "stretches the rotary positions of layers with a window"
@@ -114,6 +120,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family == "granite":
         keys |= {"attention.scale": float(config.attn_scale), "embedding_scale": float(config.embedding_multiplier),
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
+    if config.rope.params.get(GROWTH):
+        keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
     if config.mixture is not None:
         keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
         if config.family == "qwen3_moe":
@@ -130,7 +138,8 @@ def _rope(config: ModelConfig) -> dict[str, Value]:
         if not params["truncate"]:
             raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
         table = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings)
-        return {f"rope.scaling.{key}": value for key, value in yarn.stated(params, table.attention_scaling).items()}
+        own = yarn.stated(params, table.attention_scaling, BY_FAMILY[config.family])
+        return {f"rope.scaling.{key}": value for key, value in own.items()}
     if rope.kind == "longrope" and config.family == "phi3":
         table = rope_table(rope, config.head_dim, config.max_position_embeddings, config.max_position_embeddings)
         return {"rope.scaling.attn_factor": float(table.attention_scaling),

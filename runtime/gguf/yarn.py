@@ -2,7 +2,8 @@
 
 cos and sin of positions are times a number there, 0.1 ln(factor) + 1 unless another is stated, in two ways. `attn_factor` multiplies it;
 llama.cpp reads that of every architecture. `yarn_attn_factor` is where converters put the checkpoint's own number, `attention_factor` in
-transformers; llama.cpp reads it of architectures alone that are not among ours, and takes the usual number for the others.
+transformers; llama.cpp reads it of architectures alone that are not among ours, and takes the usual number for the others. Files of
+mistral3 have cos and sin as they are: they state `yarn_log_multiplier` 1, by which the number is divided by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ...offload.header import CheckpointError, damaged
 
 KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_log_multiplier")
 ORIGINAL = "give the folder of the original checkpoint, if its family is supported"
+PLAIN = ("mistral3",)  # architectures whose cos and sin are not scaled
 SAME = 1e-3  # of a number that was rounded on its way
 
 
@@ -32,14 +34,19 @@ def section(path: Path, prefix: str, data: Mapping[str, Value], positions: objec
         damaged(path, f"lacks key {prefix}factor")
     if (share := _number(path, prefix, data, "yarn_ext_factor")) is not None and 0 <= share != 1:  # below 0 it is not set
         raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {share:g}, which is not supported", ORIGINAL)
-    if share := _number(path, prefix, data, "yarn_log_multiplier"):
+    plain, share = prefix.partition(".")[0] in PLAIN, _number(path, prefix, data, "yarn_log_multiplier")
+    if plain and share is None:
+        damaged(path, f"lacks key {prefix}yarn_log_multiplier")
+    if share and not (plain and share == 1):
         raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {share:g}, which is not supported", ORIGINAL)
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
                                                                                                  positions)}
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         if (value := _number(path, prefix, data, theirs)) is not None:
             found[ours] = value
-    usual = magnitude(factor)
+    if plain:
+        found |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    usual = 1.0 if plain else magnitude(factor)
     times, own = (_number(path, prefix, data, key) for key in ("attn_factor", "yarn_attn_factor"))
     if times not in (None, 1.0) and own not in (None, 1.0):
         raise CheckpointError(f"{path} states both {prefix}attn_factor {times:g} and {prefix}yarn_attn_factor {own:g}",
@@ -62,10 +69,13 @@ def _number(path: Path, prefix: str, data: Mapping[str, Value], key: str) -> flo
     return None if value is None else float(value)
 
 
-def stated(params: Mapping[str, object], scaling: float) -> dict[str, Value]:
-    """Keys below `rope.scaling.` of a model whose positions are yarn's (`RopeConfig.params`), cos and sin times `scaling`."""
+def stated(params: Mapping[str, object], scaling: float, arch: str) -> dict[str, Value]:
+    """Keys below `rope.scaling.` of a model whose positions are yarn's (`RopeConfig.params`), cos and sin times `scaling`, which is 1 for
+    an architecture of PLAIN."""
     keys: dict[str, Value] = {"type": "yarn", "factor": float(params["factor"]),
                               "original_context_length": int(params["original_max_position_embeddings"]),
                               "yarn_beta_fast": float(params["beta_fast"]), "yarn_beta_slow": float(params["beta_slow"])}
+    if arch in PLAIN:
+        return {**keys, "yarn_log_multiplier": 1.0}
     times = scaling / magnitude(params["factor"])
     return keys if math.isclose(times, 1.0, rel_tol=1e-6) else {**keys, "attn_factor": float(times)}

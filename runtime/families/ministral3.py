@@ -1,0 +1,49 @@
+"""Ministral 3, text: Mistral without a window, positions by yarn, and queries that grow with their position.
+
+A query's scores are times 1 + beta ln(1 + p // n), where n is the length that the model was trained with before it was extended: one for
+the first n tokens, then a step more for each n further. Rotary tables of queries hold it (`rope.py`). Checkpoints that take images hold
+the same tensors under another prefix, beside those of the image encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import GROWTH, MAX_POSITIONS, RopeConfig, rope_of
+from .llama import block
+from .mistral import layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"sliding_window"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
+YARN = {"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0,
+        "mscale_all_dim": 1.0, GROWTH: 0.1}  # where a config has no section of rotary positions
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers, window = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("sliding_window", None)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
+        stated = older or (YARN if keys.raw.get("rope_parameters") is None else newer or {})
+        inner = Keys(stated, f"config.json: {'rope_scaling' if older else 'rope_parameters'}")
+        original = keys.integer("original_max_position_embeddings", None, high=MAX_POSITIONS)
+        rope = rope_of(inner, head_dim, positions, keys.number("rope_theta", 10_000.0, above=1.0), original)
+        return (grown(rope, inner),) * layers
+
+    base = Defaults(max_position_embeddings=262_144, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5)
+    return decoder_config(keys, base, ropes, windows=(window,) * layers)
+
+
+def grown(rope: RopeConfig, inner: Keys) -> RopeConfig:
+    """Positions with what their section says of queries."""
+    length = "original_max_position_embeddings"
+    if inner.raw.get(GROWTH) == 0:
+        return replace(rope, params={**rope.params, GROWTH: 0.0})
+    every = rope.params.get(length) or inner.integer(length, high=MAX_POSITIONS)
+    return replace(rope, params={**rope.params, length: every, GROWTH: inner.number(GROWTH)})
