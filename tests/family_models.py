@@ -87,6 +87,9 @@ CASES = {
         "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 50_000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
     "olmo3, usual layers, bfloat16": Case("olmo3", {"num_hidden_layers": 4, "sliding_window": 150}, dtype="bfloat16"),
+    "seed_oss": Case("seed_oss", {"head_dim": 32, "vocab_size": 301, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
+    "seed_oss, other biases, float16": Case("seed_oss", {"head_dim": 16, "attention_bias": False, "attention_out_bias": True, "mlp_bias":
+                                                         True, "tie_word_embeddings": True}, dtype="float16"),
     "smollm3": Case("smollm3", {"no_rope_layers": [1, 0, 1], "attention_bias": True, "mlp_bias": True}),
     "smollm3, windows": Case("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 45}),
     "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,

@@ -25,6 +25,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -40,7 +41,7 @@ from config_samples import LLAMA, SMALL, refused
 WRITERS = {"gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "gpt_oss": GptOssConfig, "granite": GraniteConfig,
            "llama": LlamaConfig, "ministral3": Ministral3Config, "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config,
            "olmo3": Olmo3Config, "olmoe": OlmoeConfig, "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
-           "qwen3_moe": Qwen3MoeConfig, "smollm3": SmolLM3Config}
+           "qwen3_moe": Qwen3MoeConfig, "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
@@ -79,7 +80,7 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
         theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
         assert config.rope.theta == theta and config.rope.kind == written.rope_parameters.get("rope_type", "default")
     assert config.qk_norm == (family in ("gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"))
-    assert config.qkv_bias == (family in ("gpt_oss", "opt", "qwen2"))
+    assert config.qkv_bias == (family in ("gpt_oss", "opt", "qwen2", "seed_oss"))
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -191,6 +192,7 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
 
     both, one = {"attention_bias": True, "mlp_bias": True}, {"attention_bias": True}
     features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "olmo3": one, "gemma2": one,
+                "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
                 "gemma3_text": one, "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
                 "olmoe": {**one, "num_experts": 9}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,

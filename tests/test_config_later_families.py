@@ -11,6 +11,7 @@ import torch
 from transformers import Ministral3Config, Mistral3Config, MistralConfig, Olmo3Config
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
+from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.rope import rope_table
 
@@ -27,6 +28,9 @@ PUBLISHED = {
               "max_position_embeddings": 65536, "rope_scaling": {
                   "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
                   "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000, "sliding_window": 4096},
+    "seed_oss": {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1, "attention_out_bias": False,
+                 "bos_token_id": 0, "head_dim": 128, "max_position_embeddings": 524288, "mlp_bias": False, "pad_token_id": 1,
+                 "residual_dropout": 0.1, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "torch_dtype": "bfloat16"},
 }
 
 
@@ -40,7 +44,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
     ("olmo3", "clip_qkv", 8.0), ("olmo3", "use_sliding_window", False), ("olmo3", "mlp_bias", True),
-    ("olmo3", "partial_rotary_factor", 0.5)])
+    ("olmo3", "partial_rotary_factor", 0.5), ("seed_oss", "sliding_window", 40), ("seed_oss", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**LLAMA, "model_type": family, key: value}, key)
 
@@ -101,3 +105,12 @@ def test_a_mistral_that_takes_images_is_read_as_the_text_part_that_it_names(fami
     unnamed = {**written, "text_config": {**SMALL, "sliding_window": None}}
     assert parse_config(unnamed, strict=True).family == "mistral"
     refused({**written, "text_config": {**SMALL, "model_type": "gemma3_text"}}, "gemma3_text", "mistral or ministral3")
+
+
+def test_biases_of_seed_oss() -> None:
+    def biased(**changes: object) -> set[str]:
+        config = parse_config({**LLAMA, "model_type": "seed_oss", **changes})
+        return {role for role in families.get("seed_oss").layer_tensors(config, 0) if role.endswith("_bias")}
+
+    assert biased() == {"q_bias", "k_bias", "v_bias"} and biased(attention_bias=False) == set()
+    assert biased(attention_bias=False, attention_out_bias=True, mlp_bias=True) == {"o_bias", "gate_bias", "up_bias", "down_bias"}

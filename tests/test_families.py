@@ -144,9 +144,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
         assert np.abs(ours - expected).max() > 10 * TOLERANCE * np.abs(expected).max(), taken
 
 
-@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3", "smollm3",
-                                  "granite", "opt",
-                                  "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3", "seed_oss",
+                                  "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

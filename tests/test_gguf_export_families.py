@@ -47,6 +47,8 @@ MODELS = {
     "olmo3": Case("olmo3", {"num_hidden_layers": 5, "sliding_window": 24, "rope_parameters": {
         "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 20_000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0}}}),
+    "seed_oss": Case("seed_oss", {"head_dim": 32}),
+    "seed_oss, no biases": Case("seed_oss", {"head_dim": 32, "attention_bias": False, "tie_word_embeddings": True}),
     "smollm3": Case("smollm3", {"num_hidden_layers": 5}),
     "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                                 "logits_scaling": 7.0, "tie_word_embeddings": True}),
@@ -127,6 +129,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("ministral3", {"rope_parameters": {**GROWING, "rope_type": "default"}}, "rotary positions of kind default"),
     ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}, "every 4th layer"),
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 2e4}, "sliding_attention": {"rope_theta": 1e4}}}, "rope_theta"),
+    ("seed_oss", {"attention_out_bias": True}, "biases on o"),
+    ("seed_oss", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3"),
     ("smollm3", {"no_rope_layer_interval": 2}, "rotary positions"), ("qwen3_moe", {"norm_topk_prob": False}, "does not add"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"), ("olmoe", {"norm_topk_prob": True}, "adds a token's shares"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),

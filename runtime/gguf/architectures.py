@@ -45,6 +45,7 @@ class Architecture:
     `interleaved`: q and k rows are; `norm_offset` was added to every norm; `layer_names` go before LAYER; `fused`: part of a tensor's name
     -> the parts that lie in it one after the other, of q, k, v or of equal height. `partial`: not all of a head need turn. `experts`:
     where a layer of a checkpoint has them, and what it calls their three matrices. `pattern`: a file may say which layers have a window.
+    `roles` go before ROLES.
     """
 
     family: str
@@ -57,6 +58,7 @@ class Architecture:
     partial: bool = False
     experts: tuple[str, Mapping[str, str]] | None = None
     pattern: bool = False
+    roles: Mapping[str, str] = field(default_factory=dict)
 
 
 _GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
@@ -81,13 +83,15 @@ ARCHITECTURES = {
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}),
+    "seed_oss": Architecture("seed_oss", layer_names={"post_attention_norm": "post_attention_layernorm"},
+                             roles={"post_norm": "post_attention_norm"}),
     "smollm3": Architecture("smollm3", interleaved=True),
     "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
 }
 # A model's family -> what its files are called.
 BY_FAMILY = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
              "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "smollm3")}
+    name: name for name in ("gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")}
 
 
 def architecture(path: object, name: object) -> Architecture:
@@ -135,7 +139,8 @@ ROLES = {
 }
 
 
-def file_part(role: str) -> str:
+def file_part(role: str, found: Architecture) -> str:
     """What a tensor of a role is called in a file, without its layer and kind. Raises KeyError for a role that files do not have."""
-    own = ROLES[kind_of(role).removesuffix("_bias")]
+    plain = kind_of(role).removesuffix("_bias")
+    own = found.roles.get(plain) or ROLES[plain]
     return f"{own}_exps" if expert_of(role) is not None else own

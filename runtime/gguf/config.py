@@ -171,6 +171,9 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
             raw |= {"model_type": "mistral"}
             raw.pop(GROWTH, None)
         raw["sliding_window"] = window
+    elif raw["model_type"] == "seed_oss":
+        raw |= {key: f"blk.0.{part}.bias" in header.tensors for key, part in (("attention_bias", "attn_q"), ("attention_out_bias",
+                                                                                                       "attn_output"))}
     elif raw["model_type"] == "olmo2":
         local = raw.pop("rope_local_base_freq", raw.get("rope_theta", USUAL_THETA))
         if window:

@@ -24,6 +24,7 @@ QUANTIZATION_VERSION = 2
 NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
+UNDIVIDED = ("olmo2", "olmo3", "seed_oss")  # families whose rotary frequencies llama.cpp divides by no tensor
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN = "leave it in its folder"
 
@@ -65,6 +66,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield config.final_logit_softcapping is not None, "caps its logits"
         local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
         yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+    if family in UNDIVIDED:
+        yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
     if family == "ministral3":
         kind, positions = config.rope.kind, config.max_position_embeddings
         table = rope_table(config.rope, config.head_dim, positions, positions)
@@ -74,7 +77,6 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         plain = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
         yield any(rope.kind != "default" for rope in plain), "stretches the rotary positions of layers with a window"
         yield any(rope.theta != config.rope.theta for rope in plain), "has another rope_theta in layers with a window"
-        yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"

@@ -168,7 +168,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     for key, roles in (("outer", outer), *((key, roles) for key, roles in tensors.items() if key != "outer")):
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
-            own = file_part(role)
+            own = file_part(role, found)
             grouped.setdefault(f"{parts.get(own, own)}.{'bias' if role.endswith('_bias') else 'weight'}", []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]

@@ -1,0 +1,21 @@
+"""Seed-OSS: the Llama block with biases on q, k and v, and one on o where it is asked for by a key of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from .llama import block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "attention_out_bias", "mlp_bias"})
+KEYS_HARMLESS = frozenset({"residual_dropout"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=524_288, num_key_value_heads=8, head_dim=128, bos=0, eos=(2,))
+    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", True), o_bias=keys.flag("attention_out_bias", False),
+                          mlp_bias=keys.flag("mlp_bias", False))
