@@ -20,6 +20,8 @@ from config_samples import LLAMA, SMALL, refused
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
+    "gemma": {"architectures": ["GemmaForCausalLM"], "attention_bias": False, "head_dim": 256, "hidden_act": "gelu",
+              "max_position_embeddings": 8192, "rope_scaling": None, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
     "ministral3": {"architectures": ["Ministral3ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128, "max_position_embeddings": 262144,
                    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
@@ -42,6 +44,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [
+    ("gemma", "hidden_activation", "gelu"), ("gemma", "use_bidirectional_attention", True), ("gemma", "sliding_window", 40),
+    ("gemma", "query_pre_attn_scalar", 256), ("gemma", "mlp_bias", True), ("gemma", "final_logit_softcapping", 30.0),
     ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
     ("olmo3", "clip_qkv", 8.0), ("olmo3", "use_sliding_window", False), ("olmo3", "mlp_bias", True),
     ("olmo3", "partial_rotary_factor", 0.5), ("seed_oss", "sliding_window", 40), ("seed_oss", "layer_types", ["sliding_attention"] * 4)])
@@ -114,3 +118,12 @@ def test_biases_of_seed_oss() -> None:
 
     assert biased() == {"q_bias", "k_bias", "v_bias"} and biased(attention_bias=False) == set()
     assert biased(attention_bias=False, attention_out_bias=True, mlp_bias=True) == {"o_bias", "gate_bias", "up_bias", "down_bias"}
+
+
+def test_gemma_means_the_approximation_of_gelu_by_either_name() -> None:
+    base = {**LLAMA, "model_type": "gemma", "head_dim": 16}
+    for more in ({}, {"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}):
+        assert parse_config({**base, **more}, strict=True).hidden_act == "gelu_tanh"
+    assert parse_config({**base, "hidden_act": "silu"}).hidden_act == "silu"
+    config = parse_config({**base, "hidden_size": 3072, "dtype": "bfloat16"})
+    assert (config.embedding_multiplier, config.norm_kind, config.attn_scale) == (55.5, "rms+1", None)

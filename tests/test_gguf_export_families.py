@@ -38,6 +38,7 @@ MODELS = {
     "phi3, longrope": Case("phi3", rope("longrope", **SU)),
     "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
                                                                               "partial_rotary_factor": 0.5}}),
+    "gemma": Case("gemma", {"head_dim": 32}),
     "gemma2": Case("gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
     "gemma3_text": Case("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
@@ -121,6 +122,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
+    ("gemma", {"tie_word_embeddings": False}, "head of its own"), ("gemma", {"hidden_act": "silu"}, "silu where gelu_tanh is meant"),
+    ("gemma", {"attention_bias": True}, "biases on o"),
     ("gemma2", {"query_pre_attn_scalar": 20}, "scales its scores"), ("gemma2", {"attn_logit_softcapping": None}, "has no caps"),
     ("gemma2", {"tie_word_embeddings": False}, "head of its own"), ("gemma3_text", {"final_logit_softcapping": 9.0}, "caps its logits"),
     ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "every 6th layer"), ("gemma2", {"attention_bias": True}, "biases"),

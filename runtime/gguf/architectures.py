@@ -71,6 +71,7 @@ ARCHITECTURES = {
                           experts=("block_sparse_moe", mixtral.NAMES)),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
     "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq",
@@ -91,7 +92,7 @@ ARCHITECTURES = {
 # A model's family -> what its files are called.
 BY_FAMILY = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
              "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")}
+    name: name for name in ("gemma", "gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")}
 
 
 def architecture(path: object, name: object) -> Architecture:

@@ -24,7 +24,7 @@ QUANTIZATION_VERSION = 2
 NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
-UNDIVIDED = ("olmo2", "olmo3", "seed_oss")  # families whose rotary frequencies llama.cpp divides by no tensor
+UNDIVIDED = ("gemma", "olmo2", "olmo3", "seed_oss")  # families whose rotary frequencies llama.cpp divides by no tensor
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN = "leave it in its folder"
 
@@ -55,12 +55,14 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
     if family.startswith("gemma"):
+        yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "multiplies its embedding otherwise"
+    if family in ("gemma2", "gemma3_text"):
         whole = OTHER_SCALE[BY_FAMILY[family]] == config.num_hidden_layers
         usual = (config.hidden_size / config.num_attention_heads if whole else config.head_dim) ** -0.5
         yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
-        yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "multiplies its embedding otherwise"
-    if family == "gemma2":
+    if family in ("gemma", "gemma2"):
         yield not config.tie_word_embeddings, "has a head of its own"
+    if family == "gemma2":
         yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
     if family == "gemma3_text":
         yield config.final_logit_softcapping is not None, "caps its logits"

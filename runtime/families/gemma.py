@@ -1,0 +1,29 @@
+"""Gemma 1: the Llama block with norms stored minus one, a multiplied embedding and GELU, whose scores are scaled as everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from .gemma2 import embedding_multiplier
+from .llama import block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias"})
+KEYS_HARMLESS = frozenset()
+# Some releases repeat their activation under a second name.
+REFUSED_UNLESS: Mapping[str, object] = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": None, "mlp_bias": False,
+                                        "sliding_window": None, "use_bidirectional_attention": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=8192, num_key_value_heads=16, head_dim=256, bos=2, eos=(1,), tied=True,
+                    act=("hidden_act", "gelu_pytorch_tanh"))
+    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="rms+1",
+                          embedding_multiplier=embedding_multiplier(keys, keys.integer("hidden_size")))
+    # The first releases call by the name of the exact function the approximation that they were trained with.
+    return replace(made, hidden_act="gelu_tanh") if made.hidden_act == "gelu" else made
