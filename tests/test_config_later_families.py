@@ -33,6 +33,10 @@ PUBLISHED = {
     "seed_oss": {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1, "attention_out_bias": False,
                  "bos_token_id": 0, "head_dim": 128, "max_position_embeddings": 524288, "mlp_bias": False, "pad_token_id": 1,
                  "residual_dropout": 0.1, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "torch_dtype": "bfloat16"},
+    "starcoder2": {"architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1, "bos_token_id": 0, "embedding_dropout": 0.1,
+                   "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 16384, "mlp_type": "default", "norm_epsilon": 1e-05,
+                   "norm_type": "layer_norm", "residual_dropout": 0.1, "rope_theta": 999999.4420358813, "sliding_window": 4096,
+                   "use_bias": True},
 }
 
 
@@ -48,7 +52,8 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("gemma", "query_pre_attn_scalar", 256), ("gemma", "mlp_bias", True), ("gemma", "final_logit_softcapping", 30.0),
     ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
     ("olmo3", "clip_qkv", 8.0), ("olmo3", "use_sliding_window", False), ("olmo3", "mlp_bias", True),
-    ("olmo3", "partial_rotary_factor", 0.5), ("seed_oss", "sliding_window", 40), ("seed_oss", "layer_types", ["sliding_attention"] * 4)])
+    ("olmo3", "partial_rotary_factor", 0.5), ("seed_oss", "sliding_window", 40), ("seed_oss", "layer_types", ["sliding_attention"] * 4),
+    ("starcoder2", "norm_type", "rms_norm"), ("starcoder2", "mlp_type", "gated"), ("starcoder2", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
     refused({**LLAMA, "model_type": family, key: value}, key)
 
@@ -127,3 +132,15 @@ def test_gemma_means_the_approximation_of_gelu_by_either_name() -> None:
     assert parse_config({**base, "hidden_act": "silu"}).hidden_act == "silu"
     config = parse_config({**base, "hidden_size": 3072, "dtype": "bfloat16"})
     assert (config.embedding_multiplier, config.norm_kind, config.attn_scale) == (55.5, "rms+1", None)
+
+
+def test_starcoder2_has_one_window_an_epsilon_of_its_own_name_and_biases_of_norms() -> None:
+    base = {**LLAMA, "model_type": "starcoder2"}
+    config = parse_config({**base, "sliding_window": 32, "norm_epsilon": 0.25, "rms_norm_eps": 0.5}, strict=True)
+    assert (config.windows, config.norm_eps, config.norm_kind, config.hidden_act) == ((32,) * 4, 0.25, "layer", "gelu_tanh")
+    assert parse_config(base).windows == (None,) * 4
+    family = families.get("starcoder2")
+    biased = {role for role in family.layer_tensors(config, 0) if role.endswith("_bias")}
+    bare = parse_config({**base, "use_bias": False})
+    assert biased - {role for role in family.layer_tensors(bare, 0)} == {"q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias"}
+    assert {"input_norm_bias", "post_norm_bias"} <= family.layer_tensors(bare, 0).keys() and "norm_bias" in family.outer_tensors(bare)

@@ -115,6 +115,7 @@ PECULIAR = {
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "smollm3": [{"ropes": 0}, {"ropes": 1}],
     "smollm3, windows": [{"windows": (None,) * 3}, {"ropes": 0}],
+    "starcoder2": [{"windows": (None,) * 3}, {"norm_eps": 1e-1}, {"hidden_act": "silu"}],
     "granite": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0}],
     "mixtral": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 1}}, {"hidden_act": "silu"}],
     "qwen3_moe": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 4}}],
@@ -147,7 +148,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3",
-                                  "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss"])
+                                  "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
+                                  "starcoder2"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -51,6 +51,7 @@ MODELS = {
     "seed_oss": Case("seed_oss", {"head_dim": 32}),
     "seed_oss, no biases": Case("seed_oss", {"head_dim": 32, "attention_bias": False, "tie_word_embeddings": True}),
     "smollm3": Case("smollm3", {"num_hidden_layers": 5}),
+    "starcoder2": Case("starcoder2", {"sliding_window": None}),
     "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                                 "logits_scaling": 7.0, "tie_word_embeddings": True}),
     "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
@@ -134,6 +135,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 2e4}, "sliding_attention": {"rope_theta": 1e4}}}, "rope_theta"),
     ("seed_oss", {"attention_out_bias": True}, "biases on o"),
     ("seed_oss", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3"),
+    ("starcoder2", {"use_bias": False}, "has no biases"), ("starcoder2", {"hidden_act": "gelu"}, "gelu where gelu_tanh is meant"),
     ("smollm3", {"no_rope_layer_interval": 2}, "rotary positions"), ("qwen3_moe", {"norm_topk_prob": False}, "does not add"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"), ("olmoe", {"norm_topk_prob": True}, "adds a token's shares"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
@@ -162,7 +164,7 @@ def test_opt_is_refused_for_its_reason(tmp_path: Path) -> None:
         exported_as(read_config(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "phi3"])
+@pytest.mark.parametrize("name", ["mixtral", "phi3", "starcoder2"])
 def test_a_window_that_llamacpp_passes_over_is_said(tmp_path: Path, name: str) -> None:
     source = model(name, tmp_path / "source", sliding_window=40)
     said = [getattr(item, "text", "") for item in export_gguf(source, tmp_path / "m.gguf", "F16", "x")]

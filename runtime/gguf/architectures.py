@@ -35,6 +35,7 @@ NEUTRAL: Mapping[str, object] = {
     "final_logit_softcapping": 0.0, "logit_scale": 1.0,
     "pooling_type": 0, "residual_scale": 1.0, "use_parallel_residual": False,
 }
+RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
 
 
@@ -45,7 +46,7 @@ class Architecture:
     `interleaved`: q and k rows are; `norm_offset` was added to every norm; `layer_names` go before LAYER; `fused`: part of a tensor's name
     -> the parts that lie in it one after the other, of q, k, v or of equal height. `partial`: not all of a head need turn. `experts`:
     where a layer of a checkpoint has them, and what it calls their three matrices. `pattern`: a file may say which layers have a window.
-    `roles` go before ROLES.
+    `roles` go before ROLES, `outer` are names beside OUTER. `epsilon`: the key of the norms' one.
     """
 
     family: str
@@ -59,6 +60,8 @@ class Architecture:
     experts: tuple[str, Mapping[str, str]] | None = None
     pattern: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
+    outer: Mapping[str, str] = field(default_factory=dict)
+    epsilon: str = RMS_NORM
 
 
 _GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
@@ -87,12 +90,16 @@ ARCHITECTURES = {
     "seed_oss": Architecture("seed_oss", layer_names={"post_attention_norm": "post_attention_layernorm"},
                              roles={"post_norm": "post_attention_norm"}),
     "smollm3": Architecture("smollm3", interleaved=True),
+    "starcoder2": Architecture("starcoder2", config={"hidden_act": "gelu_pytorch_tanh"}, outer={"output_norm.bias": "model.norm.bias"},
+                               layer_names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={LAYER_NORM: "norm_epsilon"},
+                               epsilon=LAYER_NORM),
     "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
 }
 # A model's family -> what its files are called.
 BY_FAMILY = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
              "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("gemma", "gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")}
+    name: name for name in ("gemma", "gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
+                            "starcoder2")}
 
 
 def architecture(path: object, name: object) -> Architecture:
@@ -107,8 +114,8 @@ def architecture(path: object, name: object) -> Architecture:
 
 def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ...] | None:
     """The names in a checkpoint folder of what lies in a tensor, of a model with so many `experts`; None for one that no family has."""
-    if name in OUTER:
-        return (OUTER[name],)
+    if name in OUTER or name in found.outer:
+        return (OUTER.get(name) or found.outer[name],)
     first, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
     part, _, kind = rest.rpartition(".")

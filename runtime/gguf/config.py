@@ -19,17 +19,16 @@ from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
 from ..config_rope import GLOBAL, GROWTH, LOCAL
 from . import yarn
-from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, SHORT, Architecture, architecture
+from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, Architecture, architecture
 
 # Below the architecture's name -> config.json.
 KEYS = {
     "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta", "context_length": "max_position_embeddings",
+    RMS_NORM: "rms_norm_eps", "rope.freq_base": "rope_theta", "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim", "attention.sliding_window": "sliding_window",
 }
-REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count", "attention.layer_norm_rms_epsilon",
-            "context_length")
+REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count", "context_length")
 READ = frozenset({"attention.value_length", "rope.dimension_count", "rope.scale_linear"})
 SCALING = "rope.scaling."
 SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))
@@ -86,7 +85,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     found = architecture(path, name)
     _refuse(header, name, found)
     raw: dict[str, object] = {"model_type": found.family, "hidden_act": "silu", **found.config}
-    for key in REQUIRED:
+    for key in (*REQUIRED, found.epsilon):
         if f"{name}.{key}" not in data:
             damaged(path, f"lacks key {name}.{key}")
     for theirs, ours in {**KEYS, **found.keys}.items():
@@ -174,6 +173,8 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     elif raw["model_type"] == "seed_oss":
         raw |= {key: f"blk.0.{part}.bias" in header.tensors for key, part in (("attention_bias", "attn_q"), ("attention_out_bias",
                                                                                                        "attn_output"))}
+    elif raw["model_type"] == "starcoder2":
+        raw |= {"use_bias": "blk.0.attn_output.bias" in header.tensors, "sliding_window": window}
     elif raw["model_type"] == "olmo2":
         local = raw.pop("rope_local_base_freq", raw.get("rope_theta", USUAL_THETA))
         if window:

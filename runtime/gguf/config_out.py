@@ -22,9 +22,10 @@ from .config import OLMO3_EVERY, OTHER_SCALE
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
 NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
-WITHOUT_WINDOW = ("mistral", "mixtral", "phi3")  # families whose windows llama.cpp passes over
+WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
-UNDIVIDED = ("gemma", "olmo2", "olmo3", "seed_oss")  # families whose rotary frequencies llama.cpp divides by no tensor
+UNDIVIDED = ("gemma", "olmo2", "olmo3", "seed_oss", "starcoder2")  # families whose rotary frequencies llama.cpp divides by no tensor
+ACTS = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")  # by family, others have silu
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN = "leave it in its folder"
 
@@ -44,8 +45,10 @@ def exported_as(config: ModelConfig) -> Architecture:
 def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what cannot be said)."""
     family, mixture = config.family, config.mixture
-    act = "gelu_tanh" if family.startswith("gemma") else "silu"
-    yield config.o_bias or config.mlp_bias, "has biases on o or in its feed-forward"
+    act = ACTS.get(family, "silu")
+    biased = config.o_bias or config.mlp_bias
+    yield biased and family != "starcoder2", "has biases on o or in its feed-forward"
+    yield not biased and family == "starcoder2", "has no biases"
     yield config.hidden_act != act, f"has {config.hidden_act} where {act} is meant"
     if family in WINDOW_EVERY:
         every = WINDOW_EVERY[family]
@@ -101,7 +104,7 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
     keys: dict[str, Value] = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads, "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "attention.head_count_kv": config.num_key_value_heads, ARCHITECTURES[arch].epsilon: float(config.norm_eps),
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "rope.dimension_count": int(config.head_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}

@@ -1,0 +1,49 @@
+"""StarCoder 2: layer norms with biases, an MLP of two matrices with GELU between, biases everywhere, and one sliding window for all layers.
+
+The block is OPT's with rotary positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule, llama
+from .opt import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"norm_epsilon", "sliding_window", "use_bias"})
+KEYS_HARMLESS = frozenset({"embedding_dropout", "residual_dropout", "rms_norm_eps"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_type": "default", "norm_type": "layer_norm"}
+MLP = {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # as the checkpoints call them
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias, layers = keys.flag("use_bias", True), keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    base = Defaults(max_position_embeddings=4096, num_key_value_heads=2, bos=50_256, eos=(50_256,), tied=True, eps_key="norm_epsilon",
+                    norm_eps=1e-5, act=("hidden_act", "gelu_pytorch_tanh"))
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=bias, norm_kind="layer",
+                          windows=(keys.integer("sliding_window", None),) * layers)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: no gate, and norms with biases."""
+    rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}."
+    for role in ("gate", "gate_bias"):
+        rules.pop(role, None)
+    for role, name in MLP.items():
+        rules[role] = TensorRule(f"{prefix}{name}.weight", rules[role].shape)
+        if config.mlp_bias:
+            rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", rules[role].shape[:1])
+    return rules | {f"{role}_bias": _bias(rules[role]) for role in ("input_norm", "post_norm")}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = llama.outer_tensors(config)
+    return rules | {"norm_bias": _bias(rules["norm"])}
+
+
+def _bias(norm: TensorRule) -> TensorRule:
+    return TensorRule(norm.name.removesuffix("weight") + "bias", norm.shape)
