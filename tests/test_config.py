@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -41,11 +42,11 @@ from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
 
-WRITERS = {"gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "gpt_oss": GptOssConfig, "granite": GraniteConfig,
-           "llama": LlamaConfig, "ministral3": Ministral3Config, "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config,
-           "olmo3": Olmo3Config, "olmoe": OlmoeConfig, "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
-           "qwen3_moe": Qwen3MoeConfig, "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config,
-           "starcoder2": Starcoder2Config}
+WRITERS = {"exaone4": Exaone4Config, "gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
+           "gpt_oss": GptOssConfig, "granite": GraniteConfig, "llama": LlamaConfig, "ministral3": Ministral3Config,
+           "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "olmoe": OlmoeConfig,
+           "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig,
+           "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config, "starcoder2": Starcoder2Config}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
@@ -84,7 +85,7 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
         kind = "full_attention" if None in config.windows else "sliding_attention"
         theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
         assert config.rope.theta == theta and config.rope.kind == written.rope_parameters.get("rope_type", "default")
-    assert config.qk_norm == (family in ("gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"))
+    assert config.qk_norm == (family in ("exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"))
     assert config.qkv_bias == (family in ("gpt_oss", "opt", "qwen2", "seed_oss", "starcoder2"))
 
 

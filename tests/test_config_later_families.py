@@ -20,6 +20,10 @@ from config_samples import LLAMA, SMALL, refused
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
+    "exaone4": {"architectures": ["Exaone4ForCausalLM"], "head_dim": 128, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                "max_position_embeddings": 131072, "rope_scaling": {
+                    "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                    "rope_type": "llama3"}, "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG"},
     "gemma": {"architectures": ["GemmaForCausalLM"], "attention_bias": False, "head_dim": 256, "hidden_act": "gelu",
               "max_position_embeddings": 8192, "rope_scaling": None, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
     "ministral3": {"architectures": ["Ministral3ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128, "max_position_embeddings": 262144,
@@ -48,6 +52,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [
+    ("exaone4", "attention_bias", True), ("exaone4", "sliding_window_pattern", "LLLG"), ("exaone4", "mlp_bias", True),
     ("gemma", "hidden_activation", "gelu"), ("gemma", "use_bidirectional_attention", True), ("gemma", "sliding_window", 40),
     ("gemma", "query_pre_attn_scalar", 256), ("gemma", "mlp_bias", True), ("gemma", "final_logit_softcapping", 30.0),
     ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
@@ -144,3 +149,17 @@ def test_starcoder2_has_one_window_an_epsilon_of_its_own_name_and_biases_of_norm
     bare = parse_config({**base, "use_bias": False})
     assert biased - {role for role in family.layer_tensors(bare, 0)} == {"q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias"}
     assert {"input_norm_bias", "post_norm_bias"} <= family.layer_tensors(bare, 0).keys() and "norm_bias" in family.outer_tensors(bare)
+
+
+def test_layers_of_exaone4_turn_where_they_have_a_window() -> None:
+    def layers(**changes: object) -> list[tuple[bool, int | None]]:
+        config = parse_config({**LLAMA, "model_type": "exaone4", **changes}, strict=True)
+        return [(rope is not None, window) for rope, window in zip(config.ropes, config.windows, strict=True)]
+
+    near, far = (True, 32), (False, None)
+    assert layers(sliding_window=32) == [near, near, near, far] and layers(sliding_window=32, sliding_window_pattern=2) == [near, far] * 2
+    kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    assert layers(sliding_window=32, sliding_window_pattern="GLGG", layer_types=kinds) == [far, near, far, far]
+    full = ["full_attention"] * 4
+    assert layers(sliding_window=None, layer_types=full) == [(True, None)] * 4 and layers(sliding_window=32, layer_types=full) == [far] * 4
+    refused({**LLAMA, "model_type": "exaone4", "sliding_window": None}, "no sliding window")

@@ -38,6 +38,8 @@ MODELS = {
     "phi3, longrope": Case("phi3", rope("longrope", **SU)),
     "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
                                                                               "partial_rotary_factor": 0.5}}),
+    "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4, windows": Case("exaone4", {"num_hidden_layers": 64, "sliding_window": 24, "initializer_range": 0.1}),
     "gemma": Case("gemma", {"head_dim": 32}),
     "gemma2": Case("gemma2", {**GEMMA, "num_hidden_layers": 4, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
     "gemma3_text": Case("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": {
@@ -123,6 +125,11 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
+    ("exaone4", {"sliding_window": 24, "layer_types": ["sliding_attention"] * 3}, "3 layers and sliding windows"),
+    ("exaone4, windows", {"sliding_window": None, "layer_types": ["full_attention"] * 64}, "64 layers and no sliding windows"),
+    ("exaone4, windows", {"sliding_window_pattern": 2}, "sliding windows in its layers"),
+    ("exaone4", {"head_dim": 32}, "4 heads of 32 for a width of 64"), ("olmo3", {"head_dim": 32}, "4 heads of 32"),
+    ("exaone4", {"sliding_window": 24}, "turns no layer by position"),
     ("gemma", {"tie_word_embeddings": False}, "head of its own"), ("gemma", {"hidden_act": "silu"}, "silu where gelu_tanh is meant"),
     ("gemma", {"attention_bias": True}, "biases on o"),
     ("gemma2", {"query_pre_attn_scalar": 20}, "scales its scores"), ("gemma2", {"attn_logit_softcapping": None}, "has no caps"),

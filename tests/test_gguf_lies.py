@@ -130,7 +130,7 @@ def test_another_family_than_the_header_says(tmp_path: Path, inside: str) -> Non
 
 
 @pytest.mark.parametrize("inside", ["qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "ministral3", "opt",
-                                    "mixtral", "granite", "seed_oss", "smollm3", "starcoder2"])
+                                    "exaone4", "mixtral", "granite", "seed_oss", "smollm3", "starcoder2"])
 def test_a_folder_with_the_config_of_another_family(tmp_path: Path, inside: str) -> None:
     """As a wrong download leaves it. A family that differs from Llama in numbers alone cannot be told apart by its tensors: it is held to
     what its config must state, or is what it says."""

@@ -35,9 +35,10 @@ SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
-USUAL_WINDOW = 4096  # of every size of Gemma 2
+USUAL_WINDOW = 4096  # of every size of Gemma 2, and EXAONE 4
 USUAL_THETA = 10_000.0
-OLMO3_EVERY = 4  # all but the last of so many layers have a window
+OLMO3_EVERY = EXAONE4_EVERY = 4  # all but the last of so many layers have a window
+EXAONE4_LAYERS = 64  # of the one size that has windows
 PATTERN = ".attention.sliding_window_pattern"
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62}  # the layers of the one size whose scores are scaled by width over heads
 
@@ -175,6 +176,11 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
                                                                                                        "attn_output"))}
     elif raw["model_type"] == "starcoder2":
         raw |= {"use_bias": "blk.0.attn_output.bias" in header.tensors, "sliding_window": window}
+    elif raw["model_type"] == "exaone4":
+        if stated is None and raw["num_hidden_layers"] == EXAONE4_LAYERS:
+            window = USUAL_WINDOW
+        every = EXAONE4_EVERY if window else 1
+        raw |= {"sliding_window": window, "layer_types": layer_types(header, raw["num_hidden_layers"], every)}
     elif raw["model_type"] == "olmo2":
         local = raw.pop("rope_local_base_freq", raw.get("rope_theta", USUAL_THETA))
         if window:

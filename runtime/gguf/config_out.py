@@ -17,7 +17,7 @@ from ..config_rope import GROWTH
 from ..rope import rope_table
 from . import yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, Architecture
-from .config import OLMO3_EVERY, OTHER_SCALE
+from .config import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
@@ -25,6 +25,7 @@ NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this versio
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
 UNDIVIDED = ("gemma", "olmo2", "olmo3", "seed_oss", "starcoder2")  # families whose rotary frequencies llama.cpp divides by no tensor
+EVEN_HEADS = ("exaone4", "olmo2", "olmo3", "starcoder2")  # families whose heads llama.cpp takes to be as wide as the model together
 ACTS = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")  # by family, others have silu
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN = "leave it in its folder"
@@ -55,6 +56,13 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         window = next((each for each in config.windows if each is not None), None)
         yield window is None or config.windows != tuple(window if (i + 1) % every else None for i in range(config.num_hidden_layers)), \
             f"has its sliding windows elsewhere than in all but every {every}th layer"
+    elif family == "exaone4":
+        windows = config.num_hidden_layers == EXAONE4_LAYERS
+        window = next((each for each in config.windows if each is not None), None)
+        usual = tuple(window if windows and (i + 1) % EXAONE4_EVERY else None for i in range(config.num_hidden_layers))
+        yield config.windows != usual or (window is None) == windows, \
+            f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
+        yield window is None and None in config.ropes, "turns no layer by position"
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
     if family.startswith("gemma"):
@@ -71,6 +79,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield config.final_logit_softcapping is not None, "caps its logits"
         local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
         yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+    yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
+        f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
     if family in UNDIVIDED:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
     if family == "ministral3":

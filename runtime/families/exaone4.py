@@ -1,0 +1,34 @@
+"""EXAONE 4: OLMo 2's norms behind the branches, norms of each head of q and k, and two kinds of layers where there is a sliding window:
+those that have it turn by position, the others see everything and do not turn. Without a window all layers turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from .olmo2 import block, layer_tensors, outer_tensors
+from .qwen2 import windows_of
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"layer_types", "sliding_window", "sliding_window_pattern"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    keys.holds("sliding_window_pattern")  # a word like LLLG in the published ones, beside the layer_types that it made
+    every = 1 if keys.raw.get("layer_types") is not None else keys.integer("sliding_window_pattern", 4)
+    windows = windows_of(keys, window, [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        rope = rope_config(keys, head_dim, positions)
+        return tuple(rope if window is None or own is not None else None for own in windows)
+
+    base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=0, eos=(2,), norm_eps=1e-5)
+    return decoder_config(keys, base, ropes, windows=windows, qk_norm=True)
