@@ -26,6 +26,7 @@ CASES = {
     "llama, long sums": Case("llama", {**RELU, "intermediate_size": 4160, "num_hidden_layers": 1}, dtype="bfloat16"),
     "olmo2": Case("olmo2", {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 128}),
     "granite": Case("granite", {**RELU, "residual_multiplier": 0.22}),
+    "arcee": Case("arcee", {"hidden_size": 64, "intermediate_size": 128}),
     "opt": Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}, dtype="bfloat16"),
 }
 

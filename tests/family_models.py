@@ -77,6 +77,8 @@ CASES = {
     "phi3": Case("phi3", {"sliding_window": 50, "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}, dtype="bfloat16"),
     "phi3, longrope over half a head": Case("phi3", {**rope("longrope", short_factor=RAMP[:4], long_factor=[4 * x for x in RAMP[:4]],
                                                             partial_rotary_factor=0.5), "original_max_position_embeddings": 64}),
+    "arcee": Case("arcee", {"head_dim": 32, "vocab_size": 301, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
+    "arcee, biases, float16": Case("arcee", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, dtype="float16"),
     "exaone4": Case("exaone4", {"head_dim": 32, "sliding_window": 40, "layer_types": TWO_ROPES["layer_types"]}),
     "exaone4, every second, bfloat16": Case("exaone4", {"sliding_window": 150, "sliding_window_pattern": 2, **rope("linear", factor=4.0)},
                                             dtype="bfloat16"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    ArceeConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -42,7 +43,7 @@ from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
 
-WRITERS = {"exaone4": Exaone4Config, "gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
+WRITERS = {"arcee": ArceeConfig, "exaone4": Exaone4Config, "gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
            "gpt_oss": GptOssConfig, "granite": GraniteConfig, "llama": LlamaConfig, "ministral3": Ministral3Config,
            "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "olmoe": OlmoeConfig,
            "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig,
@@ -199,7 +200,7 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
     both, one = {"attention_bias": True, "mlp_bias": True}, {"attention_bias": True}
     features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "olmo3": one, "gemma2": one,
                 "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, "gemma": one,
-                "starcoder2": {"use_bias": False},
+                "arcee": both, "starcoder2": {"use_bias": False},
                 "gemma3_text": one, "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
                 "olmoe": {**one, "num_experts": 9}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,

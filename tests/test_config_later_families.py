@@ -20,6 +20,10 @@ from config_samples import LLAMA, SMALL, refused
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
+    "arcee": {"architectures": ["ArceeForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "relu2",
+              "max_position_embeddings": 65536, "mlp_bias": False, "rope_scaling": {
+                  "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "original_max_position_embeddings": 4096,
+                  "rope_type": "yarn", "type": "yarn"}, "rope_theta": 10000.0},
     "exaone4": {"architectures": ["Exaone4ForCausalLM"], "head_dim": 128, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
                 "max_position_embeddings": 131072, "rope_scaling": {
                     "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
@@ -52,6 +56,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "key", "value"), [
+    ("arcee", "sliding_window", 40), ("arcee", "layer_types", ["sliding_attention"] * 4),
     ("exaone4", "attention_bias", True), ("exaone4", "sliding_window_pattern", "LLLG"), ("exaone4", "mlp_bias", True),
     ("gemma", "hidden_activation", "gelu"), ("gemma", "use_bidirectional_attention", True), ("gemma", "sliding_window", 40),
     ("gemma", "query_pre_attn_scalar", 256), ("gemma", "mlp_bias", True), ("gemma", "final_logit_softcapping", 30.0),
@@ -163,3 +168,10 @@ def test_layers_of_exaone4_turn_where_they_have_a_window() -> None:
     full = ["full_attention"] * 4
     assert layers(sliding_window=None, layer_types=full) == [(True, None)] * 4 and layers(sliding_window=32, layer_types=full) == [far] * 4
     refused({**LLAMA, "model_type": "exaone4", "sliding_window": None}, "no sliding window")
+
+
+def test_the_mlp_of_arcee_has_no_gate() -> None:
+    config = parse_config({**LLAMA, "model_type": "arcee", "mlp_bias": True}, strict=True)
+    assert config.hidden_act == "relu2"
+    roles = families.get("arcee").layer_tensors(config, 0).keys()
+    assert {"up", "up_bias", "down", "down_bias"} <= roles and not {"gate", "gate_bias"} & roles

@@ -103,6 +103,7 @@ def test_logits_of_single_steps(pair: tuple[Engine, PreTrainedModel]) -> None:
 # Case -> what of its config can be taken away while the tensors stay as they are.
 PECULIAR = {
     "phi3": [{"windows": (None,) * 3}],
+    "arcee": [{"hidden_act": "relu"}],
     "exaone4": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "gemma": [{"embedding_multiplier": 1.0}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
     "gemma, bfloat16": [{"embedding_multiplier": 90**0.5}],
@@ -150,7 +151,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3",
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
-                                  "starcoder2", "exaone4"])
+                                  "starcoder2", "exaone4", "arcee"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

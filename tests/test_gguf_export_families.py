@@ -38,6 +38,9 @@ MODELS = {
     "phi3, longrope": Case("phi3", rope("longrope", **SU)),
     "phi3, half a head": Case("phi3", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
                                                                               "partial_rotary_factor": 0.5}}),
+    "arcee": Case("arcee", {"head_dim": 32}),
+    "arcee, llama3": Case("arcee", {"tie_word_embeddings": True, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                                                        original_max_position_embeddings=64)}),
     "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4, windows": Case("exaone4", {"num_hidden_layers": 64, "sliding_window": 24, "initializer_range": 0.1}),
     "gemma": Case("gemma", {"head_dim": 32}),
@@ -125,6 +128,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
+    ("arcee", {"mlp_bias": True}, "biases on o"), ("arcee", {"hidden_act": "relu"}, "relu where relu2 is meant"),
     ("exaone4", {"sliding_window": 24, "layer_types": ["sliding_attention"] * 3}, "3 layers and sliding windows"),
     ("exaone4, windows", {"sliding_window": None, "layer_types": ["full_attention"] * 64}, "64 layers and no sliding windows"),
     ("exaone4, windows", {"sliding_window_pattern": 2}, "sliding windows in its layers"),

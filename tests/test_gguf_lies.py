@@ -130,7 +130,7 @@ def test_another_family_than_the_header_says(tmp_path: Path, inside: str) -> Non
 
 
 @pytest.mark.parametrize("inside", ["qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "ministral3", "opt",
-                                    "exaone4", "mixtral", "granite", "seed_oss", "smollm3", "starcoder2"])
+                                    "arcee", "exaone4", "mixtral", "granite", "seed_oss", "smollm3", "starcoder2"])
 def test_a_folder_with_the_config_of_another_family(tmp_path: Path, inside: str) -> None:
     """As a wrong download leaves it. A family that differs from Llama in numbers alone cannot be told apart by its tensors: it is held to
     what its config must state, or is what it says."""
@@ -142,6 +142,9 @@ def test_a_folder_with_the_config_of_another_family(tmp_path: Path, inside: str)
     code, out, err = said("run", str(tmp_path), "Once upon a time", "--raw", "-n", "2")
     if inside in ("gemma", "granite", "ministral3", "phi3", "seed_oss", "smollm3"):  # their tensors are Llama's, phi3's once parted
         assert code == 0, err
+        return
+    if inside == "arcee":  # nothing that it asks for is missing
+        assert code == 0 and "not used" in err and "gate_proj.weight" in err
         return
     assert code == 1 and out == "" and "Traceback" not in err, (code, err)
     assert any(word in err for word in ("missing", "belong to no", "holds", "is not supported", "lacks", "extra", "shape")), err

@@ -103,7 +103,7 @@ def test_products_in_float32_give_the_same_bits(spec: str, folders, small_parts:
 
 FAMILIES = ("llama, odd vocabulary", "llama, biases", "llama, tied, one KV head", "llama, shards, older dialect", "llama, float16", "qwen3",
             "phi3", "gemma", "gemma2", "olmo2", "olmo3", "ministral3", "seed_oss", "granite", "opt", "opt, no biases",
-            "starcoder2", "exaone4")
+            "starcoder2", "exaone4", "arcee")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -74,6 +74,7 @@ ARCHITECTURES = {
                           experts=("block_sparse_moe", mixtral.NAMES)),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
     "exaone4": Architecture("exaone4", layer_names=_BEHIND, pattern=True),
     "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
@@ -99,8 +100,8 @@ ARCHITECTURES = {
 # A model's family -> what its files are called.
 BY_FAMILY = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
              "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("exaone4", "gemma", "gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss",
-                            "smollm3", "starcoder2")}
+    name: name for name in ("arcee", "exaone4", "gemma", "gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
+                            "seed_oss", "smollm3", "starcoder2")}
 
 
 def architecture(path: object, name: object) -> Architecture:

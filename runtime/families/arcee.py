@@ -1,0 +1,27 @@
+"""Arcee (AFM): the Llama block with an MLP of two matrices and the square of ReLU between, which leaves most neurons at zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule, llama
+from .llama import outer_tensors
+from .opt import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=4096, bos=128_000, eos=(128_001,), norm_eps=1e-5, act=("hidden_act", "relu2"))
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return {role: rule for role, rule in llama.layer_tensors(config, layer).items() if role not in ("gate", "gate_bias")}
