@@ -53,7 +53,7 @@ def peer_name(name: str, arch: str) -> str:
         return NAMES[name]
     _, _, index, rest = name.split(".", 3)
     part, _, kind = rest.rpartition(".")
-    own = GEMMA if arch.startswith("gemma") else BEHIND if arch == "olmo2" else {}
+    own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch == "olmo2" else {}
     return f"blk.{index}.{(LAYER | FUSED | ROUTER | own)[part]}.{kind}"
 
 

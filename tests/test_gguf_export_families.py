@@ -286,3 +286,11 @@ def test_a_file_whose_queries_grow_has_positions_of_yarn(tmp_path: Path) -> None
                 change=lambda writer: writer.add_attn_temperature_scale(0.1))
     with pytest.raises(EffllmError, match="mistral3.attention.temperature_scale and rotary positions that are not yarn"):
         read_config(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("arch", ["arcee", "gemma", "seed_oss"])
+def test_a_window_that_a_family_does_not_have_is_refused(tmp_path: Path, arch: str) -> None:
+    case = "llama" if arch == "seed_oss" else arch
+    write_model(model(case, tmp_path / "source"), tmp_path / "model.gguf", "F32", arch, change=lambda writer: writer.add_sliding_window(24))
+    with pytest.raises(EffllmError, match="attention.sliding_window = 24 is not supported"):
+        read_config(tmp_path / "model.gguf")

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
-from family_models import Case, written
+from family_models import GROWING, Case, written
 from gpu_runs import divergence, opened, simulated
 
 from effllm.kernels.cuda.device import SimulatedDevice
@@ -55,6 +55,16 @@ def test_recorded_passes_have_the_numbers_of_passes_run_anew(layers: int, monkey
     anew = answers(opened(FABLE, simulated(), gpu_layers=layers)[0])
     assert np.array_equal(found, anew)
     assert divergence(found, answers(opened(FABLE, None)[0])) < 1e-6
+
+
+def test_queries_that_grow_do_so_in_recorded_passes(tmp_path: Path) -> None:
+    """Keys and queries have tables of their own, and both follow the position."""
+    written(Case("ministral3", {"vocab_size": 4096, "rope_parameters": GROWING}), tmp_path)
+    engine, _ = opened(tmp_path, simulated(), gpu_layers=3)
+    repeats = engine.backends["cuda"].repeats
+    found = answers(engine)
+    assert not repeats.broken and all(known.replay is not None for known in repeats._known.values())
+    assert divergence(found, answers(opened(tmp_path, None)[0])) < 1e-6
 
 
 def test_a_pass_that_cannot_be_recorded_is_run_and_told_once() -> None:

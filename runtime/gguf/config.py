@@ -172,8 +172,8 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
             raw.pop(GROWTH, None)
         raw["sliding_window"] = window
     elif raw["model_type"] == "seed_oss":
-        raw |= {key: f"blk.0.{part}.bias" in header.tensors for key, part in (("attention_bias", "attn_q"), ("attention_out_bias",
-                                                                                                       "attn_output"))}
+        raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window,
+                "attention_out_bias": "blk.0.attn_output.bias" in header.tensors}
     elif raw["model_type"] == "starcoder2":
         raw |= {"use_bias": "blk.0.attn_output.bias" in header.tensors, "sliding_window": window}
     elif raw["model_type"] == "exaone4":
