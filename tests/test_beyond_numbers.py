@@ -15,6 +15,7 @@ from effllm import EffllmError, UsageError
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.page_file import DamagedPage, describe, read_page_file, write_page_file
 from effllm.quant.kv_basis import KVBasis
+from effllm.quant.kv_bits import SIDES
 from effllm.runtime import predictors, sparsity_file
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.container import FILE, read_container
@@ -120,7 +121,7 @@ def profile(folder: Path, change: Callable[[np.ndarray], object], cost: object =
     heads, size = config.num_key_value_heads, config.head_dim
     square = np.tile(np.eye(size, dtype=np.float32), (heads, 1, 1))
     bases = [KVBasis(np.ones((heads, size), np.float32), square, square, None, *np.ones((2, heads, size // 16), np.float32))] * 2
-    costs = ((np.ones((heads, 7)), np.ones((heads, 7))),) * 2
+    costs = ((np.ones((heads, len(SIDES))), np.ones((heads, len(SIDES)))),) * 2
     save_profile(Profile(tuple(bases), costs, identity_of(folder), 10, (), None), folder)
     target, arrays = profile_paths(folder)
     values = np.fromfile(arrays, "<f4")
