@@ -204,7 +204,8 @@ class Session:
         self._cancelled = False
         prompt = self._prompt()
         if said and not resumed:  # an answer goes on behind its reasoning, also where the template opens one
-            closing = "</think>\n\n" if prompt.rstrip().endswith("<think>") else ANSWER_CHANNEL if self.tokenizer.channels else ""
+            tags = self.tokenizer.think_tags
+            closing = f"{tags.close}\n\n" if tags and tags.opened_by(prompt) else ANSWER_CHANNEL if self.tokenizer.channels else ""
             prompt += closing + said
         if self.raw and not self._said_raw:
             self._said_raw = True
@@ -247,6 +248,8 @@ class Session:
         if self.raw:
             return "".join([self.system or "", *(message["content"] for message in self.messages)])
         thinking = {} if self.think == "auto" else {"enable_thinking": self.think == "on"}
+        if self.think == "off" and self.tokenizer.think_tags:
+            thinking |= self.tokenizer.think_tags.off
         if thinking and self.tokenizer.channels:
             thinking = {"reasoning_effort": EFFORTS[self.think]}
         render = partial(self.tokenizer.render_chat, add_generation_prompt=reply, **thinking)

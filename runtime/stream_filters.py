@@ -1,5 +1,5 @@
-"""Filters on the text of an answer as it streams: stop strings, reasoning between <think> tags or in channels, and what a terminal must
-not receive.
+"""Filters on the text of an answer as it streams: stop strings, reasoning between tags or in channels, and what a terminal must not
+receive.
 
 Each takes pieces of any size through `push` and gives the same result however the text was cut; `flush` ends it. A filter holds back only
 what could still become a tag, a stop string or an escape sequence, so text appears as early as is safe. A stop string counts
@@ -7,7 +7,8 @@ from the moment it is complete: of two, the one completed first wins, which lets
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from .. import UsageError
 
@@ -58,6 +59,29 @@ class StopStrings:
         """The text ended without completing a stop string: what was held back belongs to the answer."""
         text, self._held = self._held, ""
         return text
+
+
+@dataclass(frozen=True)
+class ThinkTags:
+    """How a family marks reasoning. `behind`: what its template may put behind the opening tag; `off`: what tells the template that none is
+    wanted."""
+
+    open: str
+    close: str
+    behind: str = ""
+    off: Mapping[str, object] = field(default_factory=lambda: {"enable_thinking": False})
+
+    def opened_by(self, prompt: str) -> bool:
+        """Does a prompt end inside of reasoning?"""
+        prompt = prompt.rstrip()
+        return prompt.endswith(self.open) or bool(self.behind) and prompt.endswith(self.open + self.behind)
+
+
+# The first whose opening tag a vocabulary or a template holds is the model's. Mistral's vocabularies hold the tag of all their models.
+THINK_TAGS = (ThinkTags("<think>", "</think>"),
+              ThinkTags("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>", {"thinking_budget": 0}),
+              ThinkTags("[THINK]", "[/THINK]"))
+OF_TEMPLATES = frozenset({"[THINK]"})
 
 
 class ThinkFilter:

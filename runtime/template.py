@@ -46,11 +46,6 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._compiled: tuple[TemplateEnvironment, Template] | None = None
 
-    @property
-    def thinks(self) -> bool:
-        """Whether the template knows about reasoning between <think> tags."""
-        return "<think>" in self.source
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

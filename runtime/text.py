@@ -16,7 +16,7 @@ import tokenizers
 from .. import EffllmError, ModelNotFound
 from ..offload.header import is_gguf
 from .small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
-from .stream_filters import ChannelFilter, ThinkFilter
+from .stream_filters import OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .template import ChatTemplate, TemplateError, load_template
 from .text_stream import Decoder, TextStream
 
@@ -45,7 +45,6 @@ END_OF_TURN = (
 )
 END_TAG = "</s>"  # one of them in many vocabularies, in others a word of HTML
 HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a message and the turn goes on
-THINK_TAGS = ("<think>", "</think>")
 
 
 class TokenizerError(EffllmError):
@@ -129,18 +128,22 @@ class Tokenizer:
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether the model may reason before it answers, on a channel or between <think> tags."""
-        return self.channels or self._tags
+        """Whether the model may reason before it answers, on a channel or between tags."""
+        return self.channels or self.think_tags is not None
 
     @cached_property
-    def _tags(self) -> bool:
-        return self._backend.token_to_id("<think>") is not None or (self.template is not None and self.template.thinks)
+    def think_tags(self) -> ThinkTags | None:
+        """The tags around the model's reasoning, None where it has none."""
+        template = "" if self.template is None else self.template.source
+        return next((tags for tags in THINK_TAGS if tags.open in template
+                     or tags.open not in OF_TEMPLATES and self._backend.token_to_id(tags.open) is not None), None)
 
     @cached_property
     def _visible(self) -> dict[int, str]:
         """Think tags and marks of channels that this vocabulary marks as special: decoding would drop them, and with them the border of the
         answer."""
-        added, marks = self._backend.get_added_tokens_decoder(), ChannelFilter.MARKS if self.channels else THINK_TAGS
+        added, tags = self._backend.get_added_tokens_decoder(), self.think_tags
+        marks = ChannelFilter.MARKS if self.channels else () if tags is None else (tags.open, tags.close)
         return {number: token.content for number, token in added.items() if token.special and token.content in marks}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -191,11 +194,12 @@ class Tokenizer:
         """What tells reasoning from the answer behind a prompt, None where the model does not reason."""
         if self.channels:
             return ChannelFilter(self.decode(prompt[-64:], skip_special_tokens=False))
-        return ThinkFilter(started=self.opens_thinking(prompt)) if self.thinks else None
+        tags = self.think_tags
+        return None if tags is None else ThinkFilter(tags.open, tags.close, self.opens_thinking(prompt))
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends with an open <think> tag, so that the answer begins inside the reasoning."""
-        return self._tags and self.decode(prompt[-16:], skip_special_tokens=False).rstrip().endswith(THINK_TAGS[0])
+        """Whether the prompt ends with an open tag, so that the answer begins inside the reasoning."""
+        return self.think_tags is not None and self.think_tags.opened_by(self.decode(prompt[-64:], skip_special_tokens=False))
 
 
 def _open_backend(path: Path) -> tokenizers.Tokenizer:
@@ -259,6 +263,8 @@ def refused(error: BaseException, what: str) -> BaseException:
 def _without_tokenizer(folder: Path) -> str:
     if (folder / "tokenizer.model").exists() or (folder / "vocab.json").exists():
         return "write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    if (folder / "tekken.json").exists():
+        return "tekken.json is Mistral's own: take tokenizer.json from a repository of the same model that has it, or a GGUF file"
     return "copy tokenizer.json from the model's repository into the folder"
 
 
