@@ -134,11 +134,13 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens the model is said to handle: yarn's extension counts, also where max_position_embeddings was left as it was."""
-        if self.rope is None or self.rope.kind != "yarn":
-            return self.max_position_embeddings
+        """Tokens the model is said to handle: yarn's extension counts where max_position_embeddings was left as it was. One that is more
+        than the original length says it itself, though yarn may reach beyond."""
+        stated = self.max_position_embeddings
+        if self.rope is None or self.rope.kind != "yarn" or stated > self.rope.params["original_max_position_embeddings"]:
+            return stated
         extended = self.rope.params["original_max_position_embeddings"] * self.rope.params["factor"]
-        return max(self.max_position_embeddings, int(min(extended, MAX_POSITIONS)))
+        return max(stated, int(min(extended, MAX_POSITIONS)))
 
 
 @dataclass(frozen=True)

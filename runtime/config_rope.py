@@ -72,10 +72,14 @@ def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: 
     return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, _rope_params(inner, kind, rotary, positions, original), share)
 
 
-def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, float]) -> tuple[RopeConfig, RopeConfig]:
+def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, float],
+              flat: bool = False) -> tuple[RopeConfig, RopeConfig]:
     """Rotary positions of layers without and with a window, of families that have two sections in `rope_parameters`. The older dialect's
-    `rope_scaling` is about the former alone. `thetas`: those of the two where their sections state none."""
+    `rope_scaling` is about the former alone, and so is a `flat` section without types of layers, but for its theta. `thetas`: those of the
+    two where their sections state none."""
     sections = keys.section("rope_parameters") or {}
+    if flat and is_flat(sections):
+        sections = {GLOBAL: sections, LOCAL: {name: value for name, value in sections.items() if name == "rope_theta"}}
     stray = sorted(sections.keys() - {GLOBAL, LOCAL})
     if stray or not all(isinstance(section, dict | None) for section in sections.values()):
         raise ConfigError("config.json: rope_parameters does not tell full_attention from sliding_attention",
@@ -83,6 +87,11 @@ def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, fl
     everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
     return (rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0]),
             rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1]))
+
+
+def is_flat(sections: Mapping[str, object]) -> bool:
+    """Has a section of rotary positions none for types of layers?"""
+    return bool(sections) and not {GLOBAL, LOCAL} & sections.keys()
 
 
 def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | None]) -> list[str]:

@@ -190,6 +190,7 @@ def test_the_context_counts_what_yarn_adds() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
     assert parse_config({**LLAMA, "max_position_embeddings": 1000, "rope_parameters": yarn}).context_length == 4000
     assert parse_config({**LLAMA, "max_position_embeddings": 4096, "rope_parameters": yarn}).context_length == 4096
+    assert parse_config({**LLAMA, "max_position_embeddings": 3000, "rope_parameters": yarn}).context_length == 3000
     assert parse_config({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}).context_length == 2048
 
 

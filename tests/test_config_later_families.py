@@ -57,7 +57,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("arcee", "sliding_window", 40), ("arcee", "layer_types", ["sliding_attention"] * 4),
-    ("exaone4", "attention_bias", True), ("exaone4", "sliding_window_pattern", "LLLG"), ("exaone4", "mlp_bias", True),
+    ("exaone4", "attention_bias", True), ("exaone4", "sliding_window_pattern", "LLxG"), ("exaone4", "mlp_bias", True),
     ("gemma", "hidden_activation", "gelu"), ("gemma", "use_bidirectional_attention", True), ("gemma", "sliding_window", 40),
     ("gemma", "query_pre_attn_scalar", 256), ("gemma", "mlp_bias", True), ("gemma", "final_logit_softcapping", 30.0),
     ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
@@ -80,9 +80,13 @@ def test_olmo3_stretches_the_positions_of_layers_without_a_window_alone() -> Non
     assert parse_config(theirs, strict=True).ropes == older.ropes
     other = {**newer, "sliding_attention": {"rope_theta": 7e3}}
     assert [rope.theta for rope in parse_config({**base, "rope_theta": 1e6, "rope_parameters": other}).ropes] == [7e3] * 3 + [5e5]
-    # Versions of transformers do not agree on these: one base or two, and whether the section of all layers is read at all.
+    # Versions of transformers do not agree on these: one base or two, and for what layers a section without types is.
     refused({**base, "rope_theta": 1e6}, "rope_theta", "layers with a window")
-    refused({**base, "rope_parameters": {**yarn, "rope_theta": 5e5}}, "rope_parameters")
+    flat = parse_config({**base, "rope_parameters": {**yarn, "rope_theta": 5e5}}, strict=True)
+    assert flat.ropes == older.ropes and [("the latter alone are stretched" in said) for said in flat.warnings] == [True]
+    plain = parse_config({**base, "rope_parameters": {"rope_type": "default", "rope_theta": 7e3}}, strict=True)
+    assert {(rope.kind, rope.theta) for rope in plain.ropes} == {("default", 7e3)} and not plain.warnings
+    refused({**LLAMA, "model_type": "gemma3_text", "sliding_window": 32, "rope_parameters": {**yarn, "rope_theta": 5e5}}, "rope_parameters")
     assert parse_config({**base, "rope_theta": 1e6, "layer_types": ["full_attention"] * 4}).rope.theta == 1e6
     refused({**base, "sliding_window": None}, "no sliding window")
 
@@ -167,7 +171,9 @@ def test_layers_of_exaone4_turn_where_they_have_a_window() -> None:
     assert layers(sliding_window=32, sliding_window_pattern="GLGG", layer_types=kinds) == [far, near, far, far]
     full = ["full_attention"] * 4
     assert layers(sliding_window=None, layer_types=full) == [(True, None)] * 4 and layers(sliding_window=32, layer_types=full) == [far] * 4
-    refused({**LLAMA, "model_type": "exaone4", "sliding_window": None}, "no sliding window")
+    assert layers(sliding_window=32, sliding_window_pattern="LLG") == [near, near, far, near]
+    assert layers(sliding_window=None) == layers(sliding_window=None, sliding_window_pattern=None) == [(True, None)] * 4
+    refused({**LLAMA, "model_type": "exaone4", "sliding_window": None, "layer_types": kinds}, "no sliding window")
 
 
 def test_the_mlp_of_arcee_has_no_gate() -> None:

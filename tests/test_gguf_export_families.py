@@ -17,6 +17,7 @@ from effllm.runtime.gguf.architectures import BY_FAMILY
 from effllm.runtime.gguf.config_out import NOT_WRITTEN, exported_as
 from effllm.runtime.gguf.export import Exported, export_gguf
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.rope import rope_table
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -140,7 +141,6 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("gemma2", {"tie_word_embeddings": False}, "head of its own"), ("gemma3_text", {"final_logit_softcapping": 9.0}, "caps its logits"),
     ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "every 6th layer"), ("gemma2", {"attention_bias": True}, "biases"),
     ("ministral3", {"sliding_window": 30}, "sliding window"),
-    ("ministral3", {"rope_parameters": {**GROWING, "mscale": None}}, "scales its positions by 1.2"),
     ("ministral3", {"rope_parameters": {**GROWING, "rope_type": "default"}}, "rotary positions of kind default"),
     ("olmo3", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}, "every 4th layer"),
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 2e4}, "sliding_attention": {"rope_theta": 1e4}}}, "rope_theta"),
@@ -265,20 +265,78 @@ def test_a_file_of_mistral3_without_growing_queries_is_of_mistral(tmp_path: Path
     np.testing.assert_array_equal(scores(tmp_path / "model.gguf", ids), scores(source, ids))
 
 
-@pytest.mark.parametrize("multiplier, said", [(None, "lacks key mistral3.rope.scaling.yarn_log_multiplier"),
-                                              (0.5, "yarn_log_multiplier 0.5")])
-def test_a_file_of_mistral3_whose_positions_are_scaled_is_refused(tmp_path: Path, multiplier: float | None, said: str) -> None:
-    """Readers of it have meant several things by that."""
+@pytest.mark.parametrize("multiplier, scale", [(None, 1.2079), (0.0, 1.2079), (1.0, 1.0), (0.5, "yarn_log_multiplier 0.5")])
+@pytest.mark.parametrize("length", [None, 128, 64])
+def test_how_files_of_mistral3_scale_their_positions(tmp_path: Path, multiplier: float | None, scale: float | str,
+                                                     length: int | None) -> None:
     def change(writer: gguf.GGUFWriter) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(8.0)
+        writer.add_rope_scaling_orig_ctx_len(128)
         writer.add_attn_temperature_scale(0.1)
-        if multiplier:
+        if multiplier is not None:
             writer.add_rope_scaling_yarn_log_mul(multiplier)
+        if length:
+            writer.add_uint32("mistral3.attention.temperature_length", length)
 
-    write_model(model("mistral", tmp_path / "source"), tmp_path / "model.gguf", "F32", "mistral3", change=change)
-    with pytest.raises(EffllmError, match=said):
-        read_config(tmp_path / "model.gguf")
+    path = tmp_path / "model.gguf"
+    write_model(model("mistral", tmp_path / "source"), path, "F32", "mistral3", change=change)
+    if isinstance(scale, str) or length == 64:
+        with pytest.raises(EffllmError, match=scale if isinstance(scale, str) else "temperature_length 64 beside .* length of 128"):
+            read_config(path)
+        return
+    config = read_config(path, strict=True)
+    table = rope_table(config.rope, config.head_dim, 1024, 1024)
+    assert config.family == "ministral3" and table.attention_scaling == pytest.approx(scale, abs=1e-4) and table.queries is not None
+
+
+def test_a_model_whose_positions_are_scaled_travels_as_mistral3(tmp_path: Path) -> None:
+    source = model("ministral3", tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text())
+    rope = raw.get("rope_parameters") or raw["rope_scaling"]
+    del rope["mscale_all_dim"], rope["mscale"]
+    (source / "config.json").write_text(json.dumps(raw))
+    list(export_gguf(source, tmp_path / "out.gguf", "F16", "a name"))
+    ids, sides = list(range(5, 90)), [read_config(each) for each in (source, tmp_path / "out.gguf")]
+    scales = [rope_table(one.rope, one.head_dim, 1024, 1024).attention_scaling for one in sides]
+    assert scales[0] > 1.01 and scales[0] == pytest.approx(scales[1], rel=1e-6)
+    wanted = scores(source, ids)
+    assert np.abs(scores(tmp_path / "out.gguf", ids) - wanted).max() < 1e-3 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("stated, window", [(None, 4096), (0, None), (24, 24)])
+def test_a_file_of_starcoder2_without_a_window_has_the_usual_one(tmp_path: Path, stated: int | None, window: int | None) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_layer_norm_eps(1e-5)
+        if stated is not None:
+            writer.add_sliding_window(stated)
+
+    write_model(model("llama", tmp_path / "source"), tmp_path / "model.gguf", "F32", "starcoder2", change=change)
+    assert set(read_config(tmp_path / "model.gguf").windows) == {window}
+
+
+def test_a_starcoder2_without_a_window_stays_so(tmp_path: Path) -> None:
+    source = model("starcoder2", tmp_path / "source")
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
+    list(export_gguf(source, tmp_path / "out.gguf", "F16", "a name"))
+    assert set(read_config(source).windows) == set(read_config(tmp_path / "out.gguf", strict=True).windows) == {None}
+
+
+def test_an_earlier_file_of_olmo3_scales_its_positions_once(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(24)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_rope_scaling_orig_ctx_len(128)
+        writer.add_rope_scaling_attn_factors(1.2079441)
+
+    write_model(model("olmo3", tmp_path / "source"), tmp_path / "model.gguf", "F32", "olmo2", change=change)
+    config = read_config(tmp_path / "model.gguf", strict=True)
+    stretched = [rope for rope in config.ropes if rope.kind == "yarn"]
+    scales = [rope_table(rope, config.head_dim, 1024, 1024).attention_scaling for rope in stretched]
+    assert scales == [pytest.approx(1.2079441, rel=1e-6)]
+    assert any("it is taken once, as in the checkpoint" in said for said in config.warnings)
 
 
 def test_a_file_whose_queries_grow_has_positions_of_yarn(tmp_path: Path) -> None:

@@ -22,9 +22,8 @@ REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": Fal
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
-    keys.holds("sliding_window_pattern")  # a word like LLLG in the published ones, beside the layer_types that it made
-    every = 1 if keys.raw.get("layer_types") is not None else keys.integer("sliding_window_pattern", 4)
-    windows = windows_of(keys, window, [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
+    usual = (GLOBAL,) * layers if window is None else _usual(keys, layers)
+    windows = windows_of(keys, window, usual)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         rope = rope_config(keys, head_dim, positions)
@@ -32,3 +31,14 @@ def config(keys: Keys) -> ModelConfig:
 
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=0, eos=(2,), norm_eps=1e-5)
     return decoder_config(keys, base, ropes, windows=windows, qk_norm=True)
+
+
+def _usual(keys: Keys, layers: int) -> tuple[str, ...]:
+    """Types of layers where none are listed: by a word of L and G, repeated, as the published configs have it beside their list, or all but
+    the last of so many with a window."""
+    pattern = keys.raw.get("sliding_window_pattern")
+    keys.holds("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        return tuple(LOCAL if pattern[layer % len(pattern)] == "L" else GLOBAL for layer in range(layers))
+    every = 1 if keys.raw.get("layer_types") is not None else keys.integer("sliding_window_pattern", 4)
+    return tuple(LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, is_flat, two_ropes
 from .olmo2 import block, layer_tensors, outer_tensors
 from .qwen2 import windows_of
 
@@ -25,11 +26,15 @@ def config(keys: Keys) -> ModelConfig:
     windows = windows_of(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        everywhere, local = two_ropes(keys, head_dim, positions, (_theta(keys, windows), THETA))
+        everywhere, local = two_ropes(keys, head_dim, positions, (_theta(keys, windows), THETA), flat=True)
         return tuple(everywhere if window is None else local for window in windows)
 
     base = Defaults(max_position_embeddings=2048, eos=(50_279,), norm_eps=1e-5)
-    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True)
+    made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True)
+    if not is_flat(keys.section("rope_parameters") or {}) or made.ropes[windows.index(None) if None in windows else 0].kind == "default":
+        return made
+    said = "rope_parameters does not tell layers with a window from the others: the latter alone are stretched, as in the published models"
+    return replace(made, warnings=(*made.warnings, said))
 
 
 def _theta(keys: Keys, windows: tuple[int | None, ...]) -> float:

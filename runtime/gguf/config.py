@@ -29,13 +29,14 @@ KEYS = {
     "attention.key_length": "head_dim", "attention.sliding_window": "sliding_window",
 }
 REQUIRED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count", "context_length")
-READ = frozenset({"attention.value_length", "rope.dimension_count", "rope.scale_linear"})
+GROWTH_LENGTH = "attention.temperature_length"  # of how many positions queries grow by a step; some writers repeat it
+READ = frozenset({GROWTH_LENGTH, "attention.value_length", "rope.dimension_count", "rope.scale_linear"})
 SCALING = "rope.scaling."
 SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
-USUAL_WINDOW = 4096  # of every size of Gemma 2, and EXAONE 4
+USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
 USUAL_THETA = 10_000.0
 OLMO3_EVERY = EXAONE4_EVERY = 4  # all but the last of so many layers have a window
 EXAONE4_LAYERS = 64  # of the one size that has windows
@@ -175,6 +176,8 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window,
                 "attention_out_bias": "blk.0.attn_output.bias" in header.tensors}
     elif raw["model_type"] == "starcoder2":
+        if stated is None:  # llama.cpp passes it over, and converters do not write it
+            window = USUAL_WINDOW
         raw |= {"use_bias": "blk.0.attn_output.bias" in header.tensors, "sliding_window": window}
     elif raw["model_type"] == "exaone4":
         if stated is None and raw["num_hidden_layers"] == EXAONE4_LAYERS:
@@ -207,6 +210,10 @@ def _grow(header: GgufHeader, name: str, raw: dict[str, object], growth: object)
     if not isinstance(section, dict) or section.get("rope_type") != "yarn":
         raise CheckpointError(f"{header.path} states {name}.attention.temperature_scale and rotary positions that are not yarn's, which is "
                               "not supported", yarn.ORIGINAL)
+    length, own = header.metadata.get(f"{name}.{GROWTH_LENGTH}"), section["original_max_position_embeddings"]
+    if length not in (None, own):
+        raise CheckpointError(f"{header.path} states {name}.{GROWTH_LENGTH} {shown_value(length)} beside an original length of "
+                              f"{shown_value(own)}, which is not supported", yarn.ORIGINAL)
     section[GROWTH] = growth
 
 

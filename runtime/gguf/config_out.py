@@ -84,10 +84,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family in UNDIVIDED:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
     if family == "ministral3":
-        kind, positions = config.rope.kind, config.max_position_embeddings
-        table = rope_table(config.rope, config.head_dim, positions, positions)
-        yield kind != "yarn", f"has rotary positions of kind {kind}"
-        yield not np.isclose(table.attention_scaling, 1.0, rtol=1e-6), f"scales its positions by {table.attention_scaling:.4g}"
+        yield config.rope.kind != "yarn", f"has rotary positions of kind {config.rope.kind}"
     if family == "olmo3":
         plain = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
         yield any(rope.kind != "default" for rope in plain), "stretches the rotary positions of layers with a window"
@@ -125,8 +122,8 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
 def _of_family(config: ModelConfig) -> dict[str, Value]:
     keys: dict[str, Value] = {}
     window = next((each for each in config.windows if each is not None), None)
-    if window is not None:
-        keys["attention.sliding_window"] = window
+    if window is not None or config.family == "starcoder2":  # whose files without the key are read with a window
+        keys["attention.sliding_window"] = window or 0
     if config.attn_logit_softcapping is not None:
         keys["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
     if config.final_logit_softcapping is not None:

@@ -43,8 +43,9 @@ CUTTERS = {
     "gpt-4o": Cutter((rf"{BEFORE}{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|{BEFORE}{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
                       rf"|\p{{N}}{{1,3}}|{REST_SLASH}",)),
     "qwen35": QWEN35,
+    "seed-coder": Cutter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)),
     "tekken": Cutter((rf"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*|\p{{N}}|{REST_SLASH}",), whole=True, bos=True),
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2", "jais", "trillion", "granite-docling"), GPT2),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2", "jais", "trillion", "granite-docling", "exaone4"), GPT2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), Cutter(LLAMA3.patterns)),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan"), QWEN2),

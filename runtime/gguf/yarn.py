@@ -3,7 +3,7 @@
 cos and sin of positions are times a number there, 0.1 ln(factor) + 1 unless another is stated, in two ways. `attn_factor` multiplies it;
 llama.cpp reads that of every architecture. `yarn_attn_factor` is where converters put the checkpoint's own number, `attention_factor` in
 transformers; llama.cpp reads it of architectures alone that are not among ours, and takes the usual number for the others. Files of
-mistral3 have cos and sin as they are: they state `yarn_log_multiplier` 1, by which the number is divided by itself.
+mistral3 that state `yarn_log_multiplier` 1 have cos and sin as they are: by it the number is divided by itself; with 0, or none, it holds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ...offload.header import CheckpointError, damaged
 
 KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_log_multiplier")
 ORIGINAL = "give the folder of the original checkpoint, if its family is supported"
-PLAIN = ("mistral3",)  # architectures whose cos and sin are not scaled
+DIVIDED = ("mistral3",)  # architectures whose cos and sin may be left as they are
+TWICE = ("olmo2",)  # whose earlier files state the checkpoint's own number as `attn_factor`, by which llama.cpp multiplies the usual
 SAME = 1e-3  # of a number that was rounded on its way
 
 
@@ -34,10 +35,9 @@ def section(path: Path, prefix: str, data: Mapping[str, Value], positions: objec
         damaged(path, f"lacks key {prefix}factor")
     if (share := _number(path, prefix, data, "yarn_ext_factor")) is not None and 0 <= share != 1:  # below 0 it is not set
         raise CheckpointError(f"{path} states {prefix}yarn_ext_factor {share:g}, which is not supported", ORIGINAL)
-    plain, share = prefix.partition(".")[0] in PLAIN, _number(path, prefix, data, "yarn_log_multiplier")
-    if plain and share is None:
-        damaged(path, f"lacks key {prefix}yarn_log_multiplier")
-    if share and not (plain and share == 1):
+    arch, share = prefix.partition(".")[0], _number(path, prefix, data, "yarn_log_multiplier")
+    plain = arch in DIVIDED and share == 1
+    if share and not plain:
         raise CheckpointError(f"{path} states {prefix}yarn_log_multiplier {share:g}, which is not supported", ORIGINAL)
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": data.get(f"{prefix}original_context_length",
                                                                                                  positions)}
@@ -51,6 +51,9 @@ def section(path: Path, prefix: str, data: Mapping[str, Value], positions: objec
     if times not in (None, 1.0) and own not in (None, 1.0):
         raise CheckpointError(f"{path} states both {prefix}attn_factor {times:g} and {prefix}yarn_attn_factor {own:g}",
                               "one of the two can be")
+    if arch in TWICE and times is not None and not plain and math.isclose(times, usual, rel_tol=SAME):
+        return found, (f"{path.name} states {prefix}attn_factor {times:g}, the number that positions are scaled by anyway: it is taken "
+                       f"once, as in the checkpoint; llama.cpp takes it twice, {times * usual:.4g}")
     if times not in (None, 1.0):
         return found | {"attention_factor": times * usual}, ""
     if own is None or math.isclose(own, usual, rel_tol=SAME):
@@ -70,12 +73,14 @@ def _number(path: Path, prefix: str, data: Mapping[str, Value], key: str) -> flo
 
 
 def stated(params: Mapping[str, object], scaling: float, arch: str) -> dict[str, Value]:
-    """Keys below `rope.scaling.` of a model whose positions are yarn's (`RopeConfig.params`), cos and sin times `scaling`, which is 1 for
-    an architecture of PLAIN."""
+    """Keys below `rope.scaling.` of a model whose positions are yarn's (`RopeConfig.params`), cos and sin times `scaling`."""
     keys: dict[str, Value] = {"type": "yarn", "factor": float(params["factor"]),
                               "original_context_length": int(params["original_max_position_embeddings"]),
                               "yarn_beta_fast": float(params["beta_fast"]), "yarn_beta_slow": float(params["beta_slow"])}
-    if arch in PLAIN:
-        return {**keys, "yarn_log_multiplier": 1.0}
+    if arch in DIVIDED:
+        plain = math.isclose(scaling, 1.0, rel_tol=1e-6)
+        keys["yarn_log_multiplier"] = 1.0 if plain else 0.0
+        if plain:
+            return keys
     times = scaling / magnitude(params["factor"])
     return keys if math.isclose(times, 1.0, rel_tol=1e-6) else {**keys, "attn_factor": float(times)}
