@@ -188,6 +188,8 @@ def show_plan(plan: PullPlan, client: Client, screen: Screen) -> None:
                       f"alone: {run.unknown}"))
     elif run.unknown:
         lines.append(("speed", f"not known: {run.unknown}"))
+    if plan.lacks_tokenizer:
+        lines.append(("tokenizer", "none: there is no tokenizer.json, so it will not run until one is put beside the weights"))
     for name, text in lines:
         screen.note(f"{name:<{MARGIN}}{text}", MARGIN)
 

@@ -67,6 +67,15 @@ def test_the_offer_is_of_the_run_that_was_asked_for(hub: Hub, person: Person) ->
     assert not hub.asked("model.safetensors")
 
 
+def test_a_repository_without_a_tokenizer_is_told_before_it_is_loaded(hub: Hub, person: Person) -> None:
+    hub.add(REPO, FABLE)
+    assert "tokenizer" not in person.types("pull", REPO, "--dry-run").err
+    hub.add("org/bare", FABLE)
+    del hub.repos["org/bare"].files["tokenizer.json"]
+    said = person.types("pull", "org/bare", "--dry-run").err
+    assert "tokenizer none: there is no tokenizer.json, so it will not run until one is put beside the weights" in " ".join(said.split())
+
+
 def test_yes_to_a_run_does_not_load_what_could_not_run(hub: Hub, person: Person) -> None:
     """The hint is a command that does."""
     hub.add(REPO, FABLE)

@@ -78,6 +78,11 @@ class PullPlan:
     is_done: bool = False
 
     @property
+    def lacks_tokenizer(self) -> bool:
+        """Is there nothing that tells words from tokens among what will be here?"""
+        return self.wish.reference.file is None and not any(file.name == "tokenizer.json" for file in self.files)
+
+    @property
     def to_load(self) -> int:
         return self.total_bytes - self.held_bytes
 
