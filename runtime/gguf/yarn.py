@@ -51,7 +51,7 @@ def section(path: Path, prefix: str, data: Mapping[str, Value], positions: objec
     if times not in (None, 1.0) and own not in (None, 1.0):
         raise CheckpointError(f"{path} states both {prefix}attn_factor {times:g} and {prefix}yarn_attn_factor {own:g}",
                               "one of the two can be")
-    if arch in TWICE and times is not None and not plain and math.isclose(times, usual, rel_tol=SAME):
+    if arch in TWICE and times is not None and math.isclose(times, usual, rel_tol=SAME):
         return found, (f"{path.name} states {prefix}attn_factor {times:g}, the number that positions are scaled by anyway: it is taken "
                        f"once, as in the checkpoint; llama.cpp takes it twice, {times * usual:.4g}")
     if times not in (None, 1.0):
