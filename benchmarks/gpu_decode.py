@@ -79,7 +79,7 @@ def measured(shape: str, bits: str, rounds: int) -> Iterator[Figure]:
                 seconds[side].append(found)
         print(f"{bits}: round {number} of {rounds}", file=sys.stderr)
     conditions = f"{shape}, {bits}, {rounds} rounds of {TOKENS} tokens"
-    declined = sorted({reason for reason in engines["card"].backends["cuda"].products.declined.values() if reason})
+    declined = sorted({reason for reason in engines["card"].backends["cuda"].one.declined.values() if reason})
     for which, (name, count) in enumerate((("prompt", PROMPT), ("token", 1))):
         for other in ("torch", "cpu"):
             ratio = median(theirs[which] / own[which] for own, theirs in zip(seconds["card"], seconds[other], strict=True))

@@ -16,7 +16,7 @@ from test_gpu_tier import planned
 
 from effllm import DoesNotFit
 from effllm.cli.plan import on_gpu
-from effllm.kernels.cuda import products
+from effllm.kernels.cuda import products, stages
 from effllm.kernels.cuda.device import SimulatedDevice
 
 
@@ -83,7 +83,8 @@ def test_without_a_kernel_for_it_the_processor_keeps_it(tmp_path: Path, monkeypa
     def missing() -> None:
         raise ImportError("triton")
 
-    monkeypatch.setattr(products, "_kernels", missing)
+    for module in (products, stages):
+        monkeypatch.setattr(module, "_kernels", missing)
     written(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
     engine, said = opened(tmp_path, SimulatedDevice(link=1.0, compiles=True), ctx=100)
     assert engine.placement.card.head_bytes > 0 and engine.model.card_head is None

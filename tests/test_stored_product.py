@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from effllm.kernels.cuda import products, stored_product
-from effllm.kernels.cuda.device import SimulatedDevice
+from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
 from effllm.kernels.cuda.low_bit import Format
 from effllm.kernels.cuda.low_bit import opened as opened_by_torch
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -64,21 +64,20 @@ def test_weights_are_opened_to_the_same_bits_and_multiplied(text: str) -> None:
         assert (stored_product.of_codes(x, blob, form, added) - want).abs().max() <= 2e-6 * max(1, want.abs().max())
 
 
-@pytest.mark.parametrize("text", ("codebook4:16", "super4:32", "affine3:128+0.02"))
-def test_shares_of_long_rows_without_edges(text: str) -> None:
-    """Nothing is masked, and sums of a part of the inputs each are added."""
-    rng, (weight, form) = np.random.default_rng(2), sample(text, 32, 1024)
-    assert stored_product.shares(form) == 2
+@pytest.mark.parametrize("text", ("codebook4:16", "super4:32", "affine3:128+0.02", "codebook3:16"))
+@pytest.mark.parametrize("inputs", (2048, 2304, 4352), ids=("even", "a part of the last turn", "long"))
+def test_rows_of_several_turns(text: str, inputs: int) -> None:
+    """What is read ahead is what comes next, and nothing counts twice; products are added to what is there."""
+    rng, (weight, form) = np.random.default_rng(2), sample(text, 32, inputs)
+    assert inputs // 32 >= stored_product.TILES_OF_WARP * stored_product.WARPS
     blob, weight = guarded(weight.parts["data"]), torch.from_numpy(weight.to_f32()).to(ON).double()
     for tokens in (1, 2):
-        x = torch.from_numpy(rng.standard_normal((tokens, 1024), np.float32)).to(ON)
-        want = x.double() @ weight.T
-        assert (stored_product.of_codes(x, blob, form, None) - want).abs().max() <= 2e-6 * want.abs().max()
-
-
-def test_narrow_matrices_have_more_shares() -> None:
-    at = {shape: stored_product.shares(sample("4bit", *shape)[1]) for shape in ((256, 2048), (2048, 2048), (2048, 5632), (16, 256))}
-    assert at == {(256, 2048): 4, (2048, 2048): 4, (2048, 5632): 8, (16, 256): 1}
+        x, there = (torch.from_numpy(rng.standard_normal((tokens, each), np.float32)).to(ON) for each in (inputs, 32))
+        product = x.double() @ weight.T
+        assert (stored_product.of_codes(x, blob, form, None) - product).abs().max() <= 2e-6 * product.abs().max()
+        want, into = there + 0.5 * product, there.clone()
+        assert stored_product.of_codes(x, blob, form, None, into, 0.5) is into
+        assert (into - want).abs().max() <= 2e-6 * product.abs().max()
 
 
 @pytest.mark.parametrize("stored", TYPES)
@@ -90,8 +89,11 @@ def test_sixteen_bit_weights_are_multiplied(stored: str) -> None:
         for added in (None, bias):
             want = x.double() @ weight.double().T + (0 if added is None else added)
             assert (stored_product.of_halves(x, weight, added) - want).abs().max() <= 2e-6 * want.abs().max()
+            found = stored_product.of_halves(x, weight, added, torch.ones_like(want, dtype=torch.float32), -2.0)
+            assert (found - (1 - 2 * want)).abs().max() <= 4e-6 * want.abs().max()
 
 
+@pytest.mark.skipif(ON.type == "cuda", reason="what a simulated card has is on the CPU, and Triton compiles here")
 @pytest.mark.parametrize("made", ["wide", "4bit", pytest.param("3bit", marks=pytest.mark.slow)])
 def test_a_model_is_multiplied_by_them(made: str, tmp_path: Path) -> None:
     """All of its layers, passes that are run again among them."""
@@ -101,11 +103,12 @@ def test_a_model_is_multiplied_by_them(made: str, tmp_path: Path) -> None:
         run(tmp_path / "wide", folder := tmp_path / made, options(made))
     card = SimulatedDevice(link=1.0, compiles=True)
     engine, _ = opened(folder, card)
-    several, own = opened(folder, simulated())[0], engine.backends["cuda"].products
+    several, own, one = opened(folder, simulated())[0], engine.backends["cuda"].products, engine.backends["cuda"].one
     found, want = (logits(each, 12, 9) for each in (engine, several))
     assert divergence(found, want) < 1e-9 and not np.array_equal(found, want)
-    assert {known[-1] for known in own.declined} == ({1} if made == "wide" else {1, 16})
-    assert not own.is_slow and own.announcements() == []
+    assert {known[-1] for known in own.kinds} == ({1} if made == "wide" else {1, 16})
+    assert {"norm", "gate", "rope", "write", "attend"} < {kind[0] for kind in one.declined} and not any(one.declined.values())
+    assert not own.is_slow and engine.announcements() == []
 
 
 def failing(error: Exception) -> object:
@@ -121,10 +124,10 @@ def failing(error: Exception) -> object:
     (lambda *of: torch.full((len(of[0]), 48), torch.nan, device=ON),
      "the GPU multiplies codebook-4 weights by several kernels each: the results of one are others"),
     (failing(subprocess.CalledProcessError(1, ["gcc"])),
-     "the GPU multiplies weights by several kernels each: Triton cannot compile here: it needs a C compiler, Python's headers and a cache "
-     "folder"),
+     "the GPU runs stages of a layer by several kernels each: Triton cannot compile here: it needs a C compiler, Python's headers and a "
+     "cache folder"),
     (failing(ImportError("triton")),
-     "the GPU multiplies weights by several kernels each: Triton is not installed (pip install 'effllm[cuda]')"),
+     "the GPU runs stages of a layer by several kernels each: Triton is not installed (pip install 'effllm[cuda]')"),
     (failing(torch.OutOfMemoryError("none left")), None)])
 def test_kernels_that_fail_or_err_are_not_taken_and_told_once(kernel: object, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_kernels", lambda: SimpleNamespace(of_codes=kernel))
@@ -149,11 +152,11 @@ def test_a_kernel_that_fails_later_leaves_its_products_to_torch(monkeypatch: pyt
     assert np.array_equal(first, product()) and not ops.products.is_slow, "the first one is the kernel's too"
     monkeypatch.setattr(products, "_kernels", lambda: SimpleNamespace(of_codes=failing(RuntimeError("no space left"))))
     np.testing.assert_allclose(product(), x @ wide.T, rtol=1e-4, atol=1e-5)
-    assert ops.announcements() == ["the GPU multiplies weights by several kernels each: no space left"]
+    assert ops.announcements() == ["the GPU runs stages of a layer by several kernels each: no space left"]
 
 
 def placed(text: str, rows: int, inputs: int) -> tuple[TorchOps, Linear, np.ndarray]:
-    ops, (weight, _) = TorchOps(SimulatedDevice(compiles=True)), sample(text, rows, inputs)
+    ops, (weight, _) = TorchOps(CudaDevice() if ON.type == "cuda" else SimulatedDevice(compiles=True)), sample(text, rows, inputs)
     there = {"data": ops.put(weight.parts["data"], weight.spec.scheme)}
     return ops, Linear(Weight(weight.spec, weight.shape, there), None), weight.to_f32()
 

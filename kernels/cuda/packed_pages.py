@@ -29,6 +29,7 @@ from ..kv_layout import (
 )
 from ..layout import PAGE, PageLayout
 from .attention import Partial, block_partial, finish, fold, pages_at_once, rows_of
+from .one_kernel import OneKernel
 from .pages import COUNT, FIRST, INDEX, SEALED, TorchLayerPages, pages_of, runs, visible_span
 
 Widths = tuple[tuple[int, ...], tuple[int, ...]]
@@ -55,8 +56,8 @@ class TorchPackedPages(TorchLayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out, both uint8 tensors on the device."""
 
     def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
-                 scale: float, window: int | None, softcap: float | None, codec: Codec) -> None:
-        super().__init__(upload, layout, exact, exact[:0], scale, window, softcap)
+                 scale: float, window: int | None, softcap: float | None, codec: Codec, one: OneKernel) -> None:
+        super().__init__(upload, layout, exact, exact[:0], scale, window, softcap, one)
         self.codec, self.packed = codec, codec.layout(layout.kv_heads, layout.head_dim)
         self.records = sealed.view(-1, self.packed.layer_page_nbytes)
         self._k_inverse, self._v_inverse, self._k_scale = (

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -16,9 +18,11 @@ import torch
 
 from ..layout import F32, HEADER_NBYTES, STORED_BYTES, PageLayout
 from .attention import attend_blocks
+from .one_kernel import FEW, OneKernel
 
 SEALED, INDEX, FIRST, COUNT = range(4)
 HALF_MAX = 65504.0
+CLOSE = 1e-4  # of the largest result: what rounding makes of scores of some hundreds, after their exponentials
 
 
 class Codec(Protocol):
@@ -76,20 +80,36 @@ class TorchLayerPages:
 
     def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
                  scale: float, window: int | None, softcap: float | None,
-                 places: Callable[[int, int], torch.Tensor] | None = None) -> None:
+                 one: OneKernel, places: Callable[[int, int], torch.Tensor] | None = None) -> None:
         self._places = places or (lambda position, tokens: torch.arange(position, position + tokens, device=exact.device))
         self.upload, self.layout, self.exact, self.sealed = upload, layout, exact, sealed
-        self.scale, self.window, self.softcap = scale, window, softcap
+        self.scale, self.window, self.softcap, self._one = scale, window, softcap, one
         self._exact_sides, self._sealed_sides = sides(exact, layout), sides(sealed, layout)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
         """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. As on the CPU, finite values saturate as halves,
         and infinity stays what it is: a page of it is refused when it is packed."""
-        slot, row, layout = self.upload(slots), self.upload(rows), self.layout
+        slot, row = self.upload(slots), self.upload(rows)
+        if len(k) > FEW:
+            self._put(k, v, slot, row)
+            return
+        kept = lambda: _kernels().write(k, v, slot, row, self.exact, self.layout)  # noqa: E731
+        self._one.chosen(("write", self.layout), "keeps keys and values", kept, lambda: self._put(k, v, slot, row),
+                         lambda: (self._held(kept(), slot, row), self._held(self._put(k, v, slot, row), slot, row)))
+
+    def _put(self, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """`write` by torch; the memory of the slots."""
+        layout = self.layout
         part, row = slot * layout.parts + row // layout.rows, row % layout.rows
         for side, new in zip(self._exact_sides, (k, v)):
             new = new.unflatten(1, (layout.kv_heads, layout.head_dim))
             side[part, :, row] = (new if layout.stored == F32 else saturated(new)).to(side.dtype)
+        return self.exact
+
+    def _held(self, _: torch.Tensor, slot: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """What lies in these rows now."""
+        part, row = slot * self.layout.parts + row // self.layout.rows, row % self.layout.rows
+        return torch.stack([side[part, :, row] for side in self._exact_sides]).float()
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: Codec) -> None:
         """Let the codec write exact slot `slot` as sealed page `page`; the bytes pass through the host."""
@@ -123,11 +143,26 @@ class TorchLayerPages:
         """q `[T, H * D]` at positions `position`... over the blocks, in position order -> `[T, H * D]`. `sinks`: logits `[H]`."""
         tokens, span = len(q), visible_span(blocks, position, len(q), self.window)
         table = self.upload(blocks)[span]
-        keys, values = self._gather(blocks[span, SEALED], table[:, INDEX])
-        return attend_blocks(q.unflatten(1, (-1, self.layout.head_dim)), keys, values, table[:, FIRST], table[:, COUNT],
-                             self._places(position, tokens), self.scale, self.window, self.softcap, sinks)
+        positions, depth = self._places(position, tokens), self.layout.head_dim
+
+        def by_torch() -> torch.Tensor:
+            keys, values = self._gather(blocks[span, SEALED], table[:, INDEX])
+            return attend_blocks(q.unflatten(1, (-1, depth)), keys, values, table[:, FIRST], table[:, COUNT], positions, self.scale,
+                                 self.window, self.softcap, sinks)
+
+        queries = q.numel() // (depth * self.layout.kv_heads)
+        if tokens > FEW or self.layout.parts > 1:
+            return by_torch()
+        ours = lambda: _kernels("page_kernels").attend(q, table, positions, self.exact, self.sealed, self.layout, self.scale,  # noqa: E731
+                                                       self.window, self.softcap, sinks)
+        kind = "attend", self.layout, queries // tokens, bool(self.softcap), sinks is not None
+        return self._one.chosen(kind, "attends", ours, by_torch, lambda: (ours(), by_torch()), CLOSE)
 
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V, of the blocks in their order: one copy per run of sealed or of exact blocks."""
         for exact, sealed in zip(self._exact_sides, self._sealed_sides):
             yield torch.cat([pages_of(sealed if is_sealed[run.start] else exact, index[run], self.layout) for run in runs(is_sealed)])
+
+
+def _kernels(name: str = "stage_kernels") -> ModuleType:
+    return import_module(f".{name}", __package__)

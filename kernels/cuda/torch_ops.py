@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from ..device_memory import TILE
-from ..layout import STORED_TYPES, SWISH_LIMIT, SWISH_SLOPE, PageLayout
+from ..layout import STORED_TYPES, PageLayout
 from ..reference_moe import Routed, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
+from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
-from .products import Products, tiled
+from .products import Into, Products, tiled
 from .repeated import Repeats
+from .stages import Stages, activated
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
     from ...quant.weight import Bundles, Expert, Linear, Norm, Weight
@@ -32,35 +33,6 @@ if TYPE_CHECKING:  # records of the layer above; this backend reads their fields
 
 UPLOADS = 4  # index arrays of one step, and one to spare
 NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-ACTIVATE = {"silu": functional.silu, "relu": functional.relu, "relu2": lambda x: functional.relu(x).square(),
-            "gelu": functional.gelu, "none": lambda x: x,
-            "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "clamped_swish": lambda x: _clamped_swish(x)}
-
-
-def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Over the last axis: rms, rms+1 (weight stored minus one), layer or none, in float32."""
-    if norm.kind == "none":
-        return x
-    if norm.kind == "layer":
-        return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-    return x * scale * (norm.weight + 1.0 if norm.kind == "rms+1" else norm.weight)
-
-
-def _activated(x: torch.Tensor, act: str) -> torch.Tensor:
-    if act not in ACTIVATE:
-        raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
-    return ACTIVATE[act](x)
-
-
-def _gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
-    """act(gate) * up, as in `reference.gated`."""
-    return _activated(gate, act).mul_(up.clamp(-SWISH_LIMIT, SWISH_LIMIT) + 1 if act == "clamped_swish" else up)
-
-
-def _clamped_swish(x: torch.Tensor) -> torch.Tensor:
-    x = x.clamp(max=SWISH_LIMIT)
-    return x * torch.sigmoid(SWISH_SLOPE * x)
 
 
 def default_registry() -> Registry:
@@ -84,11 +56,12 @@ class TorchOps:
         self.registry = registry or default_registry()
         self._angles: dict[int, tuple[object, object, torch.Tensor, torch.Tensor]] = {}
         self._uploads: dict[tuple[tuple[int, ...], str, bytes], torch.Tensor] = {}
-        self.repeats, self.products = Repeats(device), Products(device)
+        self.repeats, self.one = Repeats(device), OneKernel(device)
+        self.products, self.stages = Products(self.one), Stages(self.one)
 
     def announcements(self) -> list[str]:
         """What is slower on this device than it could be, each said once."""
-        return self.repeats.announcements() + self.products.announcements()
+        return self.repeats.announcements() + self.one.announcements()
 
     def close(self) -> None:
         """Let go of what was kept between steps."""
@@ -111,32 +84,33 @@ class TorchOps:
 
     def norm_linear(self, x: torch.Tensor, norm: Norm, linears: Sequence[Linear]) -> list[torch.Tensor]:
         """[norm(x) @ W.T + b for each]."""
-        n = normalise(x, norm)
+        n = self.stages.normalise(x, norm)
         return [self._linear(n, each) for each in linears]
 
     def linear_add(self, x: torch.Tensor, each: Linear, residual: torch.Tensor, after: Norm | None = None,
                    factor: float = 1.0) -> torch.Tensor:
         """residual + factor * after(x @ W.T + b), in place; no norm without `after`."""
-        branch = self._linear(x, each)
-        return residual.add_(branch if after is None else normalise(branch, after), alpha=factor)
+        if after is None:
+            return self._linear(x, each, (residual, factor))
+        return residual.add_(self.stages.normalise(self._linear(x, each), after), alpha=factor)
 
     def gated_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
                   see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
         """x + down(act(gate(n)) * up(n)) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what goes
         into `down`. Raises ValueError for an unknown activation."""
-        n = normalise(x, norm)
-        return self._down(_gated(self._linear(n, gate), self._linear(n, up), act), down, x, see, after, factor)
+        n = self.stages.normalise(x, norm)
+        return self._down(self.stages.gated(self._linear(n, gate), self._linear(n, up), act), down, x, see, after, factor)
 
     def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[torch.Tensor], None] | None = None,
             after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
         """`gated_mlp` without a gate: x + down(act(up(n)))."""
-        return self._down(_activated(self._linear(normalise(x, norm), up), act), down, x, see, after, factor)
+        return self._down(activated(self._linear(self.stages.normalise(x, norm), up), act), down, x, see, after, factor)
 
     def bundled_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, bundles: Bundles, act: str,
                     see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
         """`gated_mlp` with `up` and `down` neuron by neuron, [F, values of a bundle] in `bundles.holder`; `mlp` where they hold no `up`."""
-        n = normalise(x, norm)
-        hidden, width = _activated(self._linear(n, gate), act), bundles.width
+        n = self.stages.normalise(x, norm)
+        hidden, width = activated(self._linear(n, gate), act), bundles.width
         if bundles.thresholds is not None:
             hidden = hidden.masked_fill_(hidden.abs() < bundles.thresholds, 0.0)
         if bundles.has_up:
@@ -149,13 +123,13 @@ class TorchOps:
             branch.addmm_(hidden[:, begin : begin + rows], columns[begin : begin + rows].float())
         if bundles.down_bias is not None:
             branch += bundles.down_bias
-        return x.add_(branch if after is None else normalise(branch, after), alpha=factor)
+        return x.add_(branch if after is None else self.stages.normalise(branch, after), alpha=factor)
 
     def moe(self, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
             see: Callable[[Routed], None] | None = None) -> torch.Tensor:
         """x + sum over the `top_k` experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place; as in
         `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
-        n = normalise(x, norm)
+        n = self.stages.normalise(x, norm)
         logits = self._linear(n, router)
         chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
         shares = logits.gather(1, chosen).softmax(1) if renormalise else logits.softmax(1).gather(1, chosen)
@@ -166,7 +140,7 @@ class TorchOps:
         for e in np.flatnonzero(np.diff(offsets)):
             expert, mine = experts[e], slice(offsets[e], offsets[e + 1])
             inputs = n[rows[mine]]
-            hidden[mine] = _gated(self._linear(inputs, expert.gate), self._linear(inputs, expert.up), act)
+            hidden[mine] = self.stages.gated(self._linear(inputs, expert.gate), self._linear(inputs, expert.up), act)
             results[mine] = self._linear(hidden[mine], expert.down)
         if see is not None:
             see(Routed(offsets, tokens, hidden))
@@ -176,23 +150,16 @@ class TorchOps:
 
     def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped."""
-        out = self._linear(normalise(x, norm), head) * scale
+        out = self._linear(self.stages.normalise(x, norm), head) * scale
         return softcap * torch.tanh(out / softcap) if softcap else out
 
     def rope_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
                    norm: Norm | None) -> torch.Tensor:
         """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
-        split = y.view(len(y), heads, head_dim)
         if norm is not None:
             groups = y.view(len(y), -1, len(norm.weight))
-            groups.copy_(normalise(groups, norm))
-        if table is not None:
-            cos, sin = self._cos_sin(positions, table)
-            half = cos.shape[-1]
-            low, high = split[..., :half].clone(), split[..., half : 2 * half].clone()
-            split[..., :half] = low * cos - high * sin
-            split[..., half : 2 * half] = high * cos + low * sin
-        return y
+            groups.copy_(self.stages.normalise(groups, norm))
+        return y if table is None else self.stages.rotated(y, heads, head_dim, *self._cos_sin(positions, table))
 
     def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
         """A parameter in its stored type (16-bit types arrive as uint16 patterns, low-bit weights as their blob) on this device. The host's
@@ -230,8 +197,8 @@ class TorchOps:
         """One layer's pages on this device, as large as the host memory that stands for them."""
         memory = (self.on.take(host.nbytes) for host in (exact, sealed))
         if codec is not None and codec.is_packed:
-            return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec)
-        return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.places)
+            return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec, self.one)
+        return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.one, self.places)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """An index array on this device. The last few are remembered, since every layer of a step passes the same ones: by what they hold,
@@ -262,10 +229,10 @@ class TorchOps:
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)
 
-    def _linear(self, x: torch.Tensor, each: Linear) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, each: Linear, into: Into = (None, 1.0)) -> torch.Tensor:
         weight = each.weight
         run = self.registry.select(Call("matrix", weight.spec.scheme)).candidate.run
-        return run(self.products, x, weight, each.bias)
+        return run(self.products, x, weight, each.bias, into)
 
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, R/2] for these positions, made once per step and table on the host, so that every backend turns by the same

@@ -1,0 +1,119 @@
+"""Attention of few tokens over raw pages in two kernels of Triton: a partial of every page as `attention.py` defines it, read where the
+page lies, and all of them merged.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import F32, HEADER_NBYTES, PAGE, PageLayout
+from .attention import MOST_EXPONENT
+
+ROWS, CHANNELS = 16, 32  # of a product
+TOGETHER = 16  # pages merged at once
+
+_PAGE, _MOST_EXPONENT = tl.constexpr(PAGE), tl.constexpr(MOST_EXPONENT)
+_NOTHING = tl.constexpr(float("-inf"))
+_VARYING = ("tokens", "window", "pages")
+
+
+@triton.jit
+def _side(at, mask, HALVES: tl.constexpr):
+    if HALVES:
+        found = tl.load(at.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0).to(tl.float32)
+    else:
+        found = tl.load(at.to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
+    return found
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _partials(q, table, positions, exact, sealed, out, most, total, tokens, window, scale, cap, kv_heads, depth, nbytes, record_nbytes,
+              header, side, GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HALVES: tl.constexpr, CAPPED: tl.constexpr,
+              PRECISION: tl.constexpr):
+    """A page, a KV head and R of its queries: out [P, KVH, tokens * GROUP, depth], most and total [P, KVH, tokens * GROUP]."""
+    page, head = tl.program_id(0), tl.program_id(1)
+    # A row of the table: is it sealed, which, its first position, how many.
+    is_sealed, index = tl.load(table + page * 4), tl.load(table + page * 4 + 1).to(tl.int64)
+    first, count = tl.load(table + page * 4 + 2), tl.load(table + page * 4 + 3)
+    item = 2 if HALVES else 4
+    memory = exact
+    if is_sealed != 0:
+        memory = sealed
+    record = memory + index * nbytes + head * record_nbytes + header
+    row, channel, key = tl.program_id(2) * R + tl.arange(0, R), tl.arange(0, C), tl.arange(0, _PAGE)
+    real, held = row < tokens * GROUP, key < count
+    of_query = ((row // GROUP) * kv_heads + head) * GROUP + row % GROUP
+    scores = tl.zeros([R, _PAGE], tl.float32)
+    for begin in range(0, depth, C):
+        at = begin + channel
+        query = tl.load(q + of_query[:, None] * depth + at[None, :], mask=real[:, None] & (at < depth)[None, :], other=0.0)
+        keys = _side(record + (at[:, None] * _PAGE + key[None, :]) * item, (at < depth)[:, None] & held[None, :], HALVES)
+        scores = tl.dot(query * scale, keys, scores, input_precision=PRECISION)
+    if CAPPED:
+        scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / cap) + 1.0))
+    position, there = tl.load(positions + row // GROUP, mask=real, other=0), first + key
+    hidden = (there[None, :] > position[:, None]) | ~held[None, :] | ((window > 0) & (there[None, :] <= position[:, None] - window))
+    scores = tl.where(hidden, _NOTHING, scores)
+    m = tl.max(scores, 1)
+    weights = tl.exp(scores - tl.where(m == _NOTHING, 0.0, m)[:, None])
+    to = (page * kv_heads + head) * tokens * GROUP + row
+    for begin in range(0, depth, C):
+        at = begin + channel
+        values = _side(record + side + (key[:, None] * depth + at[None, :]) * item, held[:, None] & (at < depth)[None, :], HALVES)
+        o = tl.dot(weights, values, input_precision=PRECISION)
+        tl.store(out + to.to(tl.int64)[:, None] * depth + at[None, :], o, mask=real[:, None] & (at < depth)[None, :])
+    tl.store(most + to, m, mask=real)
+    tl.store(total + to, tl.sum(weights, 1), mask=real)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _merge(parts, most, total, sinks, out, pages, tokens, kv_heads, depth, GROUP: tl.constexpr, D: tl.constexpr, TOGETHER: tl.constexpr,
+           SINKS: tl.constexpr):
+    """A query: pages in their order, then what joins the softmax without a value; out [tokens, KVH * GROUP * depth]."""
+    head, row, channel = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    rows, within = tokens * GROUP, channel < depth
+    o = tl.zeros([D], tl.float32)
+    l = 0.0  # noqa: E741
+    top = _NOTHING
+    for begin in range(0, pages, TOGETHER):
+        page = begin + tl.arange(0, TOGETHER)
+        real, at = page < pages, (page * kv_heads + head) * rows + row
+        m = tl.load(most + at, mask=real, other=_NOTHING)
+        then = tl.maximum(top, tl.max(m, 0))
+        least = tl.where(then == _NOTHING, 0.0, then)
+        share, before = tl.exp(m - least), tl.exp(top - least)
+        some = tl.load(parts + at.to(tl.int64)[:, None] * depth + channel[None, :], mask=real[:, None] & within[None, :], other=0.0)
+        o = o * before + tl.sum(some * share[:, None], 0)
+        l = l * before + tl.sum(tl.load(total + at, mask=real, other=0.0) * share, 0)  # noqa: E741
+        top = then
+    query = head * GROUP + row % GROUP
+    if SINKS:
+        l += tl.exp(tl.minimum(tl.load(sinks + query) - top, _MOST_EXPONENT))  # noqa: E741
+    tl.store(out + ((row // GROUP) * kv_heads * GROUP + query) * depth + channel, o / l, mask=within)
+
+
+@lru_cache
+def precision(device: torch.device) -> str:
+    """How float32 is multiplied by units for 19 bits, so that nothing of it is lost: in three parts, where a card has such units."""
+    return "tf32x3" if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8 else "ieee"
+
+
+def attend(q: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, exact: torch.Tensor, sealed: torch.Tensor, layout: PageLayout,
+           scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """q [T, H * D] at `positions` int64 [T] over the pages of `table` int64 [P, 4], in uint8 memory of one part a page -> [T, H * D]."""
+    tokens, pages, heads, depth = len(q), len(table), layout.kv_heads, layout.head_dim
+    group = q.shape[1] // (heads * depth)
+    parts = torch.empty(pages, heads, tokens * group, depth, device=q.device)
+    most, total = (torch.empty(pages, heads, tokens * group, device=q.device) for _ in range(2))
+    _partials[pages, heads, triton.cdiv(tokens * group, ROWS)](
+        q.contiguous(), table, positions, exact, sealed, parts, most, total, tokens, window or 0, scale, softcap or 0.0, heads, depth,
+        layout.layer_page_nbytes, layout.record_nbytes, HEADER_NBYTES, layout.side_nbytes, GROUP=group, R=ROWS, C=CHANNELS,
+        HALVES=layout.stored != F32, CAPPED=bool(softcap), PRECISION=precision(q.device), num_warps=4)
+    out = torch.empty_like(q)
+    _merge[heads, tokens * group](parts, most, total, q if sinks is None else sinks, out, pages, tokens, heads, depth, GROUP=group,
+                                  D=triton.next_power_of_2(depth), TOGETHER=TOGETHER, SINKS=sinks is not None, num_warps=1)
+    return out

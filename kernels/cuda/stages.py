@@ -1,0 +1,94 @@
+"""What a layer does between products: norms, activations, gates, rotary positions; by torch's operations, which say what each is, or in one
+kernel each (`stage_kernels.py`)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ..layout import SWISH_LIMIT, SWISH_SLOPE
+from .one_kernel import FEW, OneKernel
+
+if TYPE_CHECKING:
+    from ...quant.weight import Norm
+
+ACTIVATE = {"silu": functional.silu, "relu": functional.relu, "relu2": lambda x: functional.relu(x).square(),
+            "gelu": functional.gelu, "none": lambda x: x,
+            "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "clamped_swish": lambda x: _clamped_swish(x)}
+MOST_ROW = 1 << 14  # values that a kernel normalises
+
+
+class Stages:
+    """On one device. Of many tokens by torch: starting a kernel of ours takes Python longer than several of torch's, and those of a prompt
+    run for long. What is changed in place has a copy of what it was only where a kernel is tried."""
+
+    def __init__(self, one: OneKernel) -> None:
+        self._one = one
+
+    def normalise(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Over the last axis: rms, rms+1 (weight stored minus one), layer or none, in float32."""
+        by_torch = lambda: normalise(x, norm)  # noqa: E731
+        if norm.weight is None or x.shape[-1] > MOST_ROW or len(x) > FEW or not x.is_contiguous():
+            return by_torch()
+        ours = lambda: _kernels().normalise(x, norm)  # noqa: E731
+        return self._one.chosen(("norm", norm.kind, norm.bias is not None, x.shape[-1]), "normalises", ours, by_torch,
+                                lambda: (ours(), by_torch()))
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+        """act(gate) * up, as in `reference.gated`, in the place of `gate`. Raises ValueError for an unknown activation."""
+        if act not in ACTIVATE or len(gate) > FEW or not (gate.is_contiguous() and up.is_contiguous()):
+            return _gated(gate, up, act)
+        ours = lambda of: _kernels().gated(of, up, act)  # noqa: E731
+        return self._one.chosen(("gate", act), "gates", lambda: ours(gate), lambda: _gated(gate, up, act),
+                                lambda: (ours(gate.clone()), _gated(gate.clone(), up, act)))
+
+    def rotated(self, y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary position on y[T, heads * head_dim] by angles [T, 1, R/2], in place."""
+        if len(y) > FEW or not y.is_contiguous():
+            return _rotated(y, heads, head_dim, cos, sin)
+        ours = lambda of: _kernels().rotate(of, heads, head_dim, cos, sin)  # noqa: E731
+        return self._one.chosen(("rope", cos.shape[-1]), "turns positions", lambda: ours(y), lambda: _rotated(y, heads, head_dim, cos, sin),
+                                lambda: (ours(y.clone()), _rotated(y.clone(), heads, head_dim, cos, sin)))
+
+
+def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """`Stages.normalise` by torch."""
+    if norm.kind == "none":
+        return x
+    if norm.kind == "layer":
+        return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return x * scale * (norm.weight + 1.0 if norm.kind == "rms+1" else norm.weight)
+
+
+def activated(x: torch.Tensor, act: str) -> torch.Tensor:
+    """act(x). Raises ValueError for an unknown activation."""
+    if act not in ACTIVATE:
+        raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
+    return ACTIVATE[act](x)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    return activated(gate, act).mul_(up.clamp(-SWISH_LIMIT, SWISH_LIMIT) + 1 if act == "clamped_swish" else up)
+
+
+def _clamped_swish(x: torch.Tensor) -> torch.Tensor:
+    x = x.clamp(max=SWISH_LIMIT)
+    return x * torch.sigmoid(SWISH_SLOPE * x)
+
+
+def _rotated(y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    split, half = y.view(len(y), heads, head_dim), cos.shape[-1]
+    low, high = split[..., :half].clone(), split[..., half : 2 * half].clone()
+    split[..., :half] = low * cos - high * sin
+    split[..., half : 2 * half] = high * cos + low * sin
+    return y
+
+
+def _kernels() -> ModuleType:
+    from . import stage_kernels
+
+    return stage_kernels

@@ -1,0 +1,94 @@
+"""What a layer does between products in one kernel of Triton each, against torch's operations: on the GPU where there is one, else by
+Triton's interpreter."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is made for Linux alone")
+
+from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
+from effllm.kernels.cuda.one_kernel import FEW
+from effllm.kernels.cuda.pages import TorchLayerPages
+from effllm.kernels.cuda.stages import ACTIVATE
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.layout import F16, F32, PageLayout
+from effllm.quant.weight import Norm
+
+
+def both() -> tuple[TorchOps, TorchOps]:
+    """Kernels of ours, and torch's operations, on one kind of device."""
+    pair = [TorchOps(CudaDevice() if torch.cuda.is_available() else SimulatedDevice(compiles=True)) for _ in range(2)]
+    pair[1].one.broken = "not asked"
+    return tuple(pair)
+
+
+def random(ops: TorchOps, *shape: int, seed: int = 0) -> torch.Tensor:
+    return ops.from_host(np.random.default_rng(seed).standard_normal(shape, np.float32) * 3)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, ops: TorchOps) -> None:
+    assert ((found - wanted).abs().max() / wanted.abs().max()).item() <= 2e-6
+    assert ops.one.declined and not any(ops.one.declined.values()) and not ops.one.broken
+
+
+@pytest.mark.parametrize("kind, with_bias, width", [("rms", False, 96), ("rms+1", False, 64), ("layer", True, 80), ("layer", False, 33)])
+def test_norms(kind: str, with_bias: bool, width: int) -> None:
+    ours, torchs = both()
+    norm = Norm(kind, random(ours, width, seed=1), random(ours, width, seed=2) if with_bias else None)
+    x = random(ours, 5, width) + 1
+    close(ours.stages.normalise(x, norm), torchs.stages.normalise(x, norm), ours)
+
+
+@pytest.mark.parametrize("act", ACTIVATE)
+def test_gates(act: str) -> None:
+    ours, torchs = both()
+    gate, up = random(ours, 3, 700), random(ours, 3, 700, seed=1)
+    found = gate.clone()
+    assert ours.stages.gated(found, up, act) is found
+    close(found, torchs.stages.gated(gate.clone(), up, act), ours)
+
+
+@pytest.mark.parametrize("depth, turned", [(64, 64), (96, 96), (80, 20)])
+def test_rotary_positions(depth: int, turned: int) -> None:
+    ours, torchs = both()
+    y, cos, sin = random(ours, 3, 5 * depth), random(ours, 3, 1, turned // 2, seed=1), random(ours, 3, 1, turned // 2, seed=2)
+    found = y.clone()
+    assert ours.stages.rotated(found, 5, depth, cos, sin) is found
+    close(found, torchs.stages.rotated(y.clone(), 5, depth, cos, sin), ours)
+
+
+@pytest.mark.parametrize("layout, group, tokens, window, cap, with_sinks", [
+    (PageLayout(2, 64, F16), 4, 1, None, None, False), (PageLayout(1, 80, F32), 3, 3, None, 50.0, True),
+    (PageLayout(2, 128, F16), 8, 8, 100, None, True), (PageLayout(4, 32, F16), 1, 2, None, None, False)])
+def test_pages_are_written_and_read(layout: PageLayout, group: int, tokens: int, window: int | None, cap: float | None,
+                                    with_sinks: bool) -> None:
+    """Sealed ones and an open one, more than are merged at once; what does not fit a half saturates."""
+    ours, torchs = both()
+    width, sealed = layout.kv_heads * layout.head_dim, 18
+    pages = [ops.kv_layer(layout, np.zeros(2 * layout.layer_page_nbytes, np.uint8), np.zeros(sealed * layout.layer_page_nbytes, np.uint8),
+                          layout.head_dim ** -0.5, window, cap) for ops in (ours, torchs)]
+    for page in range(sealed + 1):
+        count, slot = (128, 0) if page < sealed else (70, 1)
+        k, v = random(ours, count, width, seed=page), random(ours, count, width, seed=100 + page)
+        if page == sealed:
+            k[5, 3], v[7, 1] = 1e6, -3e5
+        for own in pages:
+            if page < sealed:
+                own.write(k, v, np.full(count, slot, np.int64), np.arange(count))
+                own.write_page(page, own.read_slot(0))
+            else:
+                fill(own, k, v, slot)
+    assert np.array_equal(pages[0].read_slot(1), pages[1].read_slot(1))
+    blocks = np.array([[1, page, 128 * page, 128] for page in range(sealed)] + [[0, 1, 128 * sealed, 70]], np.int64)
+    q, sinks = random(ours, tokens, width * group, seed=50) / 9, random(ours, layout.kv_heads * group, seed=51) if with_sinks else None
+    found, wanted = (own.attend(q, 128 * sealed + 70 - tokens, blocks, sinks) for own in pages)
+    close(found, wanted, ours)
+    assert {"write", "attend"} <= {kind[0] for kind in ours.one.declined}
+
+
+def fill(own: TorchLayerPages, k: torch.Tensor, v: torch.Tensor, slot: int) -> None:
+    """In steps that a kernel is for."""
+    for begin in range(0, len(k), FEW):
+        some = slice(begin, begin + FEW)
+        own.write(k[some], v[some], np.full(len(k[some]), slot, np.int64), np.arange(begin, begin + len(k[some])))
