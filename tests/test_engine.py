@@ -1,7 +1,7 @@
 """The engine on the real model: prompts, the kept cache, limits, damage, and blocks on two backends."""
 
-import json
 import gc
+import json
 import os
 import shutil
 import time
