@@ -1,4 +1,5 @@
-"""Compiles the products of the formats named for a card of a compute capability, which need not be there: `test_stored_product.py`."""
+"""Compiles the products of the formats named, and what a layer does between products, for a card of a compute capability, which need not
+be there: `test_stored_product.py`."""
 
 import sys
 
@@ -7,22 +8,41 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from effllm.kernels import tiles
+from effllm.kernels.cuda import page_kernels, stage_kernels
 from effllm.kernels.cuda import stored_product as own
+from effllm.kernels.layout import ACTIVATIONS, NORM_LAYER, NORM_RMS
 from effllm.quant.spec import QuantSpec
 
-POINTERS = {"x": "*fp32", "blob": "*u8", "bias": "*fp32", "out": "*fp32", "weight": "*bf16", "factor": "fp32"}
+FLOATS = ("x", "bias", "out", "y", "cos", "sin", "gate", "up", "k", "v", "q", "most", "total", "parts", "sinks")
+TYPES = {**dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(("blob", "exact", "sealed"), "*u8"), "weight": "*bf16",
+         **dict.fromkeys(("slots", "rows_of", "table", "positions"), "*i64"), **dict.fromkeys(("factor", "eps", "scale", "cap"), "fp32")}
 PLAIN = {"BIAS": False, "ADDS": False}
 
 
-def made(kernel: object, capability: int, **fixed: int) -> CompiledKernel:
+def made(kernel: object, capability: int, **fixed: object) -> CompiledKernel:
     """As a launch would have it whose widths are multiples of sixteen."""
-    types = {name: "constexpr" if name in fixed else POINTERS.get(name, "i32") for name in kernel.arg_names}
+    types = {name: "constexpr" if name in fixed else TYPES.get(name, "i32") for name in kernel.arg_names}
     even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in (*fixed, *own._VARYING)}
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": own.WARPS}
     return compile(ASTSource(kernel, types, constexprs=fixed, attrs=even), target=target, options=options)
 
 
+def between(capability: int) -> None:
+    """Every kernel of a layer that is no product."""
+    for kind, with_bias in ((NORM_RMS, False), (NORM_LAYER, True)):
+        made(stage_kernels._normalise, capability, N=2048, KIND=kind, BIAS=with_bias)
+    for act in ACTIVATIONS.values():
+        made(stage_kernels._gate, capability, N=stage_kernels.VALUES, ACT=act)
+    made(stage_kernels._rotate, capability, N=32)
+    for halves in (True, False):
+        made(stage_kernels._write, capability, N=64, HALVES=halves, PARTS=1, ROWS=128)
+        made(page_kernels._partials, capability, GROUP=4, R=page_kernels.ROWS, C=page_kernels.CHANNELS, HALVES=halves, CAPPED=halves,
+             PRECISION="tf32x3")
+        made(page_kernels._merge, capability, GROUP=4, D=64, TOGETHER=page_kernels.TOGETHER, SINKS=halves)
+
+
 def main(capability: int, texts: list[str]) -> None:
+    between(capability)
     for tokens in (1, 8):
         made(own._product_of_halves, capability, T=tokens, R=own.WIDE_ROWS, K=own.WIDE_INPUTS, EVEN=tokens == 1, **PLAIN)
     for text in texts:

@@ -95,12 +95,12 @@ def _stored(x, to, mask, HALVES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _write(k, v, slots, rows, exact, kv_heads, depth, PARTS: tl.constexpr, ROWS: tl.constexpr, part_nbytes, record_nbytes, header, side,
+def _write(k, v, slots, rows_of, exact, kv_heads, depth, PARTS: tl.constexpr, ROWS: tl.constexpr, part_nbytes, record_nbytes, header, side,
            N: tl.constexpr, HALVES: tl.constexpr):
     """K and V of a token and head into its row of an exact slot."""
     token, head, at = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
     item = 2 if HALVES else 4
-    slot, row, mask = tl.load(slots + token).to(tl.int64), tl.load(rows + token).to(tl.int64), at < depth
+    slot, row, mask = tl.load(slots + token).to(tl.int64), tl.load(rows_of + token).to(tl.int64), at < depth
     record = exact + (slot * PARTS + row // ROWS) * part_nbytes + head * record_nbytes + header
     row, there = row % ROWS, (token * kv_heads + head) * depth + at
     _stored(tl.load(k + there, mask=mask, other=0.0), record + (at * ROWS + row) * item, mask, HALVES)
