@@ -124,8 +124,15 @@ def _looked_up(pairs, table, at, ASM: tl.constexpr):
 
 
 @triton.jit
-def table_words(at):
-    return word_at(at), word_at(at + 4), word_at(at + 8), word_at(at + 12)
+def table_words(at, SCHEME: tl.constexpr, ASM: tl.constexpr):
+    """The words of the tables `at` that a format has, for `_looked_up`: four of levels, which have 128 added, and four of steps."""
+    a, b, c, d, e, f, g, h = 0, 0, 0, 0, 0, 0, 0, 0
+    if ASM and (SCHEME == CODEBOOK or SCHEME == MXFP):
+        a, b, c, d = word_at(at) ^ SIGNS, word_at(at + 4) ^ SIGNS, word_at(at + 8) ^ SIGNS, word_at(at + 12) ^ SIGNS
+    if ASM and SCHEME == CODEBOOK:
+        steps = at + LEVELS
+        e, f, g, h = word_at(steps), word_at(steps + 4), word_at(steps + 8), word_at(steps + 12)
+    return a, b, c, d, e, f, g, h
 
 
 @triton.jit

@@ -17,11 +17,8 @@ from .. import tiles
 from .low_bit import COLUMN_BITS, Format
 from .stored_codes import (
     ASM,
-    CODEBOOK,
     LEVELS,
-    MXFP,
     ROWS,
-    SIGNS,
     SUPER,
     TILE,
     block_rows,
@@ -54,12 +51,8 @@ def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, ro
     """A row block times TOKENS of T columns: out[TOKENS, rows], or added to what is there `factor` times."""
     block, count = tl.program_id(0), depth // TILE
     row, token, lane = block_rows(rows), tl.arange(0, T), tl.arange(0, 4)
-    levels, steps = (0, 0, 0, 0), (0, 0, 0, 0)
-    if ASM and (SCHEME == CODEBOOK or SCHEME == MXFP):
-        a, b, c, d = table_words(blob + tables)
-        levels = a ^ SIGNS, b ^ SIGNS, c ^ SIGNS, d ^ SIGNS
-    if ASM and SCHEME == CODEBOOK:
-        steps = table_words(blob + tables + LEVELS)
+    a, b, c, d, e, f, g, h = table_words(blob + tables, SCHEME, ASM)
+    levels, steps = (a, b, c, d), (e, f, g, h)
     sums = tl.zeros([8, V, 2, T], tl.float32)
     behind = tl.arange(0, V)
     read = read_tiles(blob, block, depth, tl.minimum(behind, count - 1)[None, :, None], row, scales, zeros, BITS, GROUP, SCHEME)
@@ -147,12 +140,8 @@ def _open(blob, out, from_block, rows, inputs, depth, scales, zeros, row_scales,
     """V tiles of a row block as out[rows, inputs], whose first row is that of `from_block`."""
     block, count = from_block + tl.program_id(0), depth // TILE
     row, lane = block_rows(rows), tl.arange(0, 4)[None, None, None, :]
-    levels, steps = (0, 0, 0, 0), (0, 0, 0, 0)
-    if ASM and (SCHEME == CODEBOOK or SCHEME == MXFP):
-        a, b, c, d = table_words(blob + tables)
-        levels = a ^ SIGNS, b ^ SIGNS, c ^ SIGNS, d ^ SIGNS
-    if ASM and SCHEME == CODEBOOK:
-        steps = table_words(blob + tables + LEVELS)
+    a, b, c, d, e, f, g, h = table_words(blob + tables, SCHEME, ASM)
+    levels, steps = (a, b, c, d), (e, f, g, h)
     tile = (tl.program_id(1) * V + tl.arange(0, V))[None, :, None]
     read = read_tiles(blob, block, depth, tl.minimum(tile, count - 1), row, scales, zeros, BITS, GROUP, SCHEME)
     scale = row_scales_at(blob + row_scales + 2 * (block * ROWS + row))
