@@ -63,7 +63,7 @@ def test_rotary_positions(depth: int, turned: int) -> None:
     (PageLayout(2, 128, F16), 8, 8, 100, None, True), (PageLayout(4, 32, F16), 1, 2, None, None, False)])
 def test_pages_are_written_and_read(layout: PageLayout, group: int, tokens: int, window: int | None, cap: float | None,
                                     with_sinks: bool) -> None:
-    """Sealed ones and an open one, more than are merged at once; what does not fit a half saturates."""
+    """Sealed ones and an open one, more than are merged at once; what does not fit a half saturates, and infinities stay."""
     ours, torchs = both()
     width, sealed = layout.kv_heads * layout.head_dim, 18
     pages = [ops.kv_layer(layout, np.zeros(2 * layout.layer_page_nbytes, np.uint8), np.zeros(sealed * layout.layer_page_nbytes, np.uint8),
@@ -72,7 +72,7 @@ def test_pages_are_written_and_read(layout: PageLayout, group: int, tokens: int,
         count, slot = (128, 0) if page < sealed else (70, 1)
         k, v = random(ours, count, width, seed=page), random(ours, count, width, seed=100 + page)
         if page == sealed:
-            k[5, 3], v[7, 1] = 1e6, -3e5
+            k[5, 3], v[7, 1], k[6, 0], v[2, 2] = 1e6, -3e5, float("inf"), float("-inf")
         for own in pages:
             if page < sealed:
                 own.write(k, v, np.full(count, slot, np.int64), np.arange(count))
@@ -80,6 +80,9 @@ def test_pages_are_written_and_read(layout: PageLayout, group: int, tokens: int,
             else:
                 fill(own, k, v, slot)
     assert np.array_equal(pages[0].read_slot(1), pages[1].read_slot(1))
+    k[6, 0], v[2, 2] = 1.0, 1.0
+    for own in pages:
+        fill(own, k, v, 1)
     blocks = np.array([[1, page, 128 * page, 128] for page in range(sealed)] + [[0, 1, 128 * sealed, 70]], np.int64)
     q, sinks = random(ours, tokens, width * group, seed=50) / 9, random(ours, layout.kv_heads * group, seed=51) if with_sinks else None
     found, wanted = (own.attend(q, 128 * sealed + 70 - tokens, blocks, sinks) for own in pages)

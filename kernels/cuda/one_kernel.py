@@ -38,14 +38,15 @@ class OneKernel:
     def chosen(self, kind: tuple[object, ...], what: str, ours: Run, torchs: Run, tried: Callable[[], tuple[torch.Tensor, torch.Tensor]],
                close: float = CLOSE) -> torch.Tensor:
         """`ours` or `torchs`, by what the first of its kind, what is compiled alike, gave when it was `tried`: both results of it, with
-        nothing changed that counts, no further from each other than `close` of the largest. `what` the GPU does by several kernels, if it
-        does, for people."""
+        nothing changed that counts, no further from each other than `close` of the largest finite number. `what` the GPU does by several
+        kernels, if it does, for people."""
         if not self.compiles or self.broken or self.declined.get(kind):
             return torchs()
         try:
             if kind not in self.declined:
                 found, wanted = tried()
-                is_close = bool(((found - wanted).abs().max() <= close * wanted.abs().max()).item())
+                apart = torch.where(found == wanted, 0.0, found - wanted).abs().max()  # infinities may be equal
+                is_close = bool((apart <= close * torch.where(wanted.isfinite(), wanted, 0.0).abs().max()).item())
                 self.declined[kind] = "" if is_close else OTHERS
                 if not is_close:
                     self._say(f"the GPU {what} by several kernels each: {OTHERS}")

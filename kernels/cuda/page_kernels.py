@@ -98,7 +98,7 @@ def _merge(parts, most, total, sinks, out, pages, tokens, kv_heads, depth, GROUP
 
 @lru_cache
 def precision(device: torch.device) -> str:
-    """How float32 is multiplied by units for 19 bits, so that nothing of it is lost: in three parts, where a card has such units."""
+    """How float32 is multiplied within its own rounding: in three parts by units for 19 bits, where a card has such."""
     return "tf32x3" if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8 else "ieee"
 
 
