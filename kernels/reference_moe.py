@@ -1,7 +1,8 @@
 """The meaning of a mixture of experts, in NumPy and float64; what `reference.py` is to the other ops.
 
 T tokens, E experts, k of them per token, F the width inside an expert. A (token, expert) pair is one visit; visits are numbered expert by
-expert and, within an expert, token by token, so that an expert's tokens lie together.
+expert and, within an expert, token by token, so that an expert's tokens lie together. An expert that all tokens share counts in none of
+these.
 """
 
 from __future__ import annotations
@@ -15,29 +16,56 @@ import numpy as np
 from . import reference
 
 if TYPE_CHECKING:
-    from ..quant.weight import Expert, Linear, Norm
+    from ..quant.weight import Expert, Linear, Norm, SharedExpert
+
+SMALLEST_SUM = 1e-20  # that shares are divided by: scores of a sigmoid may all be next to nothing
 
 
 @dataclass(frozen=True)
 class Routed:
     """Who went where. Expert e made visits offsets[e]:offsets[e + 1] of `offsets` int64 [E + 1]; `tokens` int64 [T k] is each visit's
-    token, `hidden` float32 [T k, F] what went into its expert's `down`."""
+    token, `hidden` float32 [T k, F] what went into its expert's `down`, `shared` [T, S] what went into that of the shared expert."""
 
     offsets: np.ndarray
     tokens: np.ndarray
     hidden: object
+    shared: object | None = None
 
 
-def route(logits: np.ndarray, top_k: int, renormalise: bool) -> tuple[np.ndarray, np.ndarray]:
-    """logits [T, E] -> experts int64 [T, k] in rising order and their shares [T, k]: the softmax over all experts at the k largest.
+@dataclass(frozen=True)
+class Routing:
+    """How a token's `per_token` experts are found and weighed: those of the largest scores, which are the softmax of the router's logits or
+    with `sigmoid` the sigmoid of each. A share is its expert's score, with `renormalise` over the sum of those chosen, times `factor`."""
 
-    Ties go to the lower expert. `renormalise`: shares of a token add up to 1 (the softmax over the chosen alone).
+    per_token: int
+    renormalise: bool
+    sigmoid: bool = False
+    factor: float = 1.0
+
+
+def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
+    """Of every expert, [..., E]."""
+    if routing.sigmoid:
+        return np.exp(-np.logaddexp(0, -logits))
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> np.ndarray:
+    """What the choice goes by, [..., E]: without a correction logits, which tell apart what scores no longer do."""
+    return logits if correction is None else scores(logits, routing) + correction
+
+
+def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """logits [T, E] -> experts int64 [T, k] in rising order and their shares [T, k]. Ties go to the lower expert.
+
+    `correction` [E] is added to scores for the choice, not for the shares (load balance without a loss: L. Wang et al. 2024,
+    arXiv:2408.15664).
     """
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
-    chosen = np.sort(order, axis=1)
-    powers = np.exp(logits - logits.max(1, keepdims=True))
-    shares = np.take_along_axis(powers, chosen, 1)
-    return chosen, shares / (shares if renormalise else powers).sum(1, keepdims=True)
+    by = ranks(logits, routing, correction)
+    chosen = np.sort(np.argsort(-by, axis=1, kind="stable")[:, : routing.per_token], axis=1)
+    shares = np.take_along_axis(scores(logits, routing), chosen, 1)
+    return chosen, routing.factor * (shares / np.maximum(shares.sum(1, keepdims=True), SMALLEST_SUM) if routing.renormalise else shares)
 
 
 def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,16 +77,16 @@ def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np
     return offsets.astype(np.int64), order // chosen.shape[1], places.reshape(chosen.shape)
 
 
-def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool,
-        act: str) -> tuple[np.ndarray, Routed]:
+def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
+        correction: np.ndarray | None = None, shared: SharedExpert | None = None) -> tuple[np.ndarray, Routed]:
     """x + sum over a token's experts of share * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
-    `reference.gated`.
+    `reference.gated`. The `shared` expert is added with a share of 1, or of sigmoid(scale(n)).
 
     An expert to which no token goes is not looked at.
     """
     n = reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)
     apply = lambda values, each: reference.linear(values, each.weight.to_f32(), each.bias)  # noqa: E731
-    chosen, shares = route(apply(n, router), top_k, renormalise)
+    chosen, shares = route(apply(n, router), routing, correction)
     offsets, tokens, places = visits(chosen, len(experts))
     of_visit = np.empty(tokens.size)
     of_visit[places] = shares
@@ -69,4 +97,11 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], to
         rows = tokens[begin:end]
         hidden.append(reference.gated(apply(n[rows], expert.gate), apply(n[rows], expert.up), act))
         out[rows] += of_visit[begin:end, None] * apply(hidden[-1], expert.down)
-    return out, Routed(offsets, tokens, np.concatenate(hidden).astype(np.float32))
+    of_all = None
+    if shared is not None:
+        of_all = reference.gated(apply(n, shared.gate), apply(n, shared.up), act)
+        if shared.scale is not None:
+            of_all = of_all / (1 + np.exp(-apply(n, shared.scale)))
+        out += apply(of_all, shared.down)
+        of_all = of_all.astype(np.float32)
+    return out, Routed(offsets, tokens, np.concatenate(hidden).astype(np.float32), of_all)

@@ -164,6 +164,14 @@ class Expert:
 
 
 @dataclass(frozen=True)
+class SharedExpert(Expert):
+    """The gated MLP beside a mixture's experts that every token visits; `scale` [1, D]: the sigmoid of its product is the token's share, 1
+    where there is none."""
+
+    scale: Linear | None = None
+
+
+@dataclass(frozen=True)
 class Bundles:
     """`up` and `down` of an MLP neuron by neuron: the row of `up`, if `has_up`, `width` values, then the column of `down`, as many.
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..quant.weight import Bundles, Expert, Linear, Norm
+    from ..kernels.reference_moe import Routing
+    from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert
     from .rope import RopeTable
 
 See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
@@ -45,7 +46,7 @@ class BlockOps(Protocol):
         """Either of both over neurons that lie one by one, of which the inactive are not read; without a gate `gate` is what
         activates."""
 
-    def moe(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
-            see: See = None) -> object:
-        """x + the sum of the `top_k` experts that `router` picks for each token, by its softmax, made to add up to one if
-        `renormalise`. `see`: which tokens visit which experts."""
+    def moe(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str, see: See = None,
+            correction: object | None = None, shared: SharedExpert | None = None) -> object:
+        """x + the sum of the experts that `router` picks for each token as `routing` says, and the `shared` one. `correction` [E] is added
+        to scores for the choice. `see`: which tokens visit which experts."""

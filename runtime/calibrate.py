@@ -28,7 +28,7 @@ from .config import ModelConfig, read_config
 from .convert_stream import DAMAGED
 from .demands import LOGIT_ROWS
 from .events import Notice, Progress
-from .families import LayerWeights, expert_of, expert_role, kind_of
+from .families import EXPERT, SHARED, LayerWeights, expert_of, expert_roles, kind_of
 from .model import Model, attention_specs, dims
 from .prepare import EngineOptions, worker_count
 from .source import open_store
@@ -39,6 +39,7 @@ TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
 READS = {"block_in": ("q", "k", "v"), "attn_out": ("o",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
+SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
 FEW = 4  # how costs are measured: a quarter of the tokens apart
@@ -206,9 +207,9 @@ class ExpertRoles(Mapping):
         return gathered.stats() if count >= LEAST_VISITS else None
 
     def __iter__(self) -> Iterator[str]:
-        yield from (role for role in self.shared if role not in ("gate", "up", "down"))
+        yield from (role for role in self.shared if role not in EXPERT)
         for expert in range(self.experts):
-            yield from (expert_role(expert, role) for role in ("gate", "up", "down"))
+            yield from expert_roles(expert)
 
     def __len__(self) -> int:
         return len(self.shared) - 3 + 3 * self.experts
@@ -237,9 +238,10 @@ class Calibration:
                 done, begin = done + len(window), end
                 yield Progress("calibrating", done, total, "tokens")
             self._demand_finite()
-            del weights, cache
             found = {name: each.stats() for name, each in gathered.items()}
-            by_role = {role: found[name] for name, roles in READS.items() for role in roles}
+            reads = [*READS.items(), *(SHARED_READS.items() if weights.shared is not None else ())]
+            del weights, cache
+            by_role = {role: found[name] for name, roles in reads for role in roles}
             if own is None:
                 yield LayerStats(layer, by_role)
             else:
@@ -276,14 +278,19 @@ class Calibration:
         """A window through a layer, from an empty cache."""
         entered = None
 
+        def gather(name: str, inputs: np.ndarray) -> None:
+            gathered.setdefault(name, Gathered(inputs.shape[1])).add(inputs)
+
         def tap(name: str, layer: int, value: object) -> None:
             nonlocal entered
             if name == "visits":
                 own.add(entered, value)
+                if value.shared is not None:
+                    gather("shared_hidden", value.shared)
                 name, value = "mlp_hidden", value.hidden
             if name in READS:
                 inputs = normalised(value, getattr(weights, NORMS[name])) if name in NORMS else value
-                gathered.setdefault(name, Gathered(inputs.shape[1])).add(inputs)
+                gather(name, inputs)
                 entered = inputs if name == "mlp_in" else entered
 
         model = self.model

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import UsageError
 from ..offload.header import is_gguf
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
+
+if TYPE_CHECKING:
+    from ..kernels.reference_moe import Routing
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
         "relu2": "relu2"}
@@ -73,13 +78,26 @@ REASONS = {
 @dataclass(frozen=True)
 class Mixture:
     """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
-    layers have them."""
+    layers have them; `sigmoid` and `factor` as in `Routing`. `shared_width`: of the expert that every token visits beside them, None where
+    there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores."""
 
     experts: int
     per_token: int
     width: int
     renormalise: bool
     layers: frozenset[int]
+    sigmoid: bool = False
+    factor: float = 1.0
+    corrected: bool = False
+    shared_width: int | None = None
+    shared_scaled: bool = False
+
+    @cached_property
+    def routing(self) -> Routing:
+        """What the ops are told of it."""
+        from ..kernels.reference_moe import Routing
+
+        return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor)
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,12 @@ class ModelConfig:
     def rope(self) -> RopeConfig | None:
         """The rotary positions of the layers that see furthest."""
         return next((rope for rope, window in sorted(zip(self.ropes, self.windows), key=lambda each: each[1] is not None) if rope), None)
+
+    @property
+    def widest(self) -> int:
+        """The width inside the widest MLP."""
+        own = self.mixture
+        return max(self.intermediate_size, own.width if own else 0, own.shared_width or 0 if own else 0)
 
     @property
     def context_length(self) -> int:

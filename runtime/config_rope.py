@@ -39,15 +39,15 @@ class RopeConfig:
 
 
 def rope_config(keys: Keys, head_dim: int, positions: int, theta: float = 10_000.0, partial: bool = False,
-                aliases: Mapping[str, str] = NO_ALIASES, trained: int | None = None) -> RopeConfig:
+                aliases: Mapping[str, str] = NO_ALIASES, trained: int | None = None, share: float = 1.0) -> RopeConfig:
     """Rotary settings from either dialect; the older section wins where both are filled, and a value inside it over the one beside it, as
-    in transformers. `theta` is the family's default; `partial`: it may rotate a part of each head; `aliases`: its other names of kinds;
-    `trained`: positions that its models were trained with where nothing beside the section says so, whatever is in it."""
+    in transformers. `theta` is the family's default; `partial`: it may rotate a part of each head, by default `share`; `aliases`: its other
+    names of kinds; `trained`: positions that its models were trained with where nothing beside the section says so, whatever is in it."""
     outer_theta = keys.number("rope_theta", theta, above=1.0)
     older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
     name = _section(keys.raw)
     original = keys.integer("original_max_position_embeddings", trained, high=MAX_POSITIONS)
-    share = keys.number("partial_rotary_factor", 1.0) if partial else None
+    share = keys.number("partial_rotary_factor", share) if partial else None
     inner = Keys({"partial_rotary_factor": share, **(older or newer or {})}, f"config.json: {name}")
     return rope_of(inner, head_dim, positions, outer_theta, original, partial, aliases)
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import DoesNotFit
+from ..kernels.reference_moe import ranks
 from ..kernels.workspace import REPEATED, Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.neurons import ResidentBundles
 from ..offload.notes import Fallback
 from ..offload.pager import ResidentPager
-from ..quant.weight import Bundles, Expert, Linear, Norm, Weight, to_f32
+from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight, to_f32
 from . import card_head, families
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
@@ -28,7 +29,7 @@ from .cache import AttnSpec, KVCache
 from .config import ModelConfig
 from .container import Container
 from .copied_layers import BorderCache, Carrier
-from .families import LayerWeights, expert_of, expert_role
+from .families import SHARED, LayerWeights, expert_of, expert_roles
 from .outliers import check_outliers
 from .paged_experts import PagedExperts, Paging
 from .predictors import FEW, Predictors
@@ -55,9 +56,8 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
     """The widths that size a workspace."""
     own = config.mixture
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
-    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-                max(config.intermediate_size, mixture[2]), config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled,
-                spilled_kv)
+    return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
+                config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv)
 
 
 @dataclass(frozen=True)
@@ -191,17 +191,17 @@ class Model:
         def norm(role: str) -> Norm | None:
             return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
 
-        none = Norm("none")
-        router, post_norm = linear("router"), norm("post_norm") or none
+        router, post_norm, correction = linear("router"), norm("post_norm") or Norm("none"), vector("correction")
         if router is not None and self.paging is not None and ops is self.backends["cpu"]:
-            experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), post_norm, router)
+            experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), post_norm, router,
+                                        lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
-            experts = tuple(Expert(*(linear(expert_role(expert, role)) for role in ("gate", "up", "down")))
-                            for expert in range(0 if router is None else config.mixture.experts))
-        return LayerWeights(input_norm=norm("input_norm") or none, q=linear("q"), k=linear("k"), v=linear("v"), q_norm=norm("q_norm"),
-                            k_norm=norm("k_norm"), o=linear("o"), post_norm=post_norm, gate=linear("gate"),
+            experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
+        return LayerWeights(input_norm=norm("input_norm") or Norm("none"), q=linear("q"), k=linear("k"), v=linear("v"),
+                            q_norm=norm("q_norm"), k_norm=norm("k_norm"), o=linear("o"), post_norm=post_norm, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
-                            sinks=vector("sinks"), router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector))
+                            sinks=vector("sinks"), router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
+                            correction=correction, shared=SharedExpert(*map(linear, SHARED)) if SHARED[0] in roles else None)
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
                  vector: Callable[[str], object | None]) -> Bundles | None:

@@ -30,13 +30,12 @@ from ..offload.size import format_size
 from ..offload.streaming import FETCH_NBYTES, Part, Range
 from ..quant.weight import Expert, Linear, Norm, Weight
 from . import expert_trace
-from .families import expert_of, expert_role, kind_of
+from .families import EXPERT, expert_of, expert_roles, kind_of
 from .parts import fixed_part
 
 if TYPE_CHECKING:  # the module that asks for weights
     from .model import ModelTensor
 
-ROLES = ("gate", "up", "down")
 RECORD_NBYTES = 4 << 10  # of memory for what is noted of an expert, wherever it lies
 
 
@@ -140,7 +139,7 @@ def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts:
     parts: list[Part] = []
     for key in layers:
         for expert in range(experts):
-            part = _part([tensors[key][expert_role(expert, role)] for role in ROLES], store)
+            part = _part([tensors[key][role] for role in expert_roles(expert)], store)
             if part is None:
                 return None
             parts.append(part)
@@ -193,7 +192,7 @@ def _part(matrices: Sequence[ModelTensor], store: TensorStore) -> Part | None:
 
 
 def _stays(role: str) -> bool:
-    return expert_of(role) is None or kind_of(role) not in ROLES
+    return expert_of(role) is None or kind_of(role) not in EXPERT
 
 
 def _lies_straight(tensor: ModelTensor, store: TensorStore) -> bool:
@@ -202,15 +201,24 @@ def _lies_straight(tensor: ModelTensor, store: TensorStore) -> bool:
     return place is not None and place % (tensor.spec.bits // 8 if tensor.spec.is_raw else 2) == 0
 
 
+@dataclass(frozen=True)
+class _Following:
+    """A later layer's norm and router, and by which of its logits it chooses."""
+
+    norm: Norm
+    router: Linear
+    ranks: Callable[[np.ndarray], np.ndarray]
+
+
 class LayerExperts(ExpertPages):
-    """The experts of layer `layer`, the `index`-th that has some. `linear` gives a small tensor's bias by role, `following` the
-    norms and routers of so many such layers after it, once they are known."""
+    """The experts of the `index`-th layer that has some. `bias` gives that of a matrix by its role, `following` so many such layers after
+    it, once they are known."""
 
     def __init__(self, pager: ExpertPager, index: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None],
-                 following: Callable[[int], Sequence[tuple[Norm, Linear]]]) -> None:
+                 following: Callable[[int], Sequence[_Following]]) -> None:
         self._pager, self._index, self._following = pager, index, following
-        self._matrices = [tuple(roles[expert_role(expert, role)] for role in ROLES) for expert in range(pager.experts)]
-        self._biases = [tuple(bias(expert_role(expert, role)) for role in ROLES) for expert in range(pager.experts)]
+        self._matrices = [tuple(roles[role] for role in expert_roles(expert)) for expert in range(pager.experts)]
+        self._biases = [tuple(bias(role) for role in expert_roles(expert)) for expert in range(pager.experts)]
         self.slots_begin, self.slot_nbytes = address(pager.memory), pager.slot_nbytes
 
     def __len__(self) -> int:
@@ -233,11 +241,12 @@ class LayerExperts(ExpertPages):
         return Visit(brought.slots, brought.ready, brought.coming, self._pager.wait)
 
     def next_routers(self) -> Sequence[tuple[Norm, Linear]]:
-        return self._following(self._pager.guesses(self._index))
+        return [(each.norm, each.router) for each in self._following(self._pager.guesses(self._index))]
 
     def look_ahead(self, logits: Sequence[np.ndarray]) -> None:
         top = self._pager.per_token
-        for distance, own in enumerate(logits, 1):
+        for distance, (own, layer) in enumerate(zip(logits, self._following(len(logits)), strict=True), 1):
+            own = layer.ranks(own)
             likely = np.argpartition(-own, top - 1)[:top] if top < len(own) else np.arange(len(own))
             self._pager.look_ahead(self._index + distance, distance, likely[np.argsort(-own[likely], kind="stable")].tolist())
 
@@ -252,15 +261,15 @@ class Paging:
 
     def __init__(self, paged: PagedExperts, pager: ExpertPager) -> None:
         self._paged, self._pager = paged, pager
-        self._routers: dict[tuple[int, int], tuple[Norm, Linear]] = {}  # by the layer they look from, and how far
+        self._routers: dict[tuple[int, int], _Following] = {}  # by the layer they look from, and how far
 
     def layer(self, key: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None], norm: Norm,
-              router: Linear) -> LayerExperts:
-        """A layer's experts. `bias` gives that of a matrix by its role, None where it has none."""
+              router: Linear, ranks: Callable[[np.ndarray], np.ndarray]) -> LayerExperts:
+        """A layer's experts. `bias` gives that of a matrix by its role, None where it has none; `ranks`: logits -> what it chooses by."""
         index = self._paged.parts.layers.index(key)
         for distance in range(1, MOST_AHEAD + 1):
             # Ops know a product by its records: over the state of another layer it is another one.
-            self._routers[index - distance, distance] = norm, Linear(router.weight, router.bias)
+            self._routers[index - distance, distance] = _Following(norm, Linear(router.weight, router.bias), ranks)
         return LayerExperts(self._pager, index, roles, bias,
                             lambda far: [self._routers[index, i] for i in range(1, far + 1) if (index, i) in self._routers])
 

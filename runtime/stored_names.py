@@ -17,7 +17,8 @@ from . import families
 from .families.mixtral import MOST_EXPERTS
 
 BASE, INSIDE = "model.", ("layers.", "embed_tokens.", "norm.")
-EXPERTS = {"mixtral": "block_sparse_moe", "olmoe": "mlp", "qwen3_moe": "mlp"}  # family -> where it has router and experts
+EXPERTS = {"dots1": "mlp", "glm4_moe": "mlp", "mixtral": "block_sparse_moe", "olmoe": "mlp", "qwen2_moe": "mlp",
+           "qwen3_moe": "mlp"}  # family -> where it has router and experts
 JOINT = re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)")
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 

@@ -45,6 +45,8 @@ GROWING = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_m
 
 # Weights wide enough that gate and up are clamped now and then.
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32, "initializer_range": 0.3, "eos_token_id": None}
+GLM_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2,
+               "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 CASES = {
@@ -116,6 +118,16 @@ CASES = {
     "qwen3_moe, some layers dense": Case("qwen3_moe", {**FEW_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers":
                                                        [3], "attention_bias": True, "use_sliding_window": True, "sliding_window": 70}),
     "qwen3_moe, bfloat16": Case("qwen3_moe", {**FEW_EXPERTS, "norm_topk_prob": True}, dtype="bfloat16"),
+    "qwen2_moe": Case("qwen2_moe", {**FEW_EXPERTS, "shared_expert_intermediate_size": 56}),
+    "qwen2_moe, some layers dense, bfloat16": Case("qwen2_moe", {
+        **FEW_EXPERTS, "shared_expert_intermediate_size": 104, "norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": [1],
+        "tie_word_embeddings": True}, dtype="bfloat16"),
+    "glm4_moe": Case("glm4_moe", {**GLM_EXPERTS, "attention_bias": True, "use_qk_norm": True, "head_dim": 32}),
+    "glm4_moe, no sum of 1, bfloat16": Case("glm4_moe", {**GLM_EXPERTS, "norm_topk_prob": False, "n_shared_experts": 1,
+                                                         "tie_word_embeddings": True}, dtype="bfloat16"),
+    "dots1": Case("dots1", {**GLM_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "sliding_window": 40, "max_window_layers": 1}),
+    "dots1, no windows, bfloat16": Case("dots1", {**GLM_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 0,
+                                                      "sliding_window": None, "attention_bias": True}, dtype="bfloat16"),
     "gpt_oss": Case("gpt_oss", {**GPT_OSS, "sliding_window": 40}),
     "gpt_oss, bfloat16": Case("gpt_oss", {**GPT_OSS, "sliding_window": 150, "tie_word_embeddings": True, "num_experts_per_tok": 4,
                                           "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "truncate": True,
@@ -143,6 +155,9 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith("bias"):  # norms, which start at 1, and biases, which start at 0
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # which start at 0
+                buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     if case.older:
         path = folder / "config.json"

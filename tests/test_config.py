@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
     ArceeConfig,
+    Dots1Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -27,6 +30,7 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -43,11 +47,14 @@ from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
 
-WRITERS = {"arcee": ArceeConfig, "exaone4": Exaone4Config, "gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
+# What transformers has no numbers for.
+DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
+WRITERS = {"arcee": ArceeConfig, "dots1": partial(Dots1Config, **DOTS), "exaone4": Exaone4Config, "gemma": GemmaConfig,
+           "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "glm4_moe": partial(Glm4MoeConfig, head_dim=128),
            "gpt_oss": GptOssConfig, "granite": GraniteConfig, "llama": LlamaConfig, "ministral3": Ministral3Config,
            "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "olmoe": OlmoeConfig,
-           "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig,
-           "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config, "starcoder2": Starcoder2Config}
+           "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen2_moe": Qwen2MoeConfig, "qwen3": Qwen3Config,
+           "qwen3_moe": Qwen3MoeConfig, "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config, "starcoder2": Starcoder2Config}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
@@ -86,8 +93,8 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
         kind = "full_attention" if None in config.windows else "sliding_attention"
         theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
         assert config.rope.theta == theta and config.rope.kind == written.rope_parameters.get("rope_type", "default")
-    assert config.qk_norm == (family in ("exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"))
-    assert config.qkv_bias == (family in ("gpt_oss", "opt", "qwen2", "seed_oss", "starcoder2"))
+    assert config.qk_norm == (family in ("dots1", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"))
+    assert config.qkv_bias == (family in ("gpt_oss", "opt", "qwen2", "qwen2_moe", "seed_oss", "starcoder2"))
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -96,8 +103,7 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
     full = json.loads(WRITERS[family]().to_json_string())
     shape = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
     bare = {key: full[key] for key in shape if key in full}
-    if family == "llama":
-        bare["num_key_value_heads"] = None
+    bare |= {"llama": {"num_key_value_heads": None}, "dots1": DOTS, "glm4_moe": {"head_dim": 128}}.get(family, {})
     assert replace(parse_config(bare), warnings=()) == replace(parse_config(full), warnings=())
 
 
@@ -122,7 +128,7 @@ def test_both_dialects_give_the_same_config() -> None:
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     module = families.get(family)
-    keys = Keys({**LLAMA, "ffn_dim": 88, "model_type": family})
+    keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, "model_type": family})
     module.config(keys)
     listed = config_module.KEYS_USED - module.KEYS_HARMLESS | module.KEYS_USED
     assert keys.asked <= listed
@@ -203,7 +209,9 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
                 "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, "gemma": one,
                 "arcee": both, "starcoder2": {"use_bias": False},
                 "gemma3_text": one, "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
-                "olmoe": {**one, "num_experts": 9}, "mixtral": {"num_local_experts": 3},
+                "olmoe": {**one, "num_experts": 9}, "dots1": {**one, **DOTS, "first_k_dense_replace": 2},
+                "glm4_moe": {**one, "use_qk_norm": True, "n_routed_experts": 5, "n_shared_experts": 2, "num_experts_per_tok": 2},
+                "qwen2_moe": {"qkv_bias": False, "num_experts": 5, "mlp_only_layers": [3]}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
                               "mlp_only_layers": [3]}}
     for family, writer in WRITERS.items():
@@ -217,6 +225,7 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
             rules = [*module.outer_tensors(config).values()]
             rules += [rule for layer in range(4) for rule in module.layer_tensors(config, layer).values()]
             there = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}  # a tied head is listed once
+            there |= {name: tuple(own.shape) for name, own in model.named_buffers() if name.endswith("e_score_correction_bias")}
             there = dict(part for name, shape in there.items() for part in in_a_file(family, name, shape))
             whole = {rule.part_of[0]: (rule.part_of[2], *rule.shape[1:]) for rule in rules if rule.part_of}
             assert {rule.name: rule.shape for rule in rules if not rule.part_of} | whole == there

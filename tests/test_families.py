@@ -122,6 +122,10 @@ PECULIAR = {
     "mixtral": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 1}}, {"hidden_act": "silu"}],
     "qwen3_moe": [{"mixture": {"renormalise": False}}, {"mixture": {"per_token": 4}}],
     "olmoe": [{"mixture": {"renormalise": True}}, {"mixture": {"per_token": 3}}],
+    "qwen2_moe": [{"mixture": {"renormalise": True}}, {"mixture": {"shared_scaled": False}}, {"mixture": {"shared_width": None}}],
+    "glm4_moe": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"corrected": False},
+                                                {"shared_width": None})] + [{"qk_norm": False}],
+    "dots1": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"windows": (None,) * 3}],
     "gpt_oss": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"hidden_act": "silu"}, {"mixture": {"renormalise": False}},
                 {"mixture": {"per_token": 1}}],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
@@ -151,7 +155,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3",
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
-                                  "starcoder2", "exaone4", "arcee"])
+                                  "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2", "exaone4", "arcee"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

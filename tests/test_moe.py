@@ -16,7 +16,7 @@ from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import FEW, CpuOps
 from effllm.kernels.cpu.packed import MOST_COLUMNS
-from effllm.kernels.reference_moe import Routed, route, visits
+from effllm.kernels.reference_moe import Routed, Routing, route, visits
 from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -69,11 +69,11 @@ class Layer:
     def run(self, ops: CpuOps, x: np.ndarray, top_k: int = TOP, renormalise: bool = True, act: str = "silu", see=None) -> np.ndarray:
         stream = ops.from_host(x)
         with ops.together():
-            ops.moe(stream, self.norm, self.router, self.experts, top_k, renormalise, act, see)
+            ops.moe(stream, self.norm, self.router, self.experts, Routing(top_k, renormalise), act, see)
         return stream.copy()
 
     def expected(self, x: np.ndarray, top_k: int = TOP, renormalise: bool = True, act: str = "silu") -> tuple[np.ndarray, Routed]:
-        return reference_moe.moe(x, self.norm, self.router, self.experts, top_k, renormalise, act)
+        return reference_moe.moe(x, self.norm, self.router, self.experts, Routing(top_k, renormalise), act)
 
 
 def inputs(tokens: int, depth: int = DEPTH, seed: int = 5) -> np.ndarray:
@@ -91,10 +91,10 @@ def close(ours: np.ndarray, expected: np.ndarray, x: np.ndarray, tolerance: floa
 
 def test_routing_by_hand() -> None:
     logits = np.log(np.array([[1.0, 4.0, 2.0, 1.0], [2.0, 2.0, 2.0, 2.0]]))
-    chosen, shares = route(logits, 2, True)
+    chosen, shares = route(logits, Routing(2, True))
     assert chosen.tolist() == [[1, 2], [0, 1]]  # of equal ones the lower
     assert np.allclose(shares, [[4 / 6, 2 / 6], [0.5, 0.5]])
-    assert np.allclose(route(logits, 2, False)[1], [[4 / 8, 2 / 8], [0.25, 0.25]])
+    assert np.allclose(route(logits, Routing(2, False))[1], [[4 / 8, 2 / 8], [0.25, 0.25]])
     offsets, tokens, places = visits(np.array([[1, 2], [0, 1], [1, 3]]), 5)
     assert offsets.tolist() == [0, 1, 4, 5, 6, 6] and tokens.tolist() == [1, 0, 1, 2, 0, 2] and places.tolist() == [[1, 4], [0, 2], [3, 5]]
 

@@ -8,7 +8,7 @@ import torch
 
 from effllm.kernels import reference_moe
 from effllm.kernels.cuda.torch_ops import TorchOps
-from effllm.kernels.reference_moe import Routed
+from effllm.kernels.reference_moe import Routed, Routing
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Expert, Linear, Norm, Weight, from_f32
 
@@ -42,12 +42,12 @@ class Pair:
 
     def run(self, x: np.ndarray, top_k: int, renormalise: bool, act: str = "silu", see=None) -> np.ndarray:
         stream = self.ops.from_host(x)
-        result = self.ops.moe(stream, self.norm[0], self.router[0], self.device, top_k, renormalise, act, see)
+        result = self.ops.moe(stream, self.norm[0], self.router[0], self.device, Routing(top_k, renormalise), act, see)
         assert result is stream
         return self.ops.to_host(result)
 
     def expected(self, x: np.ndarray, top_k: int, renormalise: bool, act: str = "silu") -> tuple[np.ndarray, Routed]:
-        return reference_moe.moe(x, self.norm[1], self.router[1], self.host, top_k, renormalise, act)
+        return reference_moe.moe(x, self.norm[1], self.router[1], self.host, Routing(top_k, renormalise), act)
 
 
 def inputs(tokens: int) -> np.ndarray:

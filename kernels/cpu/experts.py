@@ -11,8 +11,9 @@ from numpy import float32, int64
 
 from ..compile import kernel
 from ..deferred import inlined
+from ..reference_moe import SMALLEST_SUM
 from .arithmetic import exp
-from .intrinsics import call_kernel, f32_at, fetch_add, i64_at
+from .intrinsics import call_kernel, f32_at, f64_at, fetch_add, i64_at
 from .linear import FIRST, OUT, TOKENS
 from .linear import X as INPUT
 from .packed_matrix import FIELDS
@@ -21,40 +22,61 @@ from .sharing import COUNTERS_NBYTES, clear_regions
 # Slots. X is the residual stream [T, DEPTH]; int64 CHOSEN, PLACES [T, TOP] and OWNERS [T TOP] (a visit's token), OFFSETS [EXPERTS + 1];
 # float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH].
 # Where the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with,
-# LISTS for `each_product`, BLOCKS and COUNTERS.
+# LISTS for `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, CORRECTION float32 [EXPERTS] or 0, and FACTOR, a
+# float64.
 (X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
- LISTS, BLOCKS, COUNTERS) = range(21)
+ LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR) = range(24)
+SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
 # Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
 BLOCK = FIRST + 2 * FIELDS  # int64 slots of an argument block
 COUNTS = COUNTERS_NBYTES // 8  # int64 that a product counts with
+LEAST = float32(SMALLEST_SUM)
 
 
 @kernel()
 def route_tokens(args, worker, counter):
-    """CHOSEN in rising order and SHARES from LOGITS; of equal logits the lower expert. Blocks are tokens."""
+    """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With SIGMOID or CORRECTION LOGITS
+    become scores."""
     a = i64_at(args)
-    experts, top = a[EXPERTS], a[TOP]
+    experts, top, correction, factor = a[EXPERTS], a[TOP], a[CORRECTION], float32(f64_at(args)[FACTOR])
     while True:
         t = fetch_add(counter, 1)
         if t >= a[COUNT]:
             return
         logit, chosen, share = f32_at(a[LOGITS] + 4 * t * experts), i64_at(a[CHOSEN] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
-        for j in range(top):
-            best = int64(-1)
+        if a[SIGMOID] != 0:
             for e in range(experts):
-                if best < 0 or logit[e] > logit[best]:
+                logit[e] = float32(1.0) / (float32(1.0) + exp(-logit[e]))
+        elif correction != 0:
+            _softmax(logit, experts)
+        for j in range(top):
+            best, highest = int64(-1), float32(0.0)
+            for e in range(experts):
+                own = logit[e]
+                if correction != 0:
+                    own += f32_at(correction)[e]
+                if best < 0 or own > highest:
                     free = True
                     for i in range(j):
                         if chosen[i] == e:
                             free = False
                     if free:
-                        best = e
+                        best, highest = e, own
             at = j  # kept in rising order
             while at > 0 and chosen[at - 1] > best:
                 chosen[at] = chosen[at - 1]
                 at -= 1
             chosen[at] = best
+        if a[SIGMOID] != 0 or correction != 0:
+            total = float32(0.0)
+            for j in range(top):
+                share[j] = logit[chosen[j]]
+                total += share[j]
+            total = max(total, LEAST)
+            for j in range(top):
+                share[j] = share[j] / total * factor if a[RENORMALISE] != 0 else share[j] * factor
+            continue
         most = logit[chosen[0]]
         for j in range(1, top):
             most = max(most, logit[chosen[j]])
@@ -67,7 +89,20 @@ def route_tokens(args, worker, counter):
             for e in range(experts):
                 total += exp(logit[e] - most)
         for j in range(top):
-            share[j] /= total
+            share[j] = share[j] / total * factor
+
+
+@inlined()
+def _softmax(logit, experts):
+    """Logits of a token -> their softmax, in place."""
+    most, total = logit[0], float32(0.0)
+    for e in range(1, experts):
+        most = max(most, logit[e])
+    for e in range(experts):
+        logit[e] = exp(logit[e] - most)
+        total += logit[e]
+    for e in range(experts):
+        logit[e] /= total
 
 
 @inlined()
@@ -160,3 +195,17 @@ def combine_visits(args, worker, counter):
             share, row = shares[j], f32_at(a[ROWS] + 4 * places[j] * depth)
             for i in range(depth):
                 out[i] += share * row[i]
+
+
+@kernel()
+def scale_rows(args, worker, counter):
+    """SCALED [SCALED_ROWS, SCALED_WIDTH], row by row, times the sigmoid of SCALES [SCALED_ROWS]. Blocks are rows."""
+    a = i64_at(args)
+    width = a[SCALED_WIDTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[SCALED_ROWS]:
+            return
+        row, scale = f32_at(a[SCALED] + 4 * t * width), float32(1.0) / (float32(1.0) + exp(-f32_at(a[SCALES])[t]))
+        for i in range(width):
+            row[i] *= scale

@@ -3,13 +3,14 @@
 For a few tokens all of it is noted beforehand and runs without coming back to Python: a kernel picks the experts and writes the argument
 blocks of their products, which then run as one job (`experts.py`). Only what is picked is read. For more tokens Python asks who goes
 where and notes the products of one expert after the other, each expert's weights being read once for all of its tokens. Experts of
-which only some are in memory take the way of `moe_paged.py`, through the same kernels.
+which only some are in memory take the way of `moe_paged.py`, through the same kernels. A shared expert is two matrix stages like any
+MLP's: the first is noted before the experts are added to what it reads, the second adds to the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,19 +19,20 @@ from .. import reference_moe
 from ..compile import Kernel
 from ..expert_pages import MOST_AHEAD
 from ..layout import ACTIVATIONS, NORMS
-from ..reference_moe import Routed
+from ..reference_moe import Routed, Routing
 from ..registry import Call
 from ..workspace import Dims, address
 from . import experts as kernels
 from . import linear, low_bit, lut, packed
 
 if TYPE_CHECKING:
-    from ...quant.weight import Expert, Linear, Norm
+    from ...quant.weight import Expert, Linear, Norm, SharedExpert
     from ..expert_pages import ExpertPages
     from .ops import CpuOps
 
 MOST_STAGES = 1024
 See = Callable[[Routed], None]
+Asked = tuple[Routing, str]  # and the activation
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
@@ -40,7 +42,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     visits, jobs = chunk * dims.top_k, _most_jobs(dims.experts, packed.MOST_COLUMNS * dims.top_k)
     ahead = {f"routes_ahead_{distance}": dims.experts for distance in range(1, MOST_AHEAD + 1)}
     return {"routes": chunk * dims.experts, **ahead, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
-            "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs}
+            "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs, "scales": chunk}
 
 
 def _most_jobs(experts: int, visits: int) -> int:
@@ -68,7 +70,8 @@ class Stage:
     x: np.ndarray
     norm: Norm
     router: Linear
-    asked: tuple[int, bool, str]
+    asked: Asked
+    correction: np.ndarray | None
     jobs: tuple[tuple[Kernel, int, bool], ...]
     kept: tuple[np.ndarray, ...]
     routed: Routed
@@ -85,51 +88,76 @@ class Prepared:
         self.stages: dict[tuple[int, int], Stage] = {}
 
 
-def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, top_k: int,
-        renormalise: bool, act: str, see: See | None = None) -> np.ndarray:
-    """x + sum over the `top_k` experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place. Experts that are not a
-    tuple are brought when they are needed.
+def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, routing: Routing, act: str,
+        see: See | None = None, correction: np.ndarray | None = None, shared: SharedExpert | None = None) -> np.ndarray:
+    """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place, and the `shared` one of all
+    tokens. Experts that are not a tuple are brought when they are needed.
 
     `see` is shown the visits; what its arrays hold may be read when the collected jobs have run.
     """
-    if not isinstance(experts, tuple):
-        from . import moe_paged
+    if isinstance(experts, tuple):
+        run = self.registry.select(Call("moe", act=act)).candidate.run
+    else:
+        from .moe_paged import run
+    return run(self, x, norm, router, experts, (routing, act), see, correction, shared)
 
-        return moe_paged.run(self, x, norm, router, experts, (top_k, renormalise, act), see)
-    return self.registry.select(Call("moe", act=act)).candidate.run(self, x, norm, router, experts, (top_k, renormalise, act), see)
 
-
-def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
-                  see: See | None) -> np.ndarray:
+def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
+                  correction: np.ndarray | None, shared: SharedExpert | None) -> np.ndarray:
     ops.flush()
-    x[:], routed = reference_moe.moe(x, norm, router, experts, *asked)
+    x[:], routed = reference_moe.moe(x, norm, router, experts, *asked, correction, shared)
     if see is not None:
         see(routed)
     return x
 
 
-def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
-        see: See | None) -> np.ndarray:
-    stage = routed_stage(ops, x, norm, router, experts, asked, _table)
+def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
+        correction: np.ndarray | None, shared: SharedExpert | None) -> np.ndarray:
+    beside = shared_hidden(ops, x, norm, shared, asked[1])
+    stage = routed_stage(ops, x, norm, router, experts, asked, correction, _table)
     for kernel, where, parallel in stage.jobs:
         ops.run(kernel, where, parallel)
     if len(x) > stage.table.columns:
-        _products(ops, norm, experts, stage, asked[2])
+        _products(ops, norm, experts, stage, asked[1])
         ops.run(kernels.combine_visits, address(stage.kept[0]), True)
+    return finished(ops, x, stage, beside, shared, see)
+
+
+def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert | None, act: str) -> np.ndarray | None:
+    """Note the first half of what all tokens visit: what goes into its `down`, float32 [T, S] times the share."""
+    if shared is None:
+        return None
+    hidden = ops.gated_hidden(x, norm, shared.gate, shared.up, act)
+    if shared.scale is not None:
+        scales = ops.workspace.take("scales", len(x), 1)
+        if ops._remembered(x, norm, (shared.scale,), linear.PLAIN, "none") is None:
+            ops._matrix(x, norm, [shared.scale], [scales], linear.PLAIN, "none")
+        block = np.array([ops.at(hidden), *hidden.shape, ops.at(scales)], np.int64)
+        ops.keep(block)
+        ops.run(kernels.scale_rows, address(block), len(x) > 1)
+    return hidden
+
+
+def finished(ops: CpuOps, x: np.ndarray, stage: Stage, beside: np.ndarray | None, shared: SharedExpert | None,
+             see: See | None) -> np.ndarray:
+    """The residual stream once the shared expert is added to the others."""
+    if beside is not None:
+        ops.linear_add(beside, shared.down, x)
     if see is not None:
-        see(stage.routed)
+        see(stage.routed if beside is None else replace(stage.routed, shared=beside))
     return x
 
 
-def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
-                 table: Callable) -> Stage:
+def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
+                 correction: np.ndarray | None, table: Callable) -> Stage:
     """Note the router's product; the stage whose jobs come next. `table` makes or finds the records of the experts."""
     if ops._remembered(x, norm, (router,), linear.PLAIN, "none") is None:
-        few = len(x) <= table(ops, experts, asked[2]).columns  # then all tokens of a stage are routed as one alone would be
+        few = len(x) <= table(ops, experts, asked[1]).columns  # then all tokens of a stage are routed as one alone would be
         ops._matrix(x, norm, [router], [ops.workspace.take("routes", len(x), len(experts))], linear.PLAIN, "none", int(few))
     stage = ops.mixtures.stages.get((id(experts), len(x)))
-    if stage is None or stage.x is not x or stage.norm is not norm or stage.router is not router or stage.asked != asked:
-        stage = _prepared(ops, x, norm, router, experts, asked, table(ops, experts, asked[2]))
+    known = stage is not None and stage.x is x and stage.norm is norm and stage.router is router and stage.correction is correction
+    if not known or stage.asked != asked:
+        stage = _prepared(ops, x, norm, router, experts, asked, correction, table(ops, experts, asked[1]))
     for kept in stage.kept:
         ops.keep(kept)
     return stage
@@ -148,10 +176,11 @@ def _products(ops: CpuOps, norm: Norm, experts: Sequence[Expert], stage: Stage, 
         ops._matrix(hidden[begin:end], None, [expert.down], [rows[begin:end]], linear.PLAIN, "none", columns)
 
 
-def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: tuple[int, bool, str],
-              table: Table) -> Stage:
+def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
+              correction: np.ndarray | None, table: Table) -> Stage:
     """The jobs of a stage up to where Python is needed; remembered for a few tokens."""
-    top_k, renormalise, act = asked
+    routing, act = asked
+    top_k = routing.per_token
     (tokens, depth), count, width = x.shape, len(experts), table.width
     visits, few, take = tokens * top_k, tokens <= table.columns, ops.workspace.take
     numbers = take("visits", 2 * (3 * visits + count + 1)).view(np.int64)
@@ -162,9 +191,11 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     blocks = products + 8 * (2 + 6 * most)
     counters = (blocks + 16 * kernels.BLOCK * most + 63) // 64 * 64
     logits = take("routes", tokens, count)
-    block = np.array([ops.at(x), tokens, depth, count, top_k, renormalise, ops.at(logits), address(chosen), ops.at(shares),
+    block = np.array([ops.at(x), tokens, depth, count, top_k, routing.renormalise, ops.at(logits), address(chosen), ops.at(shares),
                       address(offsets), address(places), address(owners), ops.at(rows), ops.at(hidden), width,
-                      address(table.gated) * few, address(table.down), address(heads), products, blocks, counters], np.int64)
+                      address(table.gated) * few, address(table.down), address(heads), products, blocks, counters, routing.sigmoid,
+                      address(correction), 0], np.int64)
+    block.view(np.float64)[kernels.FACTOR] = routing.factor
     where = address(block)
     jobs = [(kernels.route_tokens, where, not few), (kernels.group_visits, where, False)]
     if tokens > 1 or not few:  # one token alone is read where it lies
@@ -172,7 +203,8 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     if few:
         jobs += [(kernels.each_product, products, True), (kernels.each_product, products + 8 * (1 + 3 * most), True),
                  (kernels.combine_visits, where, tokens > 1)]
-    made = Stage(x, norm, router, asked, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table, chosen, (blocks, counters))
+    made = Stage(x, norm, router, asked, correction, tuple(jobs), (block, heads), Routed(offsets, owners, hidden), table, chosen,
+                 (blocks, counters))
     if few and ops.workspace.holds(x):
         if len(ops.mixtures.stages) >= MOST_STAGES:
             ops.mixtures.stages.clear()

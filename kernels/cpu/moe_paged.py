@@ -16,12 +16,12 @@ import numpy as np
 from ..workspace import address
 from . import experts as kernels
 from . import linear
-from .moe import MOST_STAGES, Stage, Table, columns_of, fields, routed_stage, write_records
+from .moe import MOST_STAGES, Stage, Table, columns_of, fields, finished, routed_stage, shared_hidden, write_records
 
 if TYPE_CHECKING:
-    from ...quant.weight import Linear, Norm
+    from ...quant.weight import Linear, Norm, SharedExpert
     from ..expert_pages import ExpertPages
-    from .moe import See
+    from .moe import Asked, See
     from .ops import CpuOps
 
 BIAS = 3  # of a matrix's fields, raw or low-bit
@@ -57,16 +57,17 @@ class _Kind:
     width: int
 
 
-def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, asked: tuple[int, bool, str],
-        see: See | None) -> np.ndarray:
-    """`moe.run` for experts in slots."""
-    stage = routed_stage(ops, x, norm, router, pages, asked, _table)
+def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, asked: Asked, see: See | None,
+        correction: np.ndarray | None, shared: SharedExpert | None) -> np.ndarray:
+    """`moe.run` for experts in slots. What all tokens visit is multiplied while the disk is asked for the others."""
+    stage = routed_stage(ops, x, norm, router, pages, asked, correction, _table)
     before = [job for job in stage.jobs if job[0] is kernels.route_tokens]
     grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]
     for job in before:
         ops.run(*job)
     with ops.aside() as routing:
         ahead = _note_next(ops, x, pages) if len(x) == 1 else []
+        beside = shared_hidden(ops, x, norm, shared, asked[1])
     if len(x) <= stage.table.columns:
         ops.between(partial(_few, ops, stage, pages, grouping, routing, ahead))
     else:
@@ -74,12 +75,10 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
         for job in grouping:
             ops.run(*job)
         ops.flush()  # who goes where is known; everything that earlier layers noted has run
-        _many(ops, norm, pages, stage, asked[2])
+        _many(ops, norm, pages, stage, asked[1])
         pages.look_ahead(ahead)
     ops.run(kernels.combine_visits, address(stage.kept[0]), len(x) > 1)
-    if see is not None:
-        see(stage.routed)
-    return x
+    return finished(ops, x, stage, beside, shared, see)
 
 
 def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages) -> list[np.ndarray]:

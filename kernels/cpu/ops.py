@@ -149,13 +149,18 @@ class CpuOps(Jobs):
                   see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
         """x + down(act(gate(n)) * up(n)) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what goes
         into `down`."""
+        hidden = self.gated_hidden(x, norm, gate, up, act)
+        if see is not None:
+            see(hidden)
+        return self.linear_add(hidden, down, x, after, factor)
+
+    def gated_hidden(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, act: str) -> np.ndarray:
+        """act(gate(n)) * up(n) with n = norm(x): what goes into `down`."""
         outs = self._remembered(x, norm, (gate, up), linear.GATED, act)
         if outs is None:
             outs = [self.workspace.take("gate", len(x), gate.weight.shape[0])]
             self._matrix(x, norm, [gate, up], outs, linear.GATED, act)
-        if see is not None:
-            see(outs[0])
-        return self.linear_add(outs[0], down, x, after, factor)
+        return outs[0]
 
     def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[np.ndarray], None] | None = None,
             after: Norm | None = None, factor: float = 1.0) -> np.ndarray:

@@ -16,7 +16,7 @@ import torch
 
 from ..device_memory import TILE
 from ..layout import STORED_TYPES, PageLayout
-from ..reference_moe import Routed, visits
+from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
@@ -28,7 +28,7 @@ from .repeated import Repeats
 from .stages import Stages, activated
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Bundles, Expert, Linear, Norm, Weight
+    from ...quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight
     from ...runtime.rope import RopeTable
 
 UPLOADS = 4  # index arrays of one step, and one to spare
@@ -125,14 +125,18 @@ class TorchOps:
             branch += bundles.down_bias
         return x.add_(branch if after is None else self.stages.normalise(branch, after), alpha=factor)
 
-    def moe(self, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], top_k: int, renormalise: bool, act: str,
-            see: Callable[[Routed], None] | None = None) -> torch.Tensor:
-        """x + sum over the `top_k` experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place; as in
+    def moe(self, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
+            see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
+            shared: SharedExpert | None = None) -> torch.Tensor:
+        """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), and the `shared` one, in place; as in
         `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
         n = self.stages.normalise(x, norm)
-        logits = self._linear(n, router)
-        chosen = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].sort(dim=1).values
-        shares = logits.gather(1, chosen).softmax(1) if renormalise else logits.softmax(1).gather(1, chosen)
+        beside = None
+        if shared is not None:
+            beside = self.stages.gated(self._linear(n, shared.gate), self._linear(n, shared.up), act)
+            if shared.scale is not None:
+                beside = beside * self._linear(n, shared.scale).sigmoid()
+        chosen, shares = _routed(self._linear(n, router), routing, correction)
         offsets, tokens, places = visits(self.on.fetch(chosen), len(experts))
         rows, at = self.on.bring(tokens), self.on.bring(places)
         hidden = torch.empty(len(tokens), experts[0].gate.weight.shape[0], device=x.device)
@@ -143,10 +147,10 @@ class TorchOps:
             hidden[mine] = self.stages.gated(self._linear(inputs, expert.gate), self._linear(inputs, expert.up), act)
             results[mine] = self._linear(hidden[mine], expert.down)
         if see is not None:
-            see(Routed(offsets, tokens, hidden))
-        for j in range(top_k):  # a token's experts in rising order, whatever runs beside it
+            see(Routed(offsets, tokens, hidden, beside))
+        for j in range(routing.per_token):  # a token's experts in rising order, whatever runs beside it
             x.addcmul_(shares[:, j, None], results[at[:, j]])
-        return x
+        return x if beside is None else self.linear_add(beside, shared.down, x)
 
     def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped."""
@@ -254,3 +258,12 @@ def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
     """cos or sin float32 [T, 1, R/2] of positions."""
     angles = positions.astype(np.float32)[:, None] * table.inv_freq
     return ((np.cos, np.sin)[which](angles) * table.scale(positions))[:, None]
+
+
+def _routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference_moe.route` on tensors."""
+    scores = logits.sigmoid() if routing.sigmoid else logits.softmax(1)
+    by = logits if correction is None else scores + correction
+    chosen = by.sort(dim=1, descending=True, stable=True).indices[:, : routing.per_token].sort(dim=1).values
+    shares = scores.gather(1, chosen)
+    return chosen, routing.factor * (shares / shares.sum(1, keepdim=True).clamp_min(SMALLEST_SUM) if routing.renormalise else shares)

@@ -5,7 +5,8 @@ one: a file with the members of `Family`, and its name in FAMILIES (a test compa
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
 post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sinks are logits of attention, one a query head. In a mixture
-router and `experts.<number>.<role>` take the place of gate, up and down, in a bundled folder `bundles` that of up and down. Outside the
+router and `experts.<number>.<role>` take the place of gate, up and down, and `shared.<role>` are those of the expert that every token
+visits, with shared.scale its share; correction is added to a router's scores. In a bundled folder `bundles` is up and down. Outside the
 layers: embed, positions (learned ones), norm, head (absent where it is the embedding).
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
@@ -24,17 +25,20 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Bundles, Expert, Linear, Norm
+    from ...quant.weight import Bundles, Expert, Linear, Norm, SharedExpert
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
     from ..rope import RopeTable
 
-FAMILIES = ("arcee", "exaone4", "gemma", "gemma2", "gemma3_text", "gpt_oss", "granite", "llama", "ministral3", "mistral", "mixtral",
-            "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
+FAMILIES = ("arcee", "dots1", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "llama", "ministral3",
+            "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+            "smollm3", "starcoder2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
 HEADS = ("language_model.lm_head.weight",)
+EXPERT = ("gate", "up", "down")  # roles of a gated MLP
+SHARED = ("shared.gate", "shared.up", "shared.down", "shared.scale")  # roles, of which the last may be absent
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class LayerWeights:
     """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
 
     A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
-    has neither gate, up nor down. `sinks`: float32 [H]. `bundles` take the place of down, and of up where there is a gate.
+    has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up.
     """
 
     input_norm: Norm
@@ -80,12 +84,19 @@ class LayerWeights:
     sinks: object | None = None
     router: Linear | None = None
     experts: tuple[Expert, ...] = ()
+    correction: object | None = None
+    shared: SharedExpert | None = None
     bundles: Bundles | None = None
 
 
 def expert_role(expert: int, role: str) -> str:
     """The role of an expert's gate, up or down."""
     return f"experts.{expert}.{role}"
+
+
+def expert_roles(expert: int) -> list[str]:
+    """The roles of an expert's matrices, as an `Expert` has them."""
+    return [expert_role(expert, role) for role in EXPERT]
 
 
 def expert_of(role: str) -> int | None:

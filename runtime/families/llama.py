@@ -72,7 +72,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     if w.experts:
         own = config.mixture
         see = partial(tap, "visits", layer)
-        x = ops.moe(x, w.post_norm, w.router, w.experts, own.per_token, own.renormalise, config.hidden_act, see)
+        x = ops.moe(x, w.post_norm, w.router, w.experts, own.routing, config.hidden_act, see, w.correction, w.shared)
     else:
         see, factor = partial(tap, "mlp_hidden", layer), config.residual_multiplier
         if w.bundles is not None:

@@ -25,33 +25,46 @@ def config(keys: Keys) -> ModelConfig:
     return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * layers, mixture=own)
 
 
-def mixture(keys: Keys, experts: int, per_token: int, width: int, renormalise: bool, layers: Iterable[int]) -> Mixture:
-    """The experts that a config states under either of the two names of their number; `experts` and `per_token` are the defaults."""
+def mixture(keys: Keys, experts: int, per_token: int, width: int, renormalise: bool, layers: Iterable[int], name: str = "num_experts",
+            **features: object) -> Mixture:
+    """The experts that a config states under either of the two names of their number, of which `name` is the family's; `experts` and
+    `per_token` are the defaults, `features` other fields of a Mixture."""
     local = keys.integer("num_local_experts", None, high=MOST_EXPERTS)
-    experts = keys.integer("num_experts", local or experts, high=MOST_EXPERTS)
+    experts = keys.integer(name, local or experts, high=MOST_EXPERTS)
     if local not in (None, experts):
-        raise ConfigError(f"config.json: num_experts is {experts} and num_local_experts {local}, which should be the same")
+        raise ConfigError(f"config.json: {name} is {experts} and num_local_experts {local}, which should be the same")
     per_token = keys.integer("num_experts_per_tok", per_token, high=MOST_EXPERTS)
     if per_token > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {per_token} is more than the {experts} experts there are")
-    return Mixture(experts, per_token, width, renormalise, frozenset(layers))
+    return Mixture(experts, per_token, width, renormalise, frozenset(layers), **features)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return expert_tensors(config, layer, "block_sparse_moe", NAMES)
 
 
-def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[str, str]) -> dict[str, TensorRule]:
-    """A layer's tensors with router and experts at `place` where the layer has them. `names`: an expert's gate, up and down there."""
-    rules, own = llama.layer_tensors(config, layer), config.mixture
+def expert_tensors(config: ModelConfig, layer: int, place: str, names: Mapping[str, str], shared: str = "shared_experts",
+                   correction: str = "gate.e_score_correction_bias") -> dict[str, TensorRule]:
+    """A layer's tensors with router and experts at `place` where the layer has them. `names`: an expert's gate, up and down there;
+    `shared`: what the one that all tokens visit is called."""
+    rules, own, hidden = llama.layer_tensors(config, layer), config.mixture, config.hidden_size
     if layer not in own.layers:
         return rules
-    shapes = {"gate": (own.width, config.hidden_size), "up": (own.width, config.hidden_size), "down": (config.hidden_size, own.width)}
-    for role in shapes:
+
+    def matrices(width: int) -> dict[str, tuple[int, int]]:
+        return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+
+    for role in names:
         del rules[role]
     prefix = f"model.layers.{layer}.{place}."
-    rules["router"] = TensorRule(f"{prefix}gate.weight", (own.experts, config.hidden_size))
+    rules["router"] = TensorRule(f"{prefix}gate.weight", (own.experts, hidden))
+    if own.corrected:
+        rules["correction"] = TensorRule(prefix + correction, (own.experts,))
+    for role, shape in matrices(own.shared_width).items() if own.shared_width else ():
+        rules[f"shared.{role}"] = TensorRule(f"{prefix}{shared}.{names[role]}.weight", shape)
+    if own.shared_scaled:
+        rules["shared.scale"] = TensorRule(f"{prefix}{shared}_gate.weight", (1, hidden))
     for expert in range(own.experts):
-        for role, shape in shapes.items():
+        for role, shape in matrices(own.width).items():
             rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{names[role]}.weight", shape)
     return rules

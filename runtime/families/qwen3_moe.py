@@ -11,7 +11,7 @@ from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen2 import qwen_window
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "sparse_layers"]
 
 KEYS_USED = frozenset({"attention_bias", "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
                        "num_experts_per_tok", "num_local_experts", "sliding_window", "use_sliding_window"})
@@ -25,11 +25,17 @@ NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 def config(keys: Keys) -> ModelConfig:
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
-    step, dense = keys.integer("decoder_sparse_step", 1, high=2048), keys.layers("mlp_only_layers", layers)
     own = mixture(keys, 128, 8, keys.integer("moe_intermediate_size", 768, high=2**22), keys.flag("norm_topk_prob", False),
-                  (layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0))
+                  sparse_layers(keys))
     base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4)
     return decoder_config(keys, base, windows=(qwen_window(keys),) * layers, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
+
+
+def sparse_layers(keys: Keys) -> list[int]:
+    """The layers with experts: every `decoder_sparse_step`th, but for those that have an MLP only."""
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    step, dense = keys.integer("decoder_sparse_step", 1, high=2048), keys.layers("mlp_only_layers", layers)
+    return [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -1,0 +1,35 @@
+"""dots.llm1: the Qwen 3 block with the mixture of `glm4_moe`, and sliding windows in the upper layers where they are stated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import REQUIRED, Keys
+from .glm4_moe import corrected
+from .glm4_moe import layer_tensors as layer_tensors
+from .llama import block, outer_tensors
+from .qwen2 import windows_of
+from .qwen3_moe import NAMES as NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "layer_types", "max_window_layers", "moe_intermediate_size",
+                       "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
+                       "routed_scaling_factor", "sliding_window"})
+# The published ones also say how scores are made, in words of their own for what every model of the family does.
+KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "scoring_func", "topk_method"})
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", 62, high=MAX_LAYERS)
+    window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
+    first = keys.integer("max_window_layers", 62, low=0)
+    windows = windows_of(keys, window, ["full_attention" if layer < first or window is None else "sliding_attention"
+                                        for layer in range(layers)])
+    bias = keys.flag("attention_bias", False)
+    sizes = {"vocab_size": 152_064, "hidden_size": 4608, "intermediate_size": 10_944, "num_hidden_layers": 62, "num_attention_heads": 32}
+    base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, sizes=sizes)
+    return decoder_config(keys, base, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True,
+                          mixture=corrected(keys, layers, REQUIRED, REQUIRED, 0, False))

@@ -1,0 +1,51 @@
+"""GLM mixtures (4.5, 4.5-Air, 4.6, 4.7): the Llama block over half of each head's channels, with experts chosen by corrected sigmoids
+beside one that every token visits, in all layers but the first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
+from ..config_reader import REQUIRED, Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule
+from .llama import block, outer_tensors
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "corrected", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts",
+                       "norm_topk_prob", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "routed_scaling_factor",
+                       "use_qk_norm"})
+# The layers behind the last are for guessing several tokens at once, and are not read.
+KEYS_HARMLESS = frozenset({"num_mtp_layers", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
+ROTARY = 0.5  # of a head, where nothing is said
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", 46, high=MAX_LAYERS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, partial=True, share=ROTARY),) * layers
+
+    sizes = {"vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46, "num_attention_heads": 96}
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, norm_eps=1e-5, sizes=sizes)
+    return decoder_config(keys, base, ropes, qkv_bias=keys.flag("attention_bias", False), qk_norm=keys.flag("use_qk_norm", False),
+                          mixture=corrected(keys, layers, 128, 8, 1, True))
+
+
+def corrected(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool) -> Mixture:
+    """The mixture that DeepSeek V3 brought (arXiv:2412.19437), with one group of experts; `experts`, `per_token` and `dense`, the
+    first layers without experts, are defaults."""
+    width = keys.integer("moe_intermediate_size", 1408, high=2**22)
+    first = keys.integer("first_k_dense_replace", dense, low=0, high=layers)
+    shared = keys.integer("n_shared_experts", REQUIRED if experts is REQUIRED else 1, high=MOST_EXPERTS)
+    return mixture(keys, experts, per_token, width, keys.flag("norm_topk_prob", renormalise), range(first, layers), "n_routed_experts",
+                   sigmoid=True, factor=keys.number("routed_scaling_factor", 1.0), corrected=True,
+                   shared_width=width * shared)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return expert_tensors(config, layer, "mlp", NAMES)

@@ -1,0 +1,32 @@
+"""Qwen 1.5 and 2 mixtures (MoE-A2.7B, 57B-A14B): the Qwen 2 block, whose experts stand beside one that every token visits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import TensorRule
+from .llama import block, outer_tensors
+from .mixtral import expert_tensors, mixture
+from .qwen3_moe import NAMES, sparse_layers
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
+                       "num_experts_per_tok", "num_local_experts", "qkv_bias", "shared_expert_intermediate_size"})
+KEYS_HARMLESS = frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef", "sliding_window"})
+# No published model switches windows on, and which layers then have them has changed in transformers.
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "use_mrope": False,
+                                        "use_sliding_window": False}
+
+
+def config(keys: Keys) -> ModelConfig:
+    own = mixture(keys, 60, 4, keys.integer("moe_intermediate_size", 1408, high=2**22), keys.flag("norm_topk_prob", False),
+                  sparse_layers(keys), shared_width=keys.integer("shared_expert_intermediate_size", 5632, high=2**22), shared_scaled=True)
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=16)
+    return decoder_config(keys, base, qkv_bias=keys.flag("qkv_bias", True), mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return expert_tensors(config, layer, "mlp", NAMES, shared="shared_expert")
