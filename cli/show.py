@@ -47,7 +47,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
                      "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocab_size": config.vocab_size,
                      "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token,
-                                                              "width": experts.width, "layers": len(experts.layers)},
+                                                              "width": experts.width, "layers": len(experts.layers),
+                                                              "shared_width": experts.shared_width},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "warnings": list(config.warnings),
                      "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
@@ -67,7 +68,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                                                    f"{container.method.get('name', '?')} from {container.source.get('model', '?')}"),
         ("layers", f"{config.num_hidden_layers} of width {config.hidden_size}, feed-forward {config.intermediate_size}"),
         ("experts", "" if experts is None else f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in "
-                                               f"{len(experts.layers)} layers"),
+                                               f"{len(experts.layers)} layers"
+                                               + (f", beside a shared one of {experts.shared_width}" if experts.shared_width else "")),
         ("attention", f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"),
         ("window", ", ".join(f"{window} tokens" for window in windows)),
         ("context", f"{config.context_length} tokens, " + (f"rotary positions {config.rope.kind}" if config.rope else "learned positions")),

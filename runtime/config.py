@@ -108,7 +108,8 @@ class ModelConfig:
     `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together. `attn_scale` multiplies scores, None is
     head_dim ** -0.5.
     `experts_stored`: the low-bit format in which the checkpoint holds its experts, None for that of all else.
-    `position_offset`: the row of the learned positions' table that position 0 has, None for no such table.
+    `position_offset`: the row of the learned positions' table that position 0 has, None for no such table. `mtp_layers`: layers behind the
+    last, for multi-token prediction, which are not read.
     """
 
     family: str
@@ -141,6 +142,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     position_offset: int | None = None
+    mtp_layers: int = 0
     mixture: Mixture | None = None
     experts_stored: str | None = None
     warnings: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 One of them says that config and weights do not belong together, and then a model runs as another than was trained. What is known to change
 nothing is passed over: buffers that old checkpoints kept, scales of caches and activations that are not rounded here, biases of zeros,
-what fills gaps between tensors, and of a model that takes images all that is not its text part.
+what fills gaps between tensors, layers of multi-token prediction, and of a model that takes images all that is not its text part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
     left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
     if any(config.family in inner for inner in COMPOSITE.values()):
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
-    return tuple(info.name for info in left if not _adds_nothing(store, info))
+    behind = tuple(f"model.layers.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
+    return tuple(info.name for info in left if not info.name.startswith(behind) and not _adds_nothing(store, info))
 
 
 def unread_notices(config: ModelConfig, store: object, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Sequence[str]:

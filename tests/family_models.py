@@ -46,7 +46,7 @@ GROWING = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_m
 # Weights wide enough that gate and up are clamped now and then.
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32, "initializer_range": 0.3, "eos_token_id": None}
 GLM_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2,
-               "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
+               "routed_scaling_factor": 1.75, "first_k_dense_replace": 1}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 CASES = {

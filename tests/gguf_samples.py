@@ -27,7 +27,9 @@ LAYER = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
          "post_feedforward_layernorm": "post_ffw_norm"}
 BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-ROUTER = {"block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp"}
+ROUTER = {"block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+          **{f"mlp.shared_expert{s}.{part}_proj": f"ffn_{part}_shexp" for s in ("", "s") for part in ("gate", "up", "down")}}
+CORRECTION = "mlp.gate.e_score_correction_bias"
 EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps", "gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps",
            "up_proj": "ffn_up_exps"}
@@ -52,8 +54,10 @@ def peer_name(name: str, arch: str) -> str:
     if name in NAMES:
         return NAMES[name]
     _, _, index, rest = name.split(".", 3)
+    if rest == CORRECTION:
+        return f"blk.{index}.exp_probs_b.bias"
     part, _, kind = rest.rpartition(".")
-    own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch == "olmo2" else {}
+    own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch in ("glm4moe", "olmo2") else {}
     return f"blk.{index}.{(LAYER | FUSED | ROUTER | own)[part]}.{kind}"
 
 
@@ -87,8 +91,10 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
             continue
         heads = raw["num_attention_heads"] if ".q_proj." in name else raw["num_key_value_heads"] if ".k_proj." in name else 0
         stored = interleaved(values, heads) if arch in INTERLEAVED and heads else values
+        if name.endswith("shared_expert_gate.weight"):
+            stored = stored.reshape(-1)  # as converters store a row
         stored = stored + np.float32(1) if arch.startswith("gemma") and "norm" in name else stored
-        own = TYPES[kind] if values.ndim > 1 and "ffn_gate_inp" not in peer_name(name, arch) else TYPES.F32
+        own = TYPES[kind] if stored.ndim > 1 and "ffn_gate_inp" not in peer_name(name, arch) else TYPES.F32
         data = super_blocks(stored, kind) if own.name.endswith("_K") else gguf.quants.quantize(stored, own)
         writer.add_tensor(peer_name(name, arch), data, raw_dtype=own)
         back = gguf.quants.dequantize(data, own).reshape(values.shape)
@@ -115,10 +121,20 @@ def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
     own = case.changes
 
     def change(writer: gguf.GGUFWriter) -> None:
-        writer.add_expert_count(own.get("num_local_experts", own.get("num_experts")))
+        writer.add_expert_count(own.get("num_local_experts", own.get("num_experts", own.get("n_routed_experts"))))
         writer.add_expert_used_count(own["num_experts_per_tok"])
         if "moe_intermediate_size" in own:
             writer.add_expert_feed_forward_length(own["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in own:
+            writer.add_expert_shared_feed_forward_length(own["shared_expert_intermediate_size"])
+        if "n_routed_experts" in own:
+            writer.add_expert_shared_count(own["n_shared_experts"])
+            writer.add_leading_dense_block_count(own["first_k_dense_replace"])
+            writer.add_expert_weights_scale(own["routed_scaling_factor"])
+            writer.add_expert_weights_norm(own["norm_topk_prob"])
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if case.family == "glm4_moe":
+            writer.add_rope_dimension_count(own["head_dim"] // 2)
     return change
 
 

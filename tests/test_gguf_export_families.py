@@ -21,7 +21,7 @@ from effllm.runtime.rope import rope_table
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import GROWING, Case, rope, written
+from family_models import GLM_EXPERTS, GROWING, Case, rope, written
 from gguf_samples import FABLE, write_model
 
 SIZES = {"vocab_size": 4096, "intermediate_size": 96, "eos_token_id": None}
@@ -63,6 +63,11 @@ MODELS = {
     "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": Case("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True}),
     "olmoe": Case("olmoe", {**EXPERTS, "num_key_value_heads": 4}),
+    "qwen2_moe": Case("qwen2_moe", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
+    "glm4_moe": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe, no norms": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "n_shared_experts": 1, "norm_topk_prob": False}),
+    "dots1": Case("dots1", {**GLM_EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 32, "head_dim": 32, "sliding_window": None,
+                            "norm_topk_prob": True}),
 }
 PROMPTS, STEPS = (1, 12, 70), 24
 LIKELY = 2e-2  # llama.cpp rounds activations to 16 bits; below this share of the largest logit two tokens are as likely
@@ -149,6 +154,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("starcoder2", {"use_bias": False}, "has no biases"), ("starcoder2", {"hidden_act": "gelu"}, "gelu where gelu_tanh is meant"),
     ("smollm3", {"no_rope_layer_interval": 2}, "rotary positions"), ("qwen3_moe", {"norm_topk_prob": False}, "does not add"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"), ("olmoe", {"norm_topk_prob": True}, "adds a token's shares"),
+    ("qwen2_moe", {"norm_topk_prob": True}, "adds a token's shares"), ("dots1", {"sliding_window": 30, "max_window_layers": 0}, "window"),
+    ("dots1", {"num_key_value_heads": 2}, "fewer key-value heads"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
     ("granite", {"mlp_bias": True}, "biases"), ("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},
                                                "sliding window")])

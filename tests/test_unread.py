@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conversions import odd_model, options, run
 from family_models import CASES, written
+from safetensors.torch import load_file, save_file
 
 from effllm import UsageError
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -67,7 +69,19 @@ def test_a_bias_of_zeros_adds_nothing(tmp_path: Path) -> None:
     assert not notices(folder)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "gpt_oss", "qwen3_moe", "opt"])
+def test_layers_of_multi_token_prediction_are_passed_over(tmp_path: Path) -> None:
+    """As many as the config says: one more does not belong to it."""
+    written(CASES["glm4_moe"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.{layer}.eh_proj.weight": torch.ones(4) for layer in (3, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for count, left in ((0, ["'model.layers.3.eh_proj.weight' and 1 more"]), (1, ["'model.layers.4.eh_proj.weight'"]), (2, [])):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": count}))
+        assert [said.rpartition(": ")[2] for said in notices(tmp_path)] == left
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "opt"])
 def test_no_model_has_tensors_that_are_not_used(name: str, tmp_path: Path) -> None:
     """An encoder of images, matrices that are stored as one, experts that are taken apart; nor has what is made of them."""
     written(CASES[name], tmp_path / "model")

@@ -17,9 +17,8 @@ __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "c
 
 KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts",
                        "norm_topk_prob", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "routed_scaling_factor",
-                       "use_qk_norm"})
-# The layers behind the last are for guessing several tokens at once, and are not read.
-KEYS_HARMLESS = frozenset({"num_mtp_layers", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"})
+                       "num_nextn_predict_layers", "use_qk_norm"})
+KEYS_HARMLESS = frozenset({"num_mtp_layers", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
 ROTARY = 0.5  # of a head, where nothing is said
 
@@ -33,7 +32,7 @@ def config(keys: Keys) -> ModelConfig:
     sizes = {"vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46, "num_attention_heads": 96}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, norm_eps=1e-5, sizes=sizes)
     return decoder_config(keys, base, ropes, qkv_bias=keys.flag("attention_bias", False), qk_norm=keys.flag("use_qk_norm", False),
-                          mixture=corrected(keys, layers, 128, 8, 1, True))
+                          mixture=corrected(keys, layers, 128, 8, 1, True), mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0))
 
 
 def corrected(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool) -> Mixture:

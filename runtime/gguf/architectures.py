@@ -25,6 +25,9 @@ LAYER = {
 EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
 SINGLE_EXPERTS = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
 ROUTER = "ffn_gate_inp"
+SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
+CORRECTION = "exp_probs_b"  # of scores; it has kind bias and no weight
+SHARE = "ffn_gate_inp_shexp"  # a row, stored as a vector
 # Divisors of the rotary frequencies: part of the config, not weights. One for all lengths, or one for short texts and one for long ones.
 FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 DIVISORS = (FACTORS, LONG, SHORT)
@@ -32,6 +35,7 @@ DIVISORS = (FACTORS, LONG, SHORT)
 NEUTRAL: Mapping[str, object] = {
     "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
     "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,
+    "expert_group_count": 1, "expert_group_used_count": 1,
     "final_logit_softcapping": 0.0, "logit_scale": 1.0,
     "pooling_type": 0, "residual_scale": 1.0, "use_parallel_residual": False,
 }
@@ -68,12 +72,27 @@ _GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "
                 "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA = {"config": {"hidden_activation": "gelu_pytorch_tanh"}, "norm_offset": 1.0, "layer_names": _GEMMA_NAMES}
 _BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GLM_COUNTS = {
+    "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func"}
+_GLM_NAMES = {CORRECTION: "mlp.gate.e_score_correction_bias",
+              **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}
 _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 ARCHITECTURES = {
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
                           experts=("block_sparse_moe", mixtral.NAMES)),
     "qwen2": Architecture("qwen2"),
+    "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
+                             keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size",
+                                   "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+                             layer_names={**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()},
+                                          SHARE: "mlp.shared_expert_gate"}),
     "qwen3": Architecture("qwen3"),
+    "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
+    "glm4moe": Architecture("glm4_moe", experts=("mlp", qwen3_moe.NAMES), partial=True, roles={"post_norm": "post_attention_norm"},
+                            keys={**_GLM_COUNTS, "nextn_predict_layers": "num_nextn_predict_layers"},
+                            layer_names={**_GLM_NAMES, "post_attention_norm": "post_attention_layernorm"}),
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
     "exaone4": Architecture("exaone4", layer_names=_BEHIND, pattern=True),
     "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
@@ -98,9 +117,9 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
 }
 # A model's family -> what its files are called.
-BY_FAMILY = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2",
-             "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("arcee", "exaone4", "gemma", "gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
+BY_FAMILY = {"gemma3_text": "gemma3", "glm4_moe": "glm4moe", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama",
+             "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"} | {
+    name: name for name in ("arcee", "dots1", "exaone4", "gemma", "gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
                             "seed_oss", "smollm3", "starcoder2")}
 
 
@@ -128,7 +147,7 @@ def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ..
     own = own or [found.layer_names.get(each) or LAYER.get(each) for each in found.fused.get(part, (part,))]
     if first != "blk" or not index.isdecimal() or None in own or kind not in ("weight", "bias"):
         return None
-    return tuple(f"model.layers.{int(index)}.{each}.{kind}" for each in own)
+    return tuple(f"model.layers.{int(index)}.{each if part == CORRECTION else f'{each}.{kind}'}" for each in own)
 
 
 def _of_experts(part: str, experts: int, place: str, names: Mapping[str, str]) -> list[str]:
@@ -146,11 +165,12 @@ ROLES = {
     "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "post_norm": "ffn_norm", "q": "attn_q",
     "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o_norm": "post_attention_norm",
     "down_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": ROUTER,
+    "shared.scale": SHARE, "correction": CORRECTION, **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
 }
 
 
 def file_part(role: str, found: Architecture) -> str:
     """What a tensor of a role is called in a file, without its layer and kind. Raises KeyError for a role that files do not have."""
-    plain = kind_of(role).removesuffix("_bias")
+    plain = (role if expert_of(role) is None else kind_of(role)).removesuffix("_bias")
     own = found.roles.get(plain) or ROLES[plain]
     return f"{own}_exps" if expert_of(role) is not None else own

@@ -6,6 +6,7 @@ list are warned about, as those of a config.json are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
+SIGMOID = 2  # how experts are scored
 USUAL_WINDOW = 4096  # of every size of Gemma 2, EXAONE 4 and StarCoder 2
 USUAL_THETA = 10_000.0
 OLMO3_EVERY = EXAONE4_EVERY = 4  # all but the last of so many layers have a window
@@ -57,8 +59,9 @@ def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) 
         config = parse_config(raw, strict)
     except EffllmError as error:
         message = error.message.replace("config.json", str(header.path))
-        for theirs, ours in KEYS.items():
-            message = message.replace(ours, f"{name}.{theirs}")
+        names = {ours: theirs for theirs, ours in {**KEYS, **architecture(header.path, name).keys}.items()}
+        pattern = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+        message = re.sub(rf"\b(?:{pattern})\b", lambda found: f"{name}.{names[found.group()]}", message)
         message = message.replace("rope_scaling: short_factor", FACTORS if FACTORS in header.tensors else SHORT)
         raise CheckpointError(message, error.hint or REPAIR) from error
     if said := remark(header, name, raw):
@@ -116,7 +119,7 @@ def _single(path: Path, key: str, value: Value) -> object:
         if (value != value[0]).any():
             raise CheckpointError(f"{path} states another {key} for every layer, which is not supported", "models with equal layers run")
         return value[0].item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         damaged(path, f"states {key} {shown_value(value)}, expected a number")
     return value
 
@@ -157,6 +160,10 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
+    if raw["model_type"] in ("dots1", "glm4_moe"):
+        _glm(header, raw)
+    elif raw["model_type"] == "qwen2_moe":
+        raw["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
     if raw["model_type"] == "llama" and "num_local_experts" in raw:
         raw |= {"model_type": "mixtral", "sliding_window": window}
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
@@ -202,6 +209,20 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     if (layers := OTHER_SCALE.get(header.metadata["general.architecture"])) is not None and isinstance(raw["num_attention_heads"], int):
         whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
+
+
+def _glm(header: GgufHeader, raw: dict[str, object]) -> None:
+    """What files say otherwise of a mixture whose scores are corrected."""
+    name = header.metadata["general.architecture"]
+    if raw.pop("scoring_func", SIGMOID) != SIGMOID:
+        raise CheckpointError(f"{header.path}: {name}.expert_gating_func is not {SIGMOID}, which is not supported for this architecture",
+                              "give the folder of the original checkpoint, if its family is supported")
+    raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    if raw["model_type"] == "glm4_moe":
+        raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
+        behind, layers = raw.get("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
+        if type(behind) is int and type(layers) is int and 0 <= behind < layers:
+            raw["num_hidden_layers"] = layers - behind  # files count them in
 
 
 def _grow(header: GgufHeader, name: str, raw: dict[str, object], growth: object) -> None:

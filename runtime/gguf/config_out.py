@@ -17,7 +17,7 @@ from ..config_rope import GROWTH
 from ..rope import rope_table
 from . import yarn
 from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, Architecture
-from .config import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE
+from .config import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
@@ -27,6 +27,8 @@ WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but 
 UNDIVIDED = ("gemma", "olmo2", "olmo3", "seed_oss", "starcoder2")  # families whose rotary frequencies llama.cpp divides by no tensor
 EVEN_HEADS = ("exaone4", "olmo2", "olmo3", "starcoder2")  # families whose heads llama.cpp takes to be as wide as the model together
 ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")}  # by family, others have silu
+UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
+LEADING_DENSE = ("dots1", "glm4_moe")  # families whose first layers have no experts, and whose scores are corrected
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN = "leave it in its folder"
 
@@ -93,9 +95,11 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
     if mixture is not None:
-        yield mixture.layers != frozenset(range(config.num_hidden_layers)), "has layers without experts"
-        yield mixture.renormalise != (family != "olmoe"), f"{'adds' if mixture.renormalise else 'does not add'} a token's shares up to 1"
-        yield family == "olmoe" and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
+        dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
+        yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
+        yield family not in LEADING_DENSE and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
+            f"{'adds' if mixture.renormalise else 'does not add'} a token's shares up to 1"
+        yield family in UNGROUPED and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
 
 
 def unused_window(config: ModelConfig) -> int | None:
@@ -138,8 +142,14 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
     if config.mixture is not None:
         keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}
-        if config.family == "qwen3_moe":
+        if config.family in ("qwen2_moe", "qwen3_moe", *LEADING_DENSE):
             keys["expert_feed_forward_length"] = config.mixture.width
+        if config.family == "qwen2_moe":
+            keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
+        if config.family in LEADING_DENSE:
+            keys |= {"expert_shared_count": config.mixture.shared_width // config.mixture.width, "expert_gating_func": SIGMOID,
+                     "expert_weights_scale": float(config.mixture.factor), "expert_weights_norm": config.mixture.renormalise,
+                     "leading_dense_block_count": min(config.mixture.layers, default=config.num_hidden_layers)}
     return keys
 
 

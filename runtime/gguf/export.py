@@ -29,7 +29,7 @@ from ..config import ModelConfig, read_config
 from ..container import read_container
 from ..convert_plan import MATRICES
 from ..events import Notice, Progress
-from ..families import expert_of, kind_of
+from ..families import SHARED, expert_of, kind_of
 from ..generation_config import read_generation_config
 from ..model import ModelTensor, check_tensors
 from ..outliers import check_outliers
@@ -168,8 +168,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     for key, roles in (("outer", outer), *((key, roles) for key, roles in tensors.items() if key != "outer")):
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
-            own = file_part(role, found)
-            grouped.setdefault(f"{parts.get(own, own)}.{'bias' if role.endswith('_bias') else 'weight'}", []).append((role, tensor))
+            own, end = file_part(role, found), "bias" if role.endswith("_bias") or role == "correction" else "weight"
+            grouped.setdefault(f"{parts.get(own, own)}.{end}", []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
             matrix = kind_of(role)
@@ -180,6 +180,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:
                 shape = (len(members), *first.shape)
+            elif role == SHARED[3]:
+                shape = first.shape[1:]
             planned = PlannedTensor(name if key == "outer" else f"blk.{key}.{name}", own, shape)
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if "norm" in role else 0.0)

@@ -34,7 +34,7 @@ from .. import families
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
 from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
-from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
+from .architectures import DIVISORS, ROUTER, SHARE, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 from .split import close_all, open_parts
 
@@ -86,12 +86,14 @@ class GgufStore(MadeStore):
 
     def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
         self._path, self._wide = file.header.path, wide
-        wanted = _names(config)
+        wanted, behind = _names(config), tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
         self._sources: dict[str, Source] = {}
         tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
         for tensor in file.header.tensors.values():
             if tensor.name in DIVISORS:
+                continue
+            if tensor.name.startswith(behind):
                 continue
             tensor, names = _matrices(tensor), own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
             if names is None or not wanted.issuperset(names):
@@ -238,7 +240,9 @@ class GgufStore(MadeStore):
 
 
 def _matrices(tensor: GgufTensor) -> GgufTensor:
-    """The matrices of all experts as one, their rows one after the other."""
+    """The matrices of all experts as one, their rows one after the other; a row that is stored as a vector."""
+    if SHARE in tensor.name and len(tensor.shape) == 1:
+        return replace(tensor, shape=(1, *tensor.shape))
     if len(tensor.shape) != 3:
         return tensor
     return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
