@@ -1,15 +1,15 @@
 """Tensors of a folder under the names that families ask for, where writers call or join them otherwise.
 
 A model that was saved without its head has no `model.` before its names. transformers 5 may save the experts of a layer together: all their
-gates and ups [E, 2F, D] in one tensor, all downs [E, D, F] in another. An expert's rows follow one another there, so that its matrices are
-ranges of the file like any other's.
+gates and ups [E, 2F, D] in one tensor, all downs [E, D, F] in another; Granite always does, by other names. An expert's rows follow one
+another there, so that its matrices are ranges of the file like any other's.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..offload.checkpoint import TensorStore
 from ..offload.header import TensorInfo, damaged, shown
@@ -17,10 +17,23 @@ from . import families
 from .families.mixtral import MOST_EXPERTS
 
 BASE, INSIDE = "model.", ("layers.", "embed_tokens.", "norm.")
-EXPERTS = {"dots1": "mlp", "glm4_moe": "mlp", "mixtral": "block_sparse_moe", "olmoe": "mlp", "qwen2_moe": "mlp",
-           "qwen3_moe": "mlp"}  # family -> where it has router and experts
-JOINT = re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)")
-PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+EXPERTS = {**dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), "mlp"),
+           **dict.fromkeys(("granitemoe", "mixtral"), "block_sparse_moe")}  # family -> where it has router and experts
+PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",), "input_linear": ("gate", "up"), "output_linear": ("down",)}
+
+
+@dataclass(frozen=True)
+class Joint:
+    """How a writer names the experts of a layer as one, and the router beside them."""
+
+    experts: re.Pattern
+    router: str
+
+
+MOE = "block_sparse_moe"
+USUAL = Joint(re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
+GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
+LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
 
 
 def give_names(store: TensorStore, model_type: object) -> None:
@@ -28,18 +41,19 @@ def give_names(store: TensorStore, model_type: object) -> None:
     if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
         names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
-    if model_type in EXPERTS and any(JOINT.fullmatch(name) for name in store.tensors):
-        store.tensors = {info.name: info for info in _apart(store.tensors, str(model_type))}
+    for joint in (USUAL, GRANITE, LATER_GRANITE) if model_type in EXPERTS else ():
+        if any(joint.experts.fullmatch(name) for name in store.tensors):
+            store.tensors = {info.name: info for info in _apart(store.tensors, str(model_type), joint)}
 
 
-def _apart(tensors: Mapping[str, TensorInfo], family: str) -> Iterator[TensorInfo]:
+def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: Joint) -> Iterator[TensorInfo]:
     """Every expert's matrices by themselves, and the router beside them."""
     place, names = EXPERTS[family], families.get(family).NAMES
-    layers = {found.group(1) for name in tensors if (found := JOINT.fullmatch(name))}
+    layers = {found.group(1) for name in tensors if (found := joint.experts.fullmatch(name))}
     for name, info in tensors.items():
-        found = JOINT.fullmatch(name)
+        found = joint.experts.fullmatch(name)
         if found is None:
-            layer = name.removesuffix("mlp.gate.weight")
+            layer = name.removesuffix(joint.router)
             yield replace(info, name=f"{layer}{place}.gate.weight") if layer != name and layer in layers else info
             continue
         parts, shape = PARTS[found.group(2)], info.shape

@@ -47,6 +47,9 @@ GROWING = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_m
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32, "initializer_range": 0.3, "eos_token_id": None}
 GLM_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2,
                "routed_scaling_factor": 1.75, "first_k_dense_replace": 1}
+GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0}
+GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "shared_intermediate_size": 104, "mamba_n_heads": 4,
+             "position_embedding_type": "rope", "tie_word_embeddings": True}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 CASES = {
@@ -108,6 +111,12 @@ CASES = {
                                             dtype="bfloat16"),
     "granite": Case("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                                 "logits_scaling": 7.0, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "granitemoe": Case("granitemoe", {**GRANITE, "num_local_experts": 7, "num_experts_per_tok": 3}),
+    "granitemoe, bfloat16": Case("granitemoe", {**GRANITE, "num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+                                 dtype="bfloat16"),
+    "granitemoehybrid": Case("granitemoehybrid", {**GRANITE, **GRANITE_4}),
+    "granitemoehybrid, no positions, bfloat16": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "position_embedding_type": None},
+                                                     dtype="bfloat16"),
     "opt": Case("opt", {"ffn_dim": 88, "init_std": 0.2}),
     "opt, no biases": Case("opt", {"hidden_size": 160, "num_attention_heads": 2, "ffn_dim": 88, "init_std": 0.2, "enable_bias": False,
                                    "activation_function": "gelu", "tie_word_embeddings": False}, dtype="float16"),

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import PAD
 from effllm.quant.weight import RAW_NUMPY, to_f32
+from effllm.runtime.stored_names import give_names
 
 if TYPE_CHECKING:
     from family_models import Case
@@ -33,7 +34,7 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps", "gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps",
            "up_proj": "ffn_up_exps"}
-INTERLEAVED = ("arcee", "llama", "granite", "mistral3", "smollm3")
+INTERLEAVED = ("arcee", "llama", "granite", "granitemoe", "mistral3", "smollm3")
 FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 TYPES = gguf.GGMLQuantizationType
 
@@ -46,6 +47,7 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 def weights(folder: Path) -> dict[str, np.ndarray]:
     """float32 values of a folder's tensors."""
     with TensorStore.open(folder) as store:
+        give_names(store, json.loads((folder / "config.json").read_text())["model_type"])
         return {name: to_f32(store.read(info).view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
                 for name, info in store.tensors.items() if not name.startswith(PAD)}
 
@@ -133,6 +135,11 @@ def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
             writer.add_expert_weights_scale(own["routed_scaling_factor"])
             writer.add_expert_weights_norm(own["norm_topk_prob"])
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if "logits_scaling" in own:
+            for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+                key = {"attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}.get(name)
+                key = key or name.replace("multiplier", "scale")
+                writer.add_float32(f"{case.family}.{key}", own[name])
         if case.family == "glm4_moe":
             writer.add_rope_dimension_count(own["head_dim"] // 2)
     return change

@@ -20,6 +20,8 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -48,15 +50,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
 
 # What transformers has no numbers for.
+GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
 DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
 WRITERS = {"arcee": ArceeConfig, "dots1": partial(Dots1Config, **DOTS), "exaone4": Exaone4Config, "gemma": GemmaConfig,
            "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "glm4_moe": partial(Glm4MoeConfig, head_dim=128),
-           "gpt_oss": GptOssConfig, "granite": GraniteConfig, "llama": LlamaConfig, "ministral3": Ministral3Config,
+           "gpt_oss": GptOssConfig, "granite": GraniteConfig, "granitemoe": GraniteMoeConfig,
+           "granitemoehybrid": lambda **changes: GraniteMoeHybridConfig(
+               **GRANITE_4, layer_types=["full_attention"] * changes.get("num_hidden_layers", 32), **changes),
+           "llama": LlamaConfig, "ministral3": Ministral3Config,
            "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "olmoe": OlmoeConfig,
            "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen2_moe": Qwen2MoeConfig, "qwen3": Qwen3Config,
            "qwen3_moe": Qwen3MoeConfig, "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config, "starcoder2": Starcoder2Config}
 # Our names for what a family's config calls otherwise.
-OTHER_NAMES = {"gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
+OTHER_NAMES = {"granitemoehybrid": {"intermediate_size": "shared_intermediate_size"},
+               "gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
 OTHER_ACTS = {"gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -103,7 +110,8 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
     full = json.loads(WRITERS[family]().to_json_string())
     shape = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads")
     bare = {key: full[key] for key in shape if key in full}
-    bare |= {"llama": {"num_key_value_heads": None}, "dots1": DOTS, "glm4_moe": {"head_dim": 128}}.get(family, {})
+    bare |= {"llama": {"num_key_value_heads": None}, "dots1": DOTS, "glm4_moe": {"head_dim": 128},
+             "granitemoehybrid": {key: full.get(key) for key in (*GRANITE_4, "layer_types")}}.get(family, {})
     assert replace(parse_config(bare), warnings=()) == replace(parse_config(full), warnings=())
 
 
@@ -128,7 +136,8 @@ def test_both_dialects_give_the_same_config() -> None:
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     module = families.get(family)
-    keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, "model_type": family})
+    some = {"layer_types": ["attention"] * 4, "num_local_experts": 0} if family == "granitemoehybrid" else {}
+    keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, **some, "model_type": family})
     module.config(keys)
     listed = config_module.KEYS_USED - module.KEYS_HARMLESS | module.KEYS_USED
     assert keys.asked <= listed
@@ -209,13 +218,14 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
                 "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, "gemma": one,
                 "arcee": both, "starcoder2": {"use_bias": False},
                 "gemma3_text": one, "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
-                "olmoe": {**one, "num_experts": 9}, "dots1": {**one, **DOTS, "first_k_dense_replace": 2},
+                "olmoe": {**one, "num_experts": 9}, "granitemoe": {**one, "num_local_experts": 3}, "granitemoehybrid": one,
+                "dots1": {**one, **DOTS, "first_k_dense_replace": 2},
                 "glm4_moe": {**one, "use_qk_norm": True, "n_routed_experts": 5, "n_shared_experts": 2, "num_experts_per_tok": 2},
                 "qwen2_moe": {"qkv_bias": False, "num_experts": 5, "mlp_only_layers": [3]}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
                               "mlp_only_layers": [3]}}
     for family, writer in WRITERS.items():
-        width = {"opt": {"ffn_dim": 88}, "phi3": {}, "olmoe": {}}.get(family, {"head_dim": 32})
+        width = {"opt": {"ffn_dim": 88}, "phi3": {}, "olmoe": {}, "granitemoe": {}, "granitemoehybrid": {}}.get(family, {"head_dim": 32})
         for changes in ({"tie_word_embeddings": False}, {"tie_word_embeddings": True, **features.get(family, {})}):
             written = writer(**{**SMALL, **width, "pad_token_id": None, **changes})
             with torch.device("meta"):
@@ -237,7 +247,9 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
 
 
 def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """A tensor of transformers' model as checkpoints hold it: experts lie apart, and Mixtral has names of its own."""
+    """A tensor of transformers' model as we name it: experts lie apart, and Mixtral has names of its own."""
+    if family == "granitemoe":
+        name = name.replace(".router.", ".gate.")
     if family == "mixtral":
         name = name.replace(".mlp.", ".block_sparse_moe.")
     if ".experts." not in name:

@@ -18,7 +18,7 @@ from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import FEW_EXPERTS, GLM_EXPERTS, Case, oracle, text, written
+from family_models import FEW_EXPERTS, GLM_EXPERTS, GRANITE, Case, oracle, text, written
 from gguf_samples import FABLE, counts, fable_gguf, write_model
 
 QUICK = {"device": "cpu", "kv": "32bit", "ctx": 256, "threads": 1}
@@ -33,6 +33,8 @@ MIXTURES = {
                                               "norm_topk_prob": True, "attention_bias": True})),
     "dots1": ("dots1", Case("dots1", {**SIZES, **GLM_EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "sliding_window": None,
                                       "norm_topk_prob": False})),
+    "granitemoe": ("granitemoe", Case("granitemoe", {**SIZES, **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2,
+                                                     "attention_multiplier": 0.25, "residual_multiplier": 0.25})),
     "olmoe": ("olmoe", Case("olmoe", {**SIZES, "num_experts": 3, "num_experts_per_tok": 2, "eos_token_id": None})),
 }
 

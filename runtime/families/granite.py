@@ -8,7 +8,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .llama import block, layer_tensors, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "multiplied", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "attention_multiplier", "embedding_multiplier", "logits_scaling", "mlp_bias",
                        "residual_multiplier"})
@@ -16,10 +16,17 @@ KEYS_HARMLESS = frozenset()
 REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
 
 
+USUAL = Defaults(max_position_embeddings=2048, bos=1, eos=(2,))
+
+
 def config(keys: Keys) -> ModelConfig:
+    return multiplied(keys, USUAL, mlp_bias=keys.flag("mlp_bias", False))
+
+
+def multiplied(keys: Keys, usual: Defaults, mlp_bias: bool = False) -> ModelConfig:
+    """A Granite model's config; an absent attention_multiplier is 1, not the usual root of the head dimension."""
     bias = keys.flag("attention_bias", False)
-    # An absent attention_multiplier is 1, not the usual root of the head dimension.
     return decoder_config(
-        keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False),
-        attn_scale=keys.number("attention_multiplier", 1.0), embedding_multiplier=keys.number("embedding_multiplier", 1.0),
-        residual_multiplier=keys.number("residual_multiplier", 1.0), logits_scaling=keys.number("logits_scaling", 1.0))
+        keys, usual, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias, attn_scale=keys.number("attention_multiplier", 1.0),
+        embedding_multiplier=keys.number("embedding_multiplier", 1.0), residual_multiplier=keys.number("residual_multiplier", 1.0),
+        logits_scaling=keys.number("logits_scaling", 1.0))

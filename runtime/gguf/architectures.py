@@ -79,6 +79,8 @@ _GLM_COUNTS = {
 _GLM_NAMES = {CORRECTION: "mlp.gate.e_score_correction_bias",
               **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}
 _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+                   "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 ARCHITECTURES = {
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
                           experts=("block_sparse_moe", mixtral.NAMES)),
@@ -101,9 +103,9 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", keys={"rope.freq_base_swa": "rope_local_base_freq",
                                                 "attention.sliding_window_pattern": "sliding_window_pattern"}, **_GEMMA),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
-    "granite": Architecture("granite", interleaved=True, keys={
-        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-        "logit_scale": "logits_scaling"}),
+    "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
+    "granitemoe": Architecture("granitemoe", interleaved=True, keys={**_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts"},
+                               experts=("block_sparse_moe", qwen3_moe.NAMES)),
     "olmo2": Architecture("olmo2", layer_names=_BEHIND, keys={"rope.freq_base_swa": "rope_local_base_freq"}, pattern=True),  # OLMo 3 too
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
@@ -117,10 +119,10 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
 }
 # A model's family -> what its files are called.
-BY_FAMILY = {"gemma3_text": "gemma3", "glm4_moe": "glm4moe", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama",
-             "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("arcee", "dots1", "exaone4", "gemma", "gemma2", "granite", "llama", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
-                            "seed_oss", "smollm3", "starcoder2")}
+BY_FAMILY = {"gemma3_text": "gemma3", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "ministral3": "mistral3", "mistral": "llama",
+             "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"} | {
+    name: name for name in ("arcee", "dots1", "exaone4", "gemma", "gemma2", "granite", "granitemoe", "llama", "olmo2", "olmoe", "phi3",
+                            "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 
 
 def architecture(path: object, name: object) -> Architecture:

@@ -201,11 +201,11 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     elif raw["model_type"] in ("gemma2", "gemma3_text", "phi3") or window:
         raw["sliding_window"] = window
-    elif raw["model_type"] == "granite":
+    elif raw["model_type"] in ("granite", "granitemoe"):
         biased = "blk.0.attn_q.bias" in header.tensors
         raw |= {"attention_bias": biased, "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors}
         if "attention_multiplier" not in raw:
-            damaged(header.path, "lacks key granite.attention.scale")
+            damaged(header.path, f"lacks key {raw['model_type']}.attention.scale")
     if (layers := OTHER_SCALE.get(header.metadata["general.architecture"])) is not None and isinstance(raw["num_attention_heads"], int):
         whole = raw["num_hidden_layers"] == layers and raw["num_attention_heads"] > 0
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
@@ -220,7 +220,7 @@ def _glm(header: GgufHeader, raw: dict[str, object]) -> None:
     raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     if raw["model_type"] == "glm4_moe":
         raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
-        behind, layers = raw.get("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
+        behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
         if type(behind) is int and type(layers) is int and 0 <= behind < layers:
             raw["num_hidden_layers"] = layers - behind  # files count them in
 

@@ -94,6 +94,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
+    yield family == "granitemoehybrid" and None in config.ropes, "turns no layer by position"
     if mixture is not None:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
@@ -135,7 +136,7 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family == "gemma3_text":
         local = next((rope for rope, own in zip(config.ropes, config.windows) if own is not None), config.rope)
         keys["rope.freq_base_swa"] = float(local.theta)
-    if config.family == "granite":
+    if config.family.startswith("granite"):
         keys |= {"attention.scale": float(config.attn_scale), "embedding_scale": float(config.embedding_multiplier),
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
     if config.rope.params.get(GROWTH):

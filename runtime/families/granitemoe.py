@@ -1,0 +1,32 @@
+"""Granite 3 mixtures (1B-A400M, 3B-A800M): the Granite block with experts in the place of the MLP.
+
+Checkpoints hold the experts of a layer together, which `stored_names.py` takes apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, ModelConfig
+from ..config_reader import Keys
+from . import TensorRule, granite
+from .llama import block, outer_tensors
+from .mixtral import expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = granite.KEYS_USED | {"num_experts", "num_experts_per_tok", "num_local_experts"}
+KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+
+
+def config(keys: Keys) -> ModelConfig:
+    base, layers = granite.config(keys), keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    own = mixture(keys, 8, 2, base.intermediate_size, True, range(layers), factor=base.residual_multiplier)
+    return replace(base, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return expert_tensors(config, layer, "block_sparse_moe", NAMES)
