@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .config_reader import REQUIRED, ConfigError, Keys, show
@@ -30,26 +30,30 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that ma
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS, and GROWTH."""
+    """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS, and GROWTH.
+    `neighbours`: channels 2i and 2i + 1 of a head turn together, not i and i + half of what turns."""
 
     theta: float
     kind: str
     params: Mapping[str, object]
     partial_rotary_factor: float = 1.0
+    neighbours: bool = False
 
 
 def rope_config(keys: Keys, head_dim: int, positions: int, theta: float = 10_000.0, partial: bool = False,
-                aliases: Mapping[str, str] = NO_ALIASES, trained: int | None = None, share: float = 1.0) -> RopeConfig:
+                aliases: Mapping[str, str] = NO_ALIASES, trained: int | None = None, share: float = 1.0,
+                neighbours: bool = False) -> RopeConfig:
     """Rotary settings from either dialect; the older section wins where both are filled, and a value inside it over the one beside it, as
-    in transformers. `theta` is the family's default; `partial`: it may rotate a part of each head, by default `share`; `aliases`: its other
-    names of kinds; `trained`: positions that its models were trained with where nothing beside the section says so, whatever is in it."""
+    in transformers. `theta` is the family's default; `partial`: it may rotate a part of each head, `share` where nothing says so;
+    `aliases`: its other names of kinds; `trained`: positions that its models were trained with where nothing beside the section says so,
+    whatever is in it; `neighbours` as in the result."""
     outer_theta = keys.number("rope_theta", theta, above=1.0)
     older, newer = keys.section("rope_scaling"), keys.section("rope_parameters")
     name = _section(keys.raw)
     original = keys.integer("original_max_position_embeddings", trained, high=MAX_POSITIONS)
-    share = keys.number("partial_rotary_factor", share) if partial else None
-    inner = Keys({"partial_rotary_factor": share, **(older or newer or {})}, f"config.json: {name}")
-    return rope_of(inner, head_dim, positions, outer_theta, original, partial, aliases)
+    turned = keys.number("partial_rotary_factor", share) if partial else None
+    inner = Keys({"partial_rotary_factor": turned, **(older or newer or {})}, f"config.json: {name}")
+    return replace(rope_of(inner, head_dim, positions, outer_theta, original, partial, aliases), neighbours=neighbours)
 
 
 def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: int | None = None, partial: bool = False,

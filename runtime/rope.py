@@ -27,6 +27,8 @@ F32 = np.float32
 class RopeTable:
     """Channel i turns with channel i + rotary_dim/2 by `position * inv_freq[i]`; cos and sin are times `attention_scaling`.
 
+    `neighbours`: channel 2i turns with 2i + 1 instead, and they come out as i and i + rotary_dim/2. Queries and keys alike: their products
+    stay what they were, and whoever keeps or packs keys meets one order.
     `growth` (beta, n): at position p also times 1 + beta ln(1 + p // n). `queries`: the table of queries where it is not that of keys.
     """
 
@@ -35,6 +37,7 @@ class RopeTable:
     rotary_dim: int
     growth: tuple[float, int] | None = None
     queries: RopeTable | None = None
+    neighbours: bool = False
 
     def scale(self, positions: np.ndarray) -> np.ndarray:
         """What cos and sin are times: float32, one number or [T, 1]."""
@@ -65,7 +68,7 @@ def rope_table(config: RopeConfig, head_dim: int, ctx: int, max_position_embeddi
         inv_freq, scaling = F32(1.0) / (np.array(factors, F32) * _periods(theta, dim)), _longrope_scaling(params)
     else:
         raise KeyError(config.kind)
-    table = RopeTable(inv_freq.astype(F32), float(scaling), dim)
+    table = RopeTable(inv_freq.astype(F32), float(scaling), dim, neighbours=config.neighbours)
     if params.get(GROWTH):
         return replace(table, queries=replace(table, growth=(params[GROWTH], params["original_max_position_embeddings"])))
     return table

@@ -33,7 +33,8 @@ def between(capability: int) -> None:
         made(stage_kernels._normalise, capability, N=2048, KIND=kind, BIAS=with_bias)
     for act in ACTIVATIONS.values():
         made(stage_kernels._gate, capability, N=stage_kernels.VALUES, ACT=act)
-    made(stage_kernels._rotate, capability, N=32)
+    for neighbours in (False, True):
+        made(stage_kernels._rotate, capability, N=32, NEIGHBOURS=neighbours)
     for halves in (True, False):
         made(stage_kernels._write, capability, N=64, HALVES=halves, PARTS=1, ROWS=128)
         made(page_kernels._partials, capability, GROUP=4, R=page_kernels.ROWS, C=page_kernels.CHANNELS, HALVES=halves, CAPPED=halves,

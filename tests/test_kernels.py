@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,9 +121,10 @@ def test_tiles_longer_than_a_depth_block():
                                   Norm("rms", np.linspace(0.5, 2, HEADS * HEAD_DIM, dtype=np.float32), eps=1e-6)),
                          ids=("plain", "each head", "all heads"))
 @pytest.mark.parametrize("rotary", (HEAD_DIM, HEAD_DIM - 8))
-def test_rope_heads_match_the_reference(pool, norm, rotary):
+@pytest.mark.parametrize("neighbours", (False, True))
+def test_rope_heads_match_the_reference(pool, norm, rotary, neighbours):
     rng = np.random.default_rng(4)
-    table = RopeTable((1 / 10_000 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32), 1.25, rotary)
+    table = RopeTable((1 / 10_000 ** (np.arange(0, rotary, 2) / rotary)).astype(np.float32), 1.25, rotary, neighbours=neighbours)
     y = rng.standard_normal((40, HEADS * HEAD_DIM), np.float32)
     positions = np.arange(7, 47)
     fast = CpuOps(pool, DIMS).rope_heads(y.copy(), HEADS, HEAD_DIM, positions, table, norm)
@@ -133,6 +135,21 @@ def test_rope_heads_match_the_reference(pool, norm, rotary):
         row = y[3].reshape(-1, len(norm.weight)).astype(np.float64)
         normed = (row / np.sqrt((row * row).mean(1, keepdims=True) + norm.eps) * norm.weight).reshape(HEADS, HEAD_DIM)
         assert np.abs(normed[:, rotary:] - slow[3].reshape(HEADS, HEAD_DIM)[:, rotary:]).max(initial=0) < 5e-6
+
+
+@pytest.mark.parametrize("rotary", (HEAD_DIM, HEAD_DIM - 8))
+def test_neighbours_are_turned_into_the_order_of_halves(pool, rotary):
+    """Exactly as if they had lain there before, whoever of the workers has them; where nothing turns, no channel is lost either."""
+    half, place = rotary // 2, np.arange(HEAD_DIM)
+    place[:rotary] = np.concatenate([np.arange(0, rotary, 2), np.arange(1, rotary, 2)])
+    table = RopeTable((1 / 10_000 ** (np.arange(half) / half)).astype(np.float32), 1.0, rotary)
+    y, positions = np.random.default_rng(4).standard_normal((600, HEADS * HEAD_DIM), np.float32), np.arange(600)
+    before = np.ascontiguousarray(y.reshape(600, HEADS, HEAD_DIM)[..., place]).reshape(y.shape)
+    for registry in (None, default_registry("reference")):
+        ops = CpuOps(pool, DIMS, registry)
+        found = ops.rope_heads(y.copy(), HEADS, HEAD_DIM, positions, replace(table, neighbours=True), None)
+        assert np.array_equal(found, ops.rope_heads(before.copy(), HEADS, HEAD_DIM, positions, table, None))
+        assert np.array_equal(found[0], before[0])
 
 
 def test_two_rotary_tables_in_one_pass(pool):

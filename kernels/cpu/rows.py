@@ -28,7 +28,8 @@ SHARE_FROM = 16_384  # values from which a job is worth waking the other threads
 MOST_TABLES = 8  # of a step: a model has two at most
 
 # Slots of `rope_heads`: y [T, heads * head_dim], in place; cos and sin [T, rotary / 2]; with NORM set, a norm of every WIDTH values first.
-R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_EPS = range(11)
+# SCRATCH, STRIDE bytes of it a worker, holds a head where neighbours are to be put into the order of halves; it is 0 where they are not.
+R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_SCRATCH, R_STRIDE, R_EPS = range(13)
 # Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) where UP is 0; both [TOKENS, WIDTH].
 G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is left normed.
@@ -37,9 +38,10 @@ A_BRANCH, A_STREAM, A_TOKENS, A_WIDTH, A_NORM, A_WEIGHT, A_BIAS, A_EPS, A_FACTOR
 
 @kernel({"contract"})
 def rope_heads(args, worker, counter):
-    """Norms, then rotate-half on the first ROTARY channels of every head. Blocks are tokens."""
+    """Norms, then rotate-half on the first ROTARY channels of every head, once they are in its order. Blocks are tokens."""
     a = i64_at(args)
     heads, depth, half, width = a[R_HEADS], a[R_DIM], a[R_ROTARY] // 2, a[R_WIDTH]
+    pairs = f32_at(a[R_SCRATCH] + worker * a[R_STRIDE])
     eps = float32(f64_at(args)[R_EPS])
     while True:
         t = fetch_add(counter, 1)
@@ -52,6 +54,11 @@ def rope_heads(args, worker, counter):
         cos, sin = f32_at(a[R_COS] + 4 * t * half), f32_at(a[R_SIN] + 4 * t * half)
         for head in range(heads):
             y, z = f32_at(row + 4 * head * depth), f32_at(row + 4 * (head * depth + half))
+            if a[R_SCRATCH] != 0:
+                for i in range(2 * half):
+                    pairs[i] = y[i]
+                for i in range(half):
+                    y[i], z[i] = pairs[2 * i], pairs[2 * i + 1]
             for i in range(half):
                 low, high = y[i], z[i]
                 y[i] = low * cos[i] - high * sin[i]
@@ -147,8 +154,9 @@ def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np
 def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
     """Norm, of each head or of the whole row as its weight is long, then rotation; in place."""
     args, width = ops.args, head_dim if norm is None else len(norm.weight)
+    neighbours = angles.table is not None and angles.table.neighbours
     args[:R_EPS] = (ops.at(y), len(y), heads, head_dim, 2 * angles.cos.shape[1], *angles.at, 0 if norm is None else NORMS[norm.kind],
-                    0 if norm is None else address(norm.weight), width)
+                    0 if norm is None else address(norm.weight), width, ops.scratch if neighbours else 0, ops.scratch_stride)
     ops.reals[R_EPS] = 0.0 if norm is None else norm.eps
     ops.run(rope_heads, ops.where, y.size >= SHARE_FROM, args)
 
@@ -159,7 +167,7 @@ def rotate_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angl
         groups = y.reshape(len(y), -1, len(norm.weight))
         groups[:] = reference.normalise(groups, norm.kind, norm.weight, norm.bias, norm.eps)
     split = y.reshape(len(y), heads, head_dim)
-    split[:] = reference.rotate_heads(split, angles.cos, angles.sin)
+    split[:] = reference.rotate_heads(split, angles.cos, angles.sin, angles.table is not None and angles.table.neighbours)
 
 
 def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> None:

@@ -74,12 +74,16 @@ def _gate(gate, up, count, N: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _rotate(y, cos, sin, heads, depth, half, N: tl.constexpr):
-    """A head of a token of y [T, heads * depth], in its place, by angles [T, half]."""
+def _rotate(y, cos, sin, heads, depth, half, N: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """A head of a token of y [T, heads * depth], in its place, by angles [T, half]. NEIGHBOURS come out in the order of halves."""
     token, head, at = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
     mask, to = at < half, y + (token * heads + head) * depth + at
     c, s = tl.load(cos + token * half + at, mask=mask, other=0.0), tl.load(sin + token * half + at, mask=mask, other=0.0)
-    low, high = tl.load(to, mask=mask, other=0.0), tl.load(to + half, mask=mask, other=0.0)
+    if NEIGHBOURS:
+        low, high = tl.load(to + at, mask=mask, other=0.0), tl.load(to + at + 1, mask=mask, other=0.0)
+        tl.debug_barrier()  # a thread writes where another reads
+    else:
+        low, high = tl.load(to, mask=mask, other=0.0), tl.load(to + half, mask=mask, other=0.0)
     tl.store(to, low * c - high * s, mask=mask)
     tl.store(to + half, high * c + low * s, mask=mask)
 
@@ -122,10 +126,10 @@ def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     return gate
 
 
-def rotate(y: torch.Tensor, heads: int, depth: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(y: torch.Tensor, heads: int, depth: int, cos: torch.Tensor, sin: torch.Tensor, neighbours: bool) -> torch.Tensor:
     """Contiguous y [T, heads * depth] by angles [T, 1, R/2], in its place."""
     half = cos.shape[-1]
-    _rotate[len(y), heads](y, cos, sin, heads, depth, half, N=triton.next_power_of_2(half), num_warps=1)
+    _rotate[len(y), heads](y, cos, sin, heads, depth, half, N=triton.next_power_of_2(half), NEIGHBOURS=neighbours, num_warps=1)
     return y
 
 

@@ -45,13 +45,15 @@ class Stages:
         return self._one.chosen(("gate", act), "gates", lambda: ours(gate), lambda: _gated(gate, up, act),
                                 lambda: (ours(gate.clone()), _gated(gate.clone(), up, act)))
 
-    def rotated(self, y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary position on y[T, heads * head_dim] by angles [T, 1, R/2], in place."""
+    def rotated(self, y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor,
+                neighbours: bool = False) -> torch.Tensor:
+        """Rotary position on y[T, heads * head_dim] by angles [T, 1, R/2], in place, as in `reference.rotate_heads`."""
+        by_torch = lambda of: _rotated(of, heads, head_dim, cos, sin, neighbours)  # noqa: E731
         if len(y) > FEW or not y.is_contiguous():
-            return _rotated(y, heads, head_dim, cos, sin)
-        ours = lambda of: _kernels().rotate(of, heads, head_dim, cos, sin)  # noqa: E731
-        return self._one.chosen(("rope", cos.shape[-1]), "turns positions", lambda: ours(y), lambda: _rotated(y, heads, head_dim, cos, sin),
-                                lambda: (ours(y.clone()), _rotated(y.clone(), heads, head_dim, cos, sin)))
+            return by_torch(y)
+        ours = lambda of: _kernels().rotate(of, heads, head_dim, cos, sin, neighbours)  # noqa: E731
+        return self._one.chosen(("rope", cos.shape[-1], neighbours), "turns positions", lambda: ours(y), lambda: by_torch(y),
+                                lambda: (ours(y.clone()), by_torch(y.clone())))
 
 
 def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -80,9 +82,10 @@ def _clamped_swish(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(SWISH_SLOPE * x)
 
 
-def _rotated(y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin: torch.Tensor, neighbours: bool) -> torch.Tensor:
     split, half = y.view(len(y), heads, head_dim), cos.shape[-1]
-    low, high = split[..., :half].clone(), split[..., half : 2 * half].clone()
+    both = (split[..., : 2 * half : 2], split[..., 1 : 2 * half : 2]) if neighbours else (split[..., :half], split[..., half : 2 * half])
+    low, high = (side.clone() for side in both)
     split[..., :half] = low * cos - high * sin
     split[..., half : 2 * half] = high * cos + low * sin
     return y

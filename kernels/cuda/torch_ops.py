@@ -163,7 +163,7 @@ class TorchOps:
         if norm is not None:
             groups = y.view(len(y), -1, len(norm.weight))
             groups.copy_(self.stages.normalise(groups, norm))
-        return y if table is None else self.stages.rotated(y, heads, head_dim, *self._cos_sin(positions, table))
+        return y if table is None else self.stages.rotated(y, heads, head_dim, *self._cos_sin(positions, table), table.neighbours)
 
     def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
         """A parameter in its stored type (16-bit types arrive as uint16 patterns, low-bit weights as their blob) on this device. The host's
