@@ -39,7 +39,8 @@ TABLES = ("embed", "positions")  # rows are looked up: no linear, which readers 
 HEAD = "lm_head"  # a linear of readers also where it is the embedding
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
-SPELLED = {"gemma3_text": "Gemma3", "opt": "OPT", "smollm3": "SmolLM3"}  # families that readers do not call by the words of their name
+# Families that readers do not call by the words of their name.
+SPELLED = {"ernie4_5": "Ernie4_5", "gemma3_text": "Gemma3", "opt": "OPT", "smollm3": "SmolLM3"}
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 
 

@@ -84,6 +84,10 @@ CASES = {
                                                             partial_rotary_factor=0.5), "original_max_position_embeddings": 64}),
     "arcee": Case("arcee", {"head_dim": 32, "vocab_size": 301, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
     "arcee, biases, float16": Case("arcee", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, dtype="float16"),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 32, "vocab_size": 301}),
+    "ernie4_5, biases, yarn, bfloat16": Case("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False,
+                                                          **rope("yarn", factor=8.0, original_max_position_embeddings=64)},
+                                             dtype="bfloat16"),
     "exaone4": Case("exaone4", {"head_dim": 32, "sliding_window": 40, "layer_types": TWO_ROPES["layer_types"]}),
     "exaone4, every second, bfloat16": Case("exaone4", {"sliding_window": 150, "sliding_window_pattern": 2, **rope("linear", factor=4.0)},
                                             dtype="bfloat16"),
@@ -96,6 +100,12 @@ CASES = {
                                         "sliding_window": 150}, dtype="bfloat16"),
     "gemma3_text": Case("gemma3_text", {**TWO_ROPES, "head_dim": 32, "final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
     "gemma3": Case("gemma3_text", {**TWO_ROPES, "head_dim": 16, "attention_bias": True}, images=True),
+    "glm": Case("glm", {"head_dim": 32, "vocab_size": 301}),
+    "glm, whole heads, no biases, float16": Case("glm", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True,
+                                                         **rope("default", partial_rotary_factor=1.0)}, dtype="float16"),
+    "glm4": Case("glm4", {"head_dim": 32, "num_key_value_heads": 1}, shard="60KB"),
+    "glm4, yarn, older dialect, bfloat16": Case("glm4", {"head_dim": 64, "attention_bias": False, **rope(
+        "yarn", factor=8.0, original_max_position_embeddings=64, partial_rotary_factor=0.25)}, dtype="bfloat16", older=True),
     "olmo2": Case("olmo2", {"attention_bias": True, "vocab_size": 301}, shard="60KB"),
     "olmo3": Case("olmo3", {"attention_bias": True, "sliding_window": 40, "layer_types": TWO_ROPES["layer_types"], "rope_parameters": {
         "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 50_000.0},

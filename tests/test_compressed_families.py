@@ -33,6 +33,7 @@ CASES = {
                                     "mlp_only_layers": [1]}),
     "olmoe": Case("olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None}, dtype="bfloat16"),
     "phi3": Case("phi3", SIZES, dtype="bfloat16"),
+    "glm4": Case("glm4", {**SIZES, "head_dim": 64}, dtype="bfloat16"),
     "gemma3": Case("gemma3_text", GEMMA, images=True, dtype="bfloat16"),
     "gemma3_text": Case("gemma3_text", GEMMA),
     "opt": Case("opt", {"hidden_size": 256, "ffn_dim": 384, "word_embed_proj_dim": 256, "num_hidden_layers": 2}),

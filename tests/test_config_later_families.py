@@ -24,12 +24,23 @@ PUBLISHED = {
               "max_position_embeddings": 65536, "mlp_bias": False, "rope_scaling": {
                   "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "original_max_position_embeddings": 4096,
                   "rope_type": "yarn", "type": "yarn"}, "rope_theta": 10000.0},
+    "ernie4_5": {"architectures": ["Ernie4_5_ForCausalLM"], "auto_map": {
+        "AutoConfig": "configuration_ernie4_5.Ernie4_5_Config", "AutoModel": "modeling_ernie4_5.Ernie4_5_Model",
+        "AutoModelForCausalLM": "modeling_ernie4_5.Ernie4_5_ForCausalLM"}, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128,
+        "hidden_act": "silu", "max_position_embeddings": 131072, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 500000,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False, "use_cache": False},
     "exaone4": {"architectures": ["Exaone4ForCausalLM"], "head_dim": 128, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
                 "max_position_embeddings": 131072, "rope_scaling": {
                     "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
                     "rope_type": "llama3"}, "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG"},
     "gemma": {"architectures": ["GemmaForCausalLM"], "attention_bias": False, "head_dim": 256, "hidden_act": "gelu",
               "max_position_embeddings": 8192, "rope_scaling": None, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
+    "glm": {"architectures": ["GlmForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": [
+        151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131072, "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "vocab_size": 151552},
+    "glm4": {"architectures": ["Glm4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": [
+        151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 32768, "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "vocab_size": 151552},
     "ministral3": {"architectures": ["Ministral3ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128, "max_position_embeddings": 262144,
                    "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
@@ -57,9 +68,13 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("arcee", "sliding_window", 40), ("arcee", "layer_types", ["sliding_attention"] * 4),
+    ("ernie4_5", "auto_map", {"AutoModelForCausalLM": "modeling_ernie4_5_vl.Ernie4_5_VLMoeForConditionalGeneration"}),
+    ("ernie4_5", "partial_rotary_factor", 0.5), ("ernie4_5", "sliding_window", 40), ("ernie4_5", "mlp_bias", True),
     ("exaone4", "attention_bias", True), ("exaone4", "sliding_window_pattern", "LLxG"), ("exaone4", "mlp_bias", True),
     ("gemma", "hidden_activation", "gelu"), ("gemma", "use_bidirectional_attention", True), ("gemma", "sliding_window", 40),
     ("gemma", "query_pre_attn_scalar", 256), ("gemma", "mlp_bias", True), ("gemma", "final_logit_softcapping", 30.0),
+    ("glm", "sliding_window", 40), ("glm", "layer_types", ["sliding_attention"] * 4), ("glm4", "mlp_bias", True),
+    ("glm4", "auto_map", {"AutoModel": "modeling_chatglm.ChatGLMModel"}),
     ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
     ("olmo3", "clip_qkv", 8.0), ("olmo3", "use_sliding_window", False), ("olmo3", "mlp_bias", True),
     ("olmo3", "partial_rotary_factor", 0.5), ("seed_oss", "sliding_window", 40), ("seed_oss", "layer_types", ["sliding_attention"] * 4),
@@ -137,6 +152,32 @@ def test_biases_of_seed_oss() -> None:
 
     assert biased() == {"q_bias", "k_bias", "v_bias"} and biased(attention_bias=False) == set()
     assert biased(attention_bias=False, attention_out_bias=True, mlp_bias=True) == {"o_bias", "gate_bias", "up_bias", "down_bias"}
+
+
+def test_ernie_turns_neighbours_and_has_biases_everywhere_or_nowhere() -> None:
+    base = {**LLAMA, "model_type": "ernie4_5"}
+    config = parse_config(base, strict=True)
+    assert {(rope.neighbours, rope.theta) for rope in config.ropes} == {(True, 5e5)} and config.tie_word_embeddings
+    assert not parse_config({**LLAMA, "rope_theta": 5e5}).rope.neighbours
+    assert rope_table(config.rope, 128, 2048, 2048).neighbours
+    roles = families.get("ernie4_5").layer_tensors(parse_config({**base, "use_bias": True}), 0)
+    assert {role for role in roles if role.endswith("_bias")} == {f"{role}_bias" for role in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+@pytest.mark.parametrize("family", ["glm", "glm4"])
+def test_half_of_a_head_turns_in_glm_unless_something_else_is_said(family: str) -> None:
+    base = {**LLAMA, "model_type": family, "head_dim": 16}
+
+    def share(**changes: object) -> float:
+        rope = parse_config({**base, **changes}, strict=True).rope
+        assert rope.neighbours
+        return rope.partial_rotary_factor
+
+    section = {"rope_type": "linear", "factor": 2.0}
+    assert share() == share(rope_scaling=section) == share(rope_parameters={"rope_theta": 5e4}) == 0.5
+    assert share(partial_rotary_factor=0.25) == share(rope_scaling=section, partial_rotary_factor=0.25) == 0.25
+    assert share(partial_rotary_factor=0.25, rope_parameters={**section, "partial_rotary_factor": 1.0}) == 1.0
+    refused({**base, "partial_rotary_factor": 0.1}, "0.1 of a head dimension of 16")
 
 
 def test_gemma_means_the_approximation_of_gelu_by_either_name() -> None:

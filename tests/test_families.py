@@ -104,6 +104,7 @@ def test_logits_of_single_steps(pair: tuple[Engine, PreTrainedModel]) -> None:
 PECULIAR = {
     "phi3": [{"windows": (None,) * 3}],
     "arcee": [{"hidden_act": "relu"}],
+    "ernie4_5": [{"ropes": {"neighbours": False}}],
     "exaone4": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "gemma": [{"embedding_multiplier": 1.0}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
     "gemma, bfloat16": [{"embedding_multiplier": 90**0.5}],
@@ -112,6 +113,8 @@ PECULIAR = {
     "gemma2, bfloat16": [{"embedding_multiplier": 90**0.5}],
     "gemma3_text": [{"attn_scale": None}, {"final_logit_softcapping": None}, {"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "gemma3": [{"embedding_multiplier": 1.0}, {"ropes": 1}],
+    "glm": [{"ropes": {"neighbours": False}}, {"ropes": {"partial_rotary_factor": 1.0}}],
+    "glm4": [{"ropes": {"neighbours": False}}],
     "mistral, images": [{"windows": (None,) * 3}],
     "ministral3": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"mscale": None}}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
@@ -144,8 +147,9 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
     for taken in PECULIAR[name]:
         if isinstance(taken.get("ropes"), int):  # this layer's positions for all
             taken = {"ropes": (config.ropes[taken["ropes"]],) * 3}
-        if isinstance(taken.get("ropes"), dict):  # other numbers in all layers' positions
-            other = replace(config.rope, params={**config.rope.params, **taken["ropes"]})
+        if isinstance(taken.get("ropes"), dict):  # other numbers in all layers' positions, or another order
+            own = {field: value for field, value in taken["ropes"].items() if hasattr(config.rope, field)}
+            other = replace(config.rope, **(own or {"params": {**config.rope.params, **taken["ropes"]}}))
             taken = {"ropes": (other,) * 3}
         if "mixture" in taken:
             taken = {"mixture": replace(config.mixture, **taken["mixture"])}
@@ -159,7 +163,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3",
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
-                                  "exaone4", "arcee"])
+                                  "exaone4", "arcee", "ernie4_5", "glm", "glm4"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -167,7 +167,8 @@ def test_tokens_side_by_side_have_the_bits_of_tokens_alone(engines: dict[str, En
 
 @pytest.mark.parametrize("name", ("llama, float16", "gemma2", "opt", "mixtral", "gpt_oss",
                                   *(pytest.param(name, marks=pytest.mark.slow) for name in (
-                                      "llama, biases", "qwen3", "phi3", "gemma3", "olmo2", "granite", "mistral, window", "qwen3_moe"))))
+                                      "llama, biases", "qwen3", "phi3", "gemma3", "olmo2", "granite", "mistral, window", "qwen3_moe",
+                                      "glm4"))))
 def test_every_family_has_them(name: str, tmp_path: Path) -> None:
     written(CASES[name], tmp_path / "model")
     engine = opened(tmp_path / "model", ctx=300)

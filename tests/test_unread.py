@@ -81,7 +81,7 @@ def test_layers_of_multi_token_prediction_are_passed_over(tmp_path: Path) -> Non
         assert [said.rpartition(": ")[2] for said in notices(tmp_path)] == left
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "opt"])
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "glm4", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "opt"])
 def test_no_model_has_tensors_that_are_not_used(name: str, tmp_path: Path) -> None:
     """An encoder of images, matrices that are stored as one, experts that are taken apart; nor has what is made of them."""
     written(CASES[name], tmp_path / "model")

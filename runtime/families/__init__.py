@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..rope import RopeTable
 
-FAMILIES = ("arcee", "dots1", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "granitemoe",
-            "granitemoehybrid", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2",
-            "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
+FAMILIES = ("arcee", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite",
+            "granitemoe", "granitemoehybrid", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3",
+            "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
 HEADS = ("language_model.lm_head.weight",)
@@ -58,6 +58,16 @@ def inside_others(rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
     """The same tensors, also under the prefixes of checkpoints that take images."""
     return {role: replace(rule, also=tuple(prefix + rule.name.removeprefix("model.") for prefix in PREFIXES) if role != "head" else HEADS)
             for role, rule in rules.items()}
+
+
+def joined(rules: Mapping[str, TensorRule], layer: int, inside: Mapping[str, tuple[str, ...]]) -> dict[str, TensorRule]:
+    """The same tensors of a layer where some of them are stored as one matrix, by the name of which `inside` lists their roles."""
+    found = dict(rules)
+    for name, roles in inside.items():
+        rows = [rules[role].shape[0] for role in roles]
+        for i, role in enumerate(roles):
+            found[role] = replace(rules[role], part_of=(f"model.layers.{layer}.{name}.weight", sum(rows[:i]), sum(rows)))
+    return found
 
 
 @dataclass(frozen=True)

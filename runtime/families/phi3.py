@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
-from . import TensorRule, llama
+from . import TensorRule, joined, llama
 from .llama import block, outer_tensors
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
@@ -41,10 +40,4 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    rules = llama.layer_tensors(config, layer)
-    for name, roles in FUSED.items():
-        rows = [rules[role].shape[0] for role in roles]
-        for i, role in enumerate(roles):
-            part = (f"model.layers.{layer}.{name}.weight", sum(rows[:i]), sum(rows))
-            rules[role] = replace(rules[role], part_of=part)
-    return rules
+    return joined(llama.layer_tensors(config, layer), layer, FUSED)

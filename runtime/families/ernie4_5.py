@@ -1,0 +1,38 @@
+"""ERNIE 4.5 (dense): the Llama block whose rotary positions turn neighbouring channels of a head; biases in every matrix or in none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from .llama import block, layer_tensors, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"auto_map", "use_bias"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+THETA = 500_000.0
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys)
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, THETA, neighbours=True),) * layers
+
+    bias = keys.flag("use_bias", False)
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, tied=True)
+    return decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+
+
+def refuse_other_code(keys: Keys) -> None:
+    """Raises ConfigError unless the code that a checkpoint brings is what became part of transformers: the first ones published have it."""
+    for task, name in (keys.section("auto_map") or {}).items():
+        if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_ernie4_5\.Ernie4_5_\w+", str(name)):
+            raise ConfigError(f"config.json: auto_map names {show(name)}, which is not ERNIE 4.5",
+                              "the checkpoint brings its own code, which is never run")

@@ -1,0 +1,35 @@
+"""GLM (GLM-4-9B as transformers has it, GLM-Edge): the Llama block whose rotary positions turn neighbouring channels of half of each head,
+with biases on q, k and v, and gate and up stored as one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, joined, llama
+from .llama import block, outer_tensors
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "partial_rotary_factor"})
+KEYS_HARMLESS = frozenset()
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+FUSED = {"mlp.gate_up_proj": ("gate", "up")}
+SHARE = 0.5  # of a head that turns, where a config does not say
+ENDS = (151_329, 151_336, 151_338)
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE, neighbours=True),) * layers
+
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, eos=ENDS, norm_eps=1.5625e-7)
+    return decoder_config(keys, base, ropes, qkv_bias=keys.flag("attention_bias", True))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return joined(llama.layer_tensors(config, layer), layer, FUSED)
