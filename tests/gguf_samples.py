@@ -28,6 +28,7 @@ LAYER = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
          "post_feedforward_layernorm": "post_ffw_norm"}
 BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+GLM4 = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 ROUTER = {"block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
           **{f"mlp.shared_expert{s}.{part}_proj": f"ffn_{part}_shexp" for s in ("", "s") for part in ("gate", "up", "down")}}
 CORRECTION = "mlp.gate.e_score_correction_bias"
@@ -59,7 +60,7 @@ def peer_name(name: str, arch: str) -> str:
     if rest == CORRECTION:
         return f"blk.{index}.exp_probs_b.bias"
     part, _, kind = rest.rpartition(".")
-    own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch in ("glm4moe", "olmo2") else {}
+    own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch in ("glm4moe", "olmo2") else GLM4 if arch == "glm4" else {}
     return f"blk.{index}.{(LAYER | FUSED | ROUTER | own)[part]}.{kind}"
 
 

@@ -42,6 +42,7 @@ MODELS = {
     "arcee": Case("arcee", {"head_dim": 32}),
     "arcee, llama3": Case("arcee", {"tie_word_embeddings": True, **rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                                                         original_max_position_embeddings=64)}),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64)}),
     "exaone4": Case("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4, windows": Case("exaone4", {"num_hidden_layers": 64, "sliding_window": 24, "initializer_range": 0.1}),
     "gemma": Case("gemma", {"head_dim": 32}),
@@ -49,6 +50,12 @@ MODELS = {
     "gemma3_text": Case("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}),
+    "glm": Case("glm", {"head_dim": 16}),
+    "glm, whole heads, no biases": Case("glm", {"head_dim": 16, "attention_bias": False, "tie_word_embeddings": True, **rope(
+        "default", partial_rotary_factor=1.0)}),
+    "glm4": Case("glm4", {"head_dim": 32, "num_key_value_heads": 1}),
+    "glm4, yarn": Case("glm4", {"head_dim": 32, **rope("yarn", factor=8.0, original_max_position_embeddings=64,
+                                                       partial_rotary_factor=0.5)}),
     "olmo2": Case("olmo2"),
     "olmo2, tied": Case("olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "olmo3": Case("olmo3", {"num_hidden_layers": 5, "sliding_window": 24, "rope_parameters": {
@@ -122,13 +129,14 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "phi3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "phi3", "gemma3_text", "glm4"])
 def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind: str) -> None:
     source = model(name, tmp_path / "source")
     path = exported(source, tmp_path / "m.gguf", kind)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
-    assert {each for part, each in kinds.items() if "_exps" in part or "attn_q" in part and "norm" not in part} == {kind}
-    assert {each for part, each in kinds.items() if "gate_inp" in part or "norm" in part} == {"F32"}
+    vectors = {part for part in kinds if "norm" in part or part.endswith("bias")}
+    assert {each for part, each in kinds.items() if "_exps" in part or "attn_q" in part and part not in vectors} == {kind}
+    assert {each for part, each in kinds.items() if "gate_inp" in part or part in vectors} == {"F32"}
     assert kinds["token_embd.weight"] == "Q8_0"
     ids = list(range(5, 60))
     expected = scores(source, ids)
@@ -137,10 +145,13 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
     ("arcee", {"mlp_bias": True}, "biases on o"), ("arcee", {"hidden_act": "relu"}, "relu where relu2 is meant"),
+    ("ernie4_5", {"use_bias": True}, "biases on o"),
+    ("glm4", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3"),
     ("exaone4", {"sliding_window": 24, "layer_types": ["sliding_attention"] * 3}, "3 layers and sliding windows"),
     ("exaone4, windows", {"sliding_window": None, "layer_types": ["full_attention"] * 64}, "64 layers and no sliding windows"),
     ("exaone4, windows", {"sliding_window_pattern": 2}, "sliding windows in its layers"),
     ("exaone4", {"head_dim": 32}, "4 heads of 32 for a width of 64"), ("olmo3", {"head_dim": 32}, "4 heads of 32"),
+    ("glm", {"head_dim": 32}, "4 heads of 32"),
     ("exaone4", {"sliding_window": 24}, "turns no layer by position"),
     ("gemma", {"tie_word_embeddings": False}, "head of its own"), ("gemma", {"hidden_act": "silu"}, "silu where gelu_tanh is meant"),
     ("gemma", {"attention_bias": True}, "biases on o"),

@@ -37,7 +37,7 @@ NEUTRAL: Mapping[str, object] = {
     "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,
     "expert_group_count": 1, "expert_group_used_count": 1,
     "final_logit_softcapping": 0.0, "logit_scale": 1.0,
-    "pooling_type": 0, "residual_scale": 1.0, "use_parallel_residual": False,
+    "pooling_type": 0, "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
 }
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
@@ -48,9 +48,10 @@ class Architecture:
     """`family` runs it; `config` is what its config.json says beside the translated keys, `keys` are translated beside the usual ones.
 
     `interleaved`: q and k rows are; `norm_offset` was added to every norm; `layer_names` go before LAYER; `fused`: part of a tensor's name
-    -> the parts that lie in it one after the other, of q, k, v or of equal height. `partial`: not all of a head need turn. `experts`:
-    where a layer of a checkpoint has them, and what it calls their three matrices. `pattern`: a file may say which layers have a window.
-    `roles` go before ROLES, `outer` are names beside OUTER. `epsilon`: the key of the norms' one.
+    -> the parts that lie in it one after the other, of q, k, v or of equal height; `fused_before` are those that older files have as well.
+    `partial`: not all of a head need turn. `experts`: where a layer of a checkpoint has them, and what it calls their three matrices.
+    `pattern`: a file may say which layers have a window. `roles` go before ROLES, `outer` are names beside OUTER. `epsilon`: the key of
+    the norms' one.
     """
 
     family: str
@@ -60,6 +61,7 @@ class Architecture:
     norm_offset: float = 0.0
     layer_names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused_before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partial: bool = False
     experts: tuple[str, Mapping[str, str]] | None = None
     pattern: bool = False
@@ -78,6 +80,7 @@ _GLM_COUNTS = {
     "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func"}
 _GLM_NAMES = {CORRECTION: "mlp.gate.e_score_correction_bias",
               **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}
+_QKV, _GATE_UP = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}, {"ffn_up": ("ffn_gate", "ffn_up")}
 _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
@@ -116,13 +119,18 @@ ARCHITECTURES = {
     "starcoder2": Architecture("starcoder2", config={"hidden_act": "gelu_pytorch_tanh"}, outer={"output_norm.bias": "model.norm.bias"},
                                layer_names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={LAYER_NORM: "norm_epsilon"},
                                epsilon=LAYER_NORM),
-    "phi3": Architecture("phi3", partial=True, fused={"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}),
+    "phi3": Architecture("phi3", partial=True, fused=_QKV | _GATE_UP),
+    # Neighbours turn together in the checkpoints too, so that rows are as they are there.
+    "chatglm": Architecture("glm", partial=True, fused=_GATE_UP, fused_before=_QKV),
+    "ernie4_5": Architecture("ernie4_5"),
+    "glm4": Architecture("glm4", partial=True, fused=_GATE_UP, fused_before=_QKV, layer_names={
+        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
 }
 # A model's family -> what its files are called.
-BY_FAMILY = {"gemma3_text": "gemma3", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "ministral3": "mistral3", "mistral": "llama",
-             "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("arcee", "dots1", "exaone4", "gemma", "gemma2", "granite", "granitemoe", "llama", "olmo2", "olmoe", "phi3",
-                            "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
+BY_FAMILY = {"gemma3_text": "gemma3", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "ministral3": "mistral3",
+             "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"} | {
+    name: name for name in ("arcee", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe", "llama",
+                            "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 
 
 def architecture(path: object, name: object) -> Architecture:
@@ -146,7 +154,7 @@ def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ..
         own = _of_experts(part, experts, *found.experts)
     else:
         own = []
-    own = own or [found.layer_names.get(each) or LAYER.get(each) for each in found.fused.get(part, (part,))]
+    own = own or [found.layer_names.get(each) or LAYER.get(each) for each in {**found.fused_before, **found.fused}.get(part, (part,))]
     if first != "blk" or not index.isdecimal() or None in own or kind not in ("weight", "bias"):
         return None
     return tuple(f"model.layers.{int(index)}.{each if part == CORRECTION else f'{each}.{kind}'}" for each in own)

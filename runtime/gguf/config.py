@@ -182,6 +182,13 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
     elif raw["model_type"] == "seed_oss":
         raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window,
                 "attention_out_bias": "blk.0.attn_output.bias" in header.tensors}
+    elif raw["model_type"] in ("ernie4_5", "glm", "glm4"):
+        biased = any(f"blk.0.{part}.bias" in header.tensors for part in ("attn_q", "attn_qkv"))
+        raw |= {"sliding_window": window, "use_bias" if raw["model_type"] == "ernie4_5" else "attention_bias": biased}
+        if isinstance(heads := raw["num_attention_heads"], int) and heads > 0:  # where the families have widths of their own
+            raw.setdefault("head_dim", raw["hidden_size"] // heads)
+        if raw["model_type"] != "ernie4_5":
+            raw.setdefault("partial_rotary_factor", 1.0)
     elif raw["model_type"] == "starcoder2":
         if stated is None:  # llama.cpp passes it over, and converters do not write it
             window = USUAL_WINDOW

@@ -21,12 +21,12 @@ from .config import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIG
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases",
-               **dict.fromkeys(("ernie4_5", "glm", "glm4"), ": this version does not write them")}
+NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
-UNDIVIDED = ("gemma", "olmo2", "olmo3", "seed_oss", "starcoder2")  # families whose rotary frequencies llama.cpp divides by no tensor
-EVEN_HEADS = ("exaone4", "olmo2", "olmo3", "starcoder2")  # families whose heads llama.cpp takes to be as wide as the model together
+# Families whose rotary frequencies llama.cpp divides by no tensor.
+UNDIVIDED = ("ernie4_5", "gemma", "glm", "glm4", "olmo2", "olmo3", "seed_oss", "starcoder2")
+EVEN_HEADS = ("exaone4", "glm", "olmo2", "olmo3", "starcoder2")  # families whose heads llama.cpp takes to be as wide as the model together
 ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")}  # by family, others have silu
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 LEADING_DENSE = ("dots1", "glm4_moe")  # families whose first layers have no experts, and whose scores are corrected
