@@ -269,19 +269,21 @@ def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
         store.read(store.tensors["model.layers.1.mlp.up_proj.weight"])
 
 
-def test_weights_that_are_read_in_parts_stay_wide(tmp_path: Path) -> None:
-    """Phi 3 keeps gate and up in one: rows of a blob would be no blob."""
+@pytest.mark.parametrize("family, codes", [("phi3", {"self_attn.o_proj", "mlp.down_proj"}),
+                                           ("glm4", {f"self_attn.{each}_proj" for each in "qkvo"} | {"mlp.down_proj"})])
+def test_weights_that_are_read_in_parts_stay_wide(family: str, codes: set[str], tmp_path: Path) -> None:
+    """Phi 3 and GLM keep gate and up in one: rows of a blob would be no blob."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
-        "phi3", vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        pad_token_id=0, max_position_embeddings=64))
+        family, vocab_size=96, hidden_size=64, head_dim=16, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, max_position_embeddings=64))
     model.save_pretrained(tmp_path / "m")
     section, quantize = CASES["int4"]
     tensors = {}
     for name, values in weights(tmp_path / "m").items():
-        if "_proj" not in name:
+        if not name.endswith("_proj.weight"):
             tensors[name] = torch.from_numpy(values)
             continue
         parts, _ = quantize(values)
@@ -291,7 +293,7 @@ def test_weights_that_are_read_in_parts_stay_wide(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
     store, container = open_weights(tmp_path / "m")
     with store:
-        assert {name.rpartition("layers.0.")[2] for name in container.tensors} == {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
+        assert {name.rpartition("layers.0.")[2] for name in container.tensors} == {f"{each}.weight" for each in codes}
     *_, engine = open_engine(tmp_path / "m", EngineOptions(device="cpu", ctx=64, threads=1))
     assert np.isfinite(engine.forward_logits([1, 2, 3])).all()
     engine.close()
