@@ -17,7 +17,7 @@ from . import families
 from .families.mixtral import MOST_EXPERTS
 
 BASE, INSIDE = "model.", ("layers.", "embed_tokens.", "norm.")
-EXPERTS = {**dict.fromkeys(("dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), "mlp"),
+EXPERTS = {**dict.fromkeys(("dots1", "ernie4_5_moe", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), "mlp"),
            **dict.fromkeys(("granitemoe", "mixtral"), "block_sparse_moe")}  # family -> where it has router and experts
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",), "input_linear": ("gate", "up"), "output_linear": ("down",)}
 
@@ -31,6 +31,7 @@ class Joint:
 
 
 MOE = "block_sparse_moe"
+LATER_ERNIE, ERNIE = ".mlp.gate.moe_statics.", ".mlp.moe_statics."
 USUAL = Joint(re.compile(r"(.+\.)mlp\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
 GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
 LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
@@ -40,6 +41,9 @@ def give_names(store: TensorStore, model_type: object) -> None:
     """Name the tensors of a store as the family of a `model_type` does. Raises CheckpointError."""
     if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
         names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type == "ernie4_5_moe" and any(LATER_ERNIE in name for name in store.tensors):
+        names = ((name.replace(LATER_ERNIE, ERNIE), info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
     for joint in (USUAL, GRANITE, LATER_GRANITE) if model_type in EXPERTS else ():
         if any(joint.experts.fullmatch(name) for name in store.tensors):

@@ -20,7 +20,7 @@ from .imported import IGNORED
 from .model import ModelTensor
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|decoder\.version|position_ids|"
-                      rf"(?:{'|'.join(IGNORED)}))")
+                      rf"mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 SIGHT = re.compile(r"(?:.*\.)?(?:vision_tower|multi_modal_projector)\..+")
 MOST_NBYTES = 1 << 20  # of a bias that is looked into
 

@@ -50,6 +50,7 @@ GLM_EXPERTS = {"n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermedia
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0}
 GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "shared_intermediate_size": 104, "mamba_n_heads": 4,
              "position_embedding_type": "rope", "tie_word_embeddings": True}
+ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 CASES = {
@@ -127,6 +128,12 @@ CASES = {
     "granitemoehybrid": Case("granitemoehybrid", {**GRANITE, **GRANITE_4}),
     "granitemoehybrid, no positions, bfloat16": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "position_embedding_type": None},
                                                      dtype="bfloat16"),
+    "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "use_bias": False}),
+    "ernie4_5_moe, some layers dense, bfloat16": Case("ernie4_5_moe", {
+        **ERNIE_EXPERTS, "num_hidden_layers": 5, "moe_layer_start_index": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 1,
+        "moe_num_experts": 5, "tie_word_embeddings": False}, dtype="bfloat16"),
+    "ernie4_5_moe, nothing shared, every second": Case("ernie4_5_moe", {
+        **ERNIE_EXPERTS, "num_hidden_layers": 4, "moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_num_shared_experts": 0}),
     "opt": Case("opt", {"ffn_dim": 88, "init_std": 0.2}),
     "opt, no biases": Case("opt", {"hidden_size": 160, "num_attention_heads": 2, "ffn_dim": 88, "init_std": 0.2, "enable_bias": False,
                                    "activation_function": "gelu", "tie_word_embeddings": False}, dtype="float16"),

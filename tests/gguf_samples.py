@@ -31,7 +31,7 @@ BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_l
 GLM4 = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 ROUTER = {"block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
           **{f"mlp.shared_expert{s}.{part}_proj": f"ffn_{part}_shexp" for s in ("", "s") for part in ("gate", "up", "down")}}
-CORRECTION = "mlp.gate.e_score_correction_bias"
+CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias")
 EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps", "gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps",
            "up_proj": "ffn_up_exps"}
@@ -57,7 +57,7 @@ def peer_name(name: str, arch: str) -> str:
     if name in NAMES:
         return NAMES[name]
     _, _, index, rest = name.split(".", 3)
-    if rest == CORRECTION:
+    if rest in CORRECTIONS:
         return f"blk.{index}.exp_probs_b.bias"
     part, _, kind = rest.rpartition(".")
     own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch in ("glm4moe", "olmo2") else GLM4 if arch == "glm4" else {}
@@ -94,7 +94,7 @@ def write_model(folder: Path, path: Path, kind: str = "F16", arch: str = "llama"
             continue
         heads = raw["num_attention_heads"] if ".q_proj." in name else raw["num_key_value_heads"] if ".k_proj." in name else 0
         stored = interleaved(values, heads) if arch in INTERLEAVED and heads else values
-        if name.endswith("shared_expert_gate.weight"):
+        if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
             stored = stored.reshape(-1)  # as converters store a row
         stored = stored + np.float32(1) if arch.startswith("gemma") and "norm" in name else stored
         own = TYPES[kind] if stored.ndim > 1 and "ffn_gate_inp" not in peer_name(name, arch) else TYPES.F32
@@ -124,8 +124,9 @@ def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
     own = case.changes
 
     def change(writer: gguf.GGUFWriter) -> None:
-        writer.add_expert_count(own.get("num_local_experts", own.get("num_experts", own.get("n_routed_experts"))))
-        writer.add_expert_used_count(own["num_experts_per_tok"])
+        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        writer.add_expert_count(next(own[name] for name in names if name in own))
+        writer.add_expert_used_count(own.get("num_experts_per_tok", own.get("moe_k")))
         if "moe_intermediate_size" in own:
             writer.add_expert_feed_forward_length(own["moe_intermediate_size"])
         if "shared_expert_intermediate_size" in own:
@@ -136,6 +137,11 @@ def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
             writer.add_expert_weights_scale(own["routed_scaling_factor"])
             writer.add_expert_weights_norm(own["norm_topk_prob"])
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if "moe_k" in own:
+            writer.add_expert_shared_count(own["moe_num_shared_experts"])
+            writer.add_expert_shared_feed_forward_length(own["moe_num_shared_experts"] * own["moe_intermediate_size"])
+            writer.add_leading_dense_block_count(own["moe_layer_start_index"])
+            writer.add_interleave_moe_layer_step(1)
         if "logits_scaling" in own:
             for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
                 key = {"attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"}.get(name)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import (
     ArceeConfig,
     Dots1Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -57,6 +58,7 @@ from config_samples import LLAMA, SMALL, refused
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
 DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
 WRITERS = {"arcee": ArceeConfig, "dots1": partial(Dots1Config, **DOTS), "ernie4_5": Ernie4_5Config,
+           "ernie4_5_moe": Ernie4_5_MoeConfig,
            "exaone4": Exaone4Config, "gemma": GemmaConfig,
            "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
            "glm": GlmConfig, "glm4": Glm4Config, "glm4_moe": partial(Glm4MoeConfig, head_dim=128),
@@ -226,13 +228,16 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
                 "starcoder2": {"use_bias": False},
                 "gemma3_text": one, "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
                 "olmoe": {**one, "num_experts": 9}, "granitemoe": {**one, "num_local_experts": 3}, "granitemoehybrid": one,
+
+                "ernie4_5_moe": {"use_bias": False, "moe_num_experts": 7, "moe_num_shared_experts": 1},
                 "dots1": {**one, **DOTS, "first_k_dense_replace": 2},
                 "glm4_moe": {**one, "use_qk_norm": True, "n_routed_experts": 5, "n_shared_experts": 2, "num_experts_per_tok": 2},
                 "qwen2_moe": {"qkv_bias": False, "num_experts": 5, "mlp_only_layers": [3]}, "mixtral": {"num_local_experts": 3},
                 "qwen3_moe": {**one, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2,
                               "mlp_only_layers": [3]}}
     for family, writer in WRITERS.items():
-        width = {"opt": {"ffn_dim": 88}, "phi3": {}, "olmoe": {}, "granitemoe": {}, "granitemoehybrid": {}}.get(family, {"head_dim": 32})
+        plain = ("ernie4_5_moe", "granitemoe", "granitemoehybrid", "olmoe", "phi3")  # which have no head_dim of their own
+        width = {"ffn_dim": 88} if family == "opt" else {} if family in plain else {"head_dim": 32}
         for changes in ({"tie_word_embeddings": False}, {"tie_word_embeddings": True, **features.get(family, {})}):
             written = writer(**{**SMALL, **width, "pad_token_id": None, **changes})
             with torch.device("meta"):
@@ -255,6 +260,8 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
 
 def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     """A tensor of transformers' model as we name it: experts lie apart, and Mixtral has names of its own."""
+    if family == "ernie4_5_moe":
+        name = name.replace(".gate.moe_statics.", ".moe_statics.")
     if family == "granitemoe":
         name = name.replace(".router.", ".gate.")
     if family == "mixtral":

@@ -128,6 +128,7 @@ PECULIAR = {
     "granitemoe": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"residual_multiplier": 1.0}, {"logits_scaling": 1.0},
                    {"mixture": {"factor": 1.0}}, {"mixture": {"renormalise": False}}],
     "granitemoehybrid": [{"attn_scale": None}, {"residual_multiplier": 1.0}, {"ropes": (None,) * 3}],
+    "ernie4_5_moe": [{"mixture": each} for each in ({"renormalise": False}, {"corrected": False}, {"shared_width": None})],
     "qwen2_moe": [{"mixture": {"renormalise": True}}, {"mixture": {"shared_scaled": False}}, {"mixture": {"shared_width": None}}],
     "glm4_moe": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"corrected": False},
                                                 {"shared_width": None})] + [{"qk_norm": False}],
@@ -163,7 +164,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3",
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
-                                  "exaone4", "arcee", "ernie4_5", "glm", "glm4"])
+                                  "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -21,7 +21,7 @@ from effllm.runtime.rope import rope_table
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, Case, rope, written
+from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, Case, rope, written
 from gguf_samples import FABLE, write_model
 
 SIZES = {"vocab_size": 4096, "intermediate_size": 96, "eos_token_id": None}
@@ -69,6 +69,7 @@ MODELS = {
                                 "logits_scaling": 7.0, "tie_word_embeddings": True}),
     "granitemoe": Case("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
     "granitemoehybrid": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "shared_intermediate_size": 96, "mamba_n_heads": 4}),
+    "ernie4_5_moe": Case("ernie4_5_moe", {**ERNIE_EXPERTS, "moe_intermediate_size": 32}),
     "mixtral": Case("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": Case("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True}),
     "olmoe": Case("olmoe", {**EXPERTS, "num_key_value_heads": 4}),
@@ -169,6 +170,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"), ("olmoe", {"norm_topk_prob": True}, "adds a token's shares"),
     ("qwen2_moe", {"norm_topk_prob": True}, "adds a token's shares"), ("dots1", {"sliding_window": 30, "max_window_layers": 0}, "window"),
     ("granitemoehybrid", {"position_embedding_type": None}, "no layer by position"),
+    ("ernie4_5_moe", {"moe_layer_end_index": 1}, "without experts"),
     ("dots1", {"num_key_value_heads": 2}, "fewer key-value heads"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
     ("granite", {"mlp_bias": True}, "biases"), ("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},

@@ -18,7 +18,7 @@ from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import FEW_EXPERTS, GLM_EXPERTS, GRANITE, Case, oracle, text, written
+from family_models import ERNIE_EXPERTS, FEW_EXPERTS, GLM_EXPERTS, GRANITE, Case, oracle, text, written
 from gguf_samples import FABLE, counts, fable_gguf, write_model
 
 QUICK = {"device": "cpu", "kv": "32bit", "ctx": 256, "threads": 1}
@@ -35,6 +35,8 @@ MIXTURES = {
                                       "norm_topk_prob": False})),
     "granitemoe": ("granitemoe", Case("granitemoe", {**SIZES, **GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2,
                                                      "attention_multiplier": 0.25, "residual_multiplier": 0.25})),
+    "ernie4_5_moe": ("ernie4_5-moe", Case("ernie4_5_moe", {**SIZES, **ERNIE_EXPERTS, "moe_intermediate_size": 32, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0}})),
     "olmoe": ("olmoe", Case("olmoe", {**SIZES, "num_experts": 3, "num_experts_per_tok": 2, "eos_token_id": None})),
 }
 
@@ -78,6 +80,19 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     assert read_config(tmp_path / "m.gguf", strict=True).num_hidden_layers == 3
     ids = list(range(40))
     np.testing.assert_array_equal(logits(tmp_path / "m.gguf", ids), logits(tmp_path / "source", ids))
+
+
+def test_shared_experts_of_another_width_are_refused(tmp_path: Path) -> None:
+    arch, case = MIXTURES["ernie4_5_moe"]
+    written(case, tmp_path / "source")
+
+    def wider(writer: gguf.GGUFWriter) -> None:
+        counts(case)(writer)
+        writer.add_expert_shared_feed_forward_length(96)
+
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, wider)
+    with pytest.raises(CheckpointError, match="a width of 96 for 2 shared experts of 32"):
+        read_config(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(("change", "said"), [

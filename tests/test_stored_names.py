@@ -15,8 +15,8 @@ from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.source import check_mapping, open_store
 
 
-@pytest.mark.parametrize("name", ["mixtral", "granitemoe", "qwen2_moe", "glm4_moe", "qwen3_moe, some layers dense", "qwen3_moe, bfloat16",
-                                  "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "granitemoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "qwen3_moe, some layers dense",
+                                  "qwen3_moe, bfloat16", "olmoe"])
 def test_experts_that_are_stored_together(name: str, tmp_path: Path) -> None:
     model = written(CASES[name], tmp_path / "apart")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "apart", dtype="auto")

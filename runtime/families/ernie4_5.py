@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from .llama import block, layer_tensors, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "ernie_config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"auto_map", "use_bias"})
 KEYS_HARMLESS = frozenset()
@@ -19,14 +19,19 @@ THETA = 500_000.0
 
 
 def config(keys: Keys) -> ModelConfig:
+    return ernie_config(keys, Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5,
+                                       tied=True))
+
+
+def ernie_config(keys: Keys, base: Defaults) -> ModelConfig:
+    """What dense ones and mixtures have in common."""
     refuse_other_code(keys)
-    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    layers = base.size(keys, "num_hidden_layers")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return (rope_config(keys, head_dim, positions, THETA, neighbours=True),) * layers
 
     bias = keys.flag("use_bias", False)
-    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, tied=True)
     return decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 

@@ -27,7 +27,8 @@ SINGLE_EXPERTS = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
 ROUTER = "ffn_gate_inp"
 SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
 CORRECTION = "exp_probs_b"  # of scores; it has kind bias and no weight
-SHARE = "ffn_gate_inp_shexp"  # a row, stored as a vector
+SHARE = "ffn_gate_inp_shexp"
+SHARED_WIDTH = "shared_width"  # which no config states by itself
 # Divisors of the rotary frequencies: part of the config, not weights. One for all lengths, or one for short texts and one for long ones.
 FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 DIVISORS = (FACTORS, LONG, SHORT)
@@ -95,6 +96,12 @@ ARCHITECTURES = {
                                           SHARE: "mlp.shared_expert_gate"}),
     "qwen3": Architecture("qwen3"),
     "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
+    # Neighbours turn together here as in the checkpoints, so that rows are as they are there.
+    "ernie4_5-moe": Architecture("ernie4_5_moe", experts=("mlp", qwen3_moe.NAMES), layer_names={
+        **_GLM_NAMES, CORRECTION: "mlp.moe_statics.e_score_correction_bias"}, keys={
+        "expert_count": "moe_num_experts", "expert_used_count": "moe_k", "expert_shared_count": "moe_num_shared_experts",
+        "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "moe_layer_start_index",
+        "interleave_moe_layer_step": "moe_layer_interval", "expert_shared_feed_forward_length": SHARED_WIDTH}),
     "glm4moe": Architecture("glm4_moe", experts=("mlp", qwen3_moe.NAMES), partial=True, roles={"post_norm": "post_attention_norm"},
                             keys={**_GLM_COUNTS, "nextn_predict_layers": "num_nextn_predict_layers"},
                             layer_names={**_GLM_NAMES, "post_attention_norm": "post_attention_layernorm"}),
@@ -127,10 +134,11 @@ ARCHITECTURES = {
         "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
 }
 # A model's family -> what its files are called.
-BY_FAMILY = {"gemma3_text": "gemma3", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid": "granite", "ministral3": "mistral3",
-             "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"} | {
-    name: name for name in ("arcee", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe", "llama",
-                            "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
+BY_FAMILY = {"ernie4_5_moe": "ernie4_5-moe", "gemma3_text": "gemma3", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid":
+             "granite", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
+             "qwen3_moe": "qwen3moe"} | {
+    name: name for name in ("arcee", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe", "llama", "olmo2",
+                            "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 
 
 def architecture(path: object, name: object) -> Architecture:

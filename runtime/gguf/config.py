@@ -20,7 +20,7 @@ from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
 from ..config_rope import GLOBAL, GROWTH, LOCAL
 from . import yarn
-from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, Architecture, architecture
+from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, Architecture, architecture
 
 # Below the architecture's name -> config.json.
 KEYS = {
@@ -162,6 +162,12 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw.pop("num_experts_per_tok", None)
     if raw["model_type"] in ("dots1", "glm4_moe"):
         _glm(header, raw)
+    elif raw["model_type"] == "ernie4_5_moe":
+        width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get("moe_num_shared_experts", 0), raw.get("moe_intermediate_size")
+        raw["moe_num_shared_experts"] = count
+        if width is not None and type(count) is type(inside) is int and width != count * inside:
+            raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
+                                  f"{shown_value(inside)}, which is not supported", REPAIR)
     elif raw["model_type"] == "qwen2_moe":
         raw["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
     if raw["model_type"] == "llama" and "num_local_experts" in raw:

@@ -29,7 +29,8 @@ UNDIVIDED = ("ernie4_5", "gemma", "glm", "glm4", "olmo2", "olmo3", "seed_oss", "
 EVEN_HEADS = ("exaone4", "glm", "olmo2", "olmo3", "starcoder2")  # families whose heads llama.cpp takes to be as wide as the model together
 ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")}  # by family, others have silu
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
-LEADING_DENSE = ("dots1", "glm4_moe")  # families whose first layers have no experts, and whose scores are corrected
+STATED_SUM = ("dots1", "glm4_moe")  # families whose files say how experts are scored and weighed
+LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe")  # whose first layers have no experts
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN = "leave it in its folder"
 
@@ -99,7 +100,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if mixture is not None:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
-        yield family not in LEADING_DENSE and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
+        yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
             f"{'adds' if mixture.renormalise else 'does not add'} a token's shares up to 1"
         yield family in UNGROUPED and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
 
@@ -149,9 +150,13 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         if config.family == "qwen2_moe":
             keys["expert_shared_feed_forward_length"] = config.mixture.shared_width
         if config.family in LEADING_DENSE:
-            keys |= {"expert_shared_count": config.mixture.shared_width // config.mixture.width, "expert_gating_func": SIGMOID,
-                     "expert_weights_scale": float(config.mixture.factor), "expert_weights_norm": config.mixture.renormalise,
+            keys |= {"expert_shared_count": (config.mixture.shared_width or 0) // config.mixture.width,
                      "leading_dense_block_count": min(config.mixture.layers, default=config.num_hidden_layers)}
+        if config.family in STATED_SUM:
+            keys |= {"expert_gating_func": SIGMOID, "expert_weights_scale": float(config.mixture.factor),
+                     "expert_weights_norm": config.mixture.renormalise}
+        if config.family == "ernie4_5_moe":
+            keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": config.mixture.shared_width or 0}
     return keys
 
 

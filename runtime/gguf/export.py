@@ -44,6 +44,7 @@ from .store import separated
 OTHER_PLACE = "give another place with -o"
 BLOCK, HEADS = 32, ("embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
+VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
 HEADED = ("olmo2", "olmoe")  # their files hold a head, also where it is the embedding
 
 
@@ -180,8 +181,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:
                 shape = (len(members), *first.shape)
-            elif role == SHARED[3]:
-                shape = first.shape[1:]
+            elif role in VECTORS and len(shape) == 2:
+                shape = shape[1:]
             planned = PlannedTensor(name if key == "outer" else f"blk.{key}.{name}", own, shape)
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if "norm" in role else 0.0)

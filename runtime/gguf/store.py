@@ -34,7 +34,7 @@ from .. import families
 from ..config import ModelConfig
 from ..container import Container, StoredTensor
 from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
-from .architectures import DIVISORS, ROUTER, SHARE, Architecture, architecture, own_names
+from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
 from .split import close_all, open_parts
 
@@ -96,12 +96,14 @@ class GgufStore(MadeStore):
             if tensor.name.startswith(behind):
                 continue
             tensor, names = _matrices(tensor), own_names(tensor.name, file.found, config.mixture.experts if config.mixture else 0)
-            if names is None or not wanted.issuperset(names):
+            if names is None or not wanted.keys() >= set(names):
                 raise CheckpointError(f"{self._path} holds tensor {shown(tensor.name)}, which no {config.family} model has",
                                       "the file is of another kind of model than it says")
             if tensor.type not in DECODERS and tensor.type not in RAW:
                 raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported",
                                       f"known: {', '.join((*RAW, *DECODERS))}")
+            if wanted[names[0]] == (1, *tensor.shape):  # one row, which writers store as a vector
+                tensor = replace(tensor, shape=wanted[names[0]])
             for name, source in self._parts(tensor, names, config, file.found):
                 self._sources[name] = source
                 if low_bit and tensor.type in KEPT and len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name:
@@ -240,19 +242,17 @@ class GgufStore(MadeStore):
 
 
 def _matrices(tensor: GgufTensor) -> GgufTensor:
-    """The matrices of all experts as one, their rows one after the other; a row that is stored as a vector."""
-    if SHARE in tensor.name and len(tensor.shape) == 1:
-        return replace(tensor, shape=(1, *tensor.shape))
+    """The matrices of all experts as one, their rows one after the other."""
     if len(tensor.shape) != 3:
         return tensor
     return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
 
 
-def _names(config: ModelConfig) -> set[str]:
-    """Of all tensors that the model has."""
+def _names(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of all tensors that the model has, and their shapes."""
     family = families.get(config.family)
     groups = [family.outer_tensors(config), *(family.layer_tensors(config, layer) for layer in range(config.num_hidden_layers))]
-    return {rule.name for rules in groups for rule in rules.values()}
+    return {rule.name: rule.shape for rules in groups for rule in rules.values()}
 
 
 def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:

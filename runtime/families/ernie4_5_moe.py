@@ -1,0 +1,46 @@
+"""ERNIE 4.5 mixtures (21B-A3B, 300B-A47B): the ERNIE block, with experts chosen by corrected scores beside those that all tokens share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig
+from ..config_reader import Keys
+from . import TensorRule
+from .ernie4_5 import ernie_config
+from .llama import block, outer_tensors
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"auto_map", "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
+                       "moe_num_experts", "moe_num_shared_experts", "num_experts_per_tok", "num_local_experts", "use_bias"})
+# Of training and of prediction several tokens ahead; no sum of scores is as small as moe_norm_min.
+KEYS_HARMLESS = frozenset({"moe_capacity", "moe_norm_min", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk",
+                                        "moe_use_aux_free": True, "sliding_window": None}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", 28, high=MAX_LAYERS)
+    first, last = keys.integer("moe_layer_start_index", 1, low=0), keys.integer("moe_layer_end_index", -1, low=-1)
+    every = keys.integer("moe_layer_interval", 1, high=MAX_LAYERS)
+    width = keys.integer("moe_intermediate_size", 1536, high=2**22)
+    shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MOST_EXPERTS)
+    sparse = [layer for layer in range(layers) if (layer + 1) % every == 0 and first <= layer <= (layers - 1 if last == -1 else last)]
+    # The number of a token's experts goes by a name of its own.
+    per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
+    own = mixture(keys, 64, per_token, width, True, sparse, "moe_num_experts", corrected=True,
+                  shared_width=width * shared if shared else None)
+    sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, bos=1, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
+    return replace(ernie_config(keys, base), mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules = expert_tensors(config, layer, "mlp", NAMES, correction="moe_statics.e_score_correction_bias")
+    if "correction" in rules:
+        rules["correction"] = replace(rules["correction"], shape=(1, config.mixture.experts))
+    return rules
