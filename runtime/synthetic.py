@@ -44,6 +44,15 @@ SHAPES: dict[str, dict[str, object]] = {
                       "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
                       "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "num_experts": 128, "norm_topk_prob": True,
                       "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+    "qwen1.5-moe-a2.7b": {**_MIXTURE, "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "intermediate_size": 5632,
+                          "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24,
+                          "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936, "max_position_embeddings": 8192,
+                          "num_experts": 60, "num_experts_per_tok": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+    "glm-4.5-air": {**_MIXTURE, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "hidden_size": 4096,
+                    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
+                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "max_position_embeddings": 131072,
+                    "n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+                    "attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
 }
 BLOCK_NBYTES = 1 << 20
 
