@@ -40,7 +40,9 @@ HEAD = "lm_head"  # a linear of readers also where it is the embedding
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
 # Families that readers do not call by the words of their name.
-SPELLED = {"ernie4_5": "Ernie4_5", "gemma3_text": "Gemma3", "opt": "OPT", "smollm3": "SmolLM3"}
+SPELLED = {"ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3", "granitemoe": "GraniteMoe",
+           "granitemoehybrid": "GraniteMoeHybrid", "opt": "OPT", "smollm3": "SmolLM3"}
+JOINED = ("gpt_oss", "granitemoe")  # families whose experts other tools want in one tensor
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 
 
@@ -67,8 +69,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     out = Path(os.path.abspath(out))
     check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
-    if config.family == "gpt_oss":
-        raise UsageError("gpt_oss models are not written as compressed-tensors: other tools want their experts joined",
+    if config.family in JOINED:
+        raise UsageError(f"{config.family} models are not written as compressed-tensors: other tools want their experts joined",
                          "effllm quantize makes a folder for effllm")
     if (made := read_container(source)) is not None or is_rounded(source):
         how = "by another tool" if made is None else made.spec_text
@@ -147,7 +149,8 @@ def _items(config: ModelConfig, store: TensorStore, bits: int) -> Iterator[_Item
 
 def _ignored(items: Iterable[_Item]) -> list[str]:
     """The linear modules that stay as they were."""
-    kept = (item.name.removesuffix(".weight") for item in items if not item.bits and len(item.shape) == 2 and item.roles[0] not in TABLES)
+    kept = (item.name.removesuffix(".weight") for item in items
+            if not item.bits and len(item.shape) == 2 and item.roles[0] not in TABLES and item.name.endswith(".weight"))
     return list(dict.fromkeys((HEAD, *kept)))
 
 
