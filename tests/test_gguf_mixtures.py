@@ -82,6 +82,39 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(tmp_path / "m.gguf", ids), logits(tmp_path / "source", ids))
 
 
+@pytest.mark.parametrize("family, key, said", [
+    ("glm4_moe", "expert_weights_norm", "norm_topk_prob"), ("glm4_moe", "rope.dimension_count", "partial_rotary_factor"),
+    ("ernie4_5_moe", "rope.freq_base", "rope_theta")])
+def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(tmp_path: Path, family: str, key: str, said: str) -> None:
+    """And not what transformers does of a config."""
+    arch, case = MIXTURES[family]
+    written(case, tmp_path / "source")
+
+    def without(writer: gguf.GGUFWriter) -> None:
+        counts(case)(writer)
+        writer.kv_data[0].pop(f"{arch}.{key}", None)
+
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, without)
+    config = read_config(tmp_path / "m.gguf", strict=True)
+    found = {"norm_topk_prob": config.mixture.renormalise, "partial_rotary_factor": config.rope.partial_rotary_factor,
+             "rope_theta": config.rope.theta}
+    assert found[said] == {"norm_topk_prob": False, "partial_rotary_factor": 1.0, "rope_theta": 10_000.0}[said]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_how_many_experts_a_token_visits_must_be_said(tmp_path: Path, family: str) -> None:
+    arch, case = MIXTURES[family]
+    written(case, tmp_path / "source")
+
+    def without(writer: gguf.GGUFWriter) -> None:
+        counts(case)(writer)
+        del writer.kv_data[0][f"{arch}.expert_used_count"]
+
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, without)
+    with pytest.raises(CheckpointError, match="lacks key .*expert_used_count"):
+        read_config(tmp_path / "m.gguf")
+
+
 def test_shared_experts_of_another_width_are_refused(tmp_path: Path) -> None:
     arch, case = MIXTURES["ernie4_5_moe"]
     written(case, tmp_path / "source")
@@ -98,9 +131,10 @@ def test_shared_experts_of_another_width_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "said"), [
     (lambda writer: writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX), "expert_gating_func"),
     (lambda writer: writer.add_expert_group_count(2), "expert_group_count"),
-    (lambda writer: writer.add_leading_dense_block_count(9), "leading_dense_block_count")])
+    (lambda writer: writer.add_leading_dense_block_count(9), "leading_dense_block_count"),
+    (lambda writer: writer.add_nextn_predict_layers(2**31), "nextn_predict_layers")])
 def test_what_a_file_of_corrected_scores_may_not_say(tmp_path: Path, change: object, said: str) -> None:
-    arch, case = MIXTURES["dots1"]
+    arch, case = MIXTURES["glm4_moe" if "nextn" in said else "dots1"]
     written(case, tmp_path / "source")
 
     def both(writer: gguf.GGUFWriter) -> None:

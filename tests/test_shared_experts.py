@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from effllm.kernels import reference_moe
+from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu import moe
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cpu.packed import MOST_COLUMNS
@@ -98,6 +98,20 @@ def test_the_definition_runs_where_no_kernel_does(ops) -> None:
                       layer.shared)
     close(stream, expected, x)
     assert seen[0].shared.shape == (5, SHARED_WIDTH)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_scores_that_are_all_next_to_one(ops, corrected: bool) -> None:
+    """Without a correction logits choose, which still tell them apart."""
+    layer, x, seen = Shared(("f32",), False, corrected), inputs(40), []
+    layer.router.weight.parts["data"][:] *= 400
+    expected, routed = layer.meant(x, ROUTINGS["sigmoid"])
+    assert (np.abs(reference.linear(x, layer.router.weight.to_f32(), None)) > 40).mean() > 0.5
+    ours = layer.routed(ops, x, ROUTINGS["sigmoid"], seen.append)
+    if not corrected:
+        assert np.array_equal(seen[0].offsets, routed.offsets) and np.array_equal(seen[0].tokens, routed.tokens)
+        close(ours, expected, x, 1e-5)
+    assert np.isfinite(ours).all()
 
 
 @pytest.mark.parametrize("stored", ["codebook4:16", "symmetric8:32", "affine3:64"])
@@ -193,7 +207,8 @@ def test_what_a_config_says() -> None:
     assert parse_config({**glm, "first_k_dense_replace": 0}).mixture.layers == frozenset(range(4))
     for changes, *said in (({"n_group": 2}, "n_group"), ({"topk_group": 4}, "topk_group"), ({"first_k_dense_replace": 5}, "first_k_dense"),
                           ({"routed_scaling_factor": 0}, "routed_scaling_factor"), ({"num_experts_per_tok": 7}, "7", "6 experts"),
-                          ({"n_shared_experts": 0}, "n_shared_experts")):
+                          ({"n_shared_experts": 0}, "n_shared_experts"),
+                          ({"num_nextn_predict_layers": 2**31}, "num_nextn_predict_layers")):
         refused({**glm, **changes}, *said)
     qwen = {**LLAMA, "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 48}
     own = parse_config(qwen, strict=True).mixture
@@ -202,5 +217,17 @@ def test_what_a_config_says() -> None:
     refused({**qwen, "use_sliding_window": True}, "use_sliding_window")
     dots = {**LLAMA, "model_type": "dots1", "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "sliding_window": None}
     assert replace(parse_config(dots, strict=True).mixture, factor=2.0).routing.factor == 2.0
+    refused({**dots, "moe_layer_freq": 2}, "moe_layer_freq")
+    refused({**LLAMA, "model_type": "granitemoe", "mlp_bias": True}, "mlp_bias")
+    ernie = {**LLAMA, "model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 2, "moe_norm_min": 1e-12,
+             "_attn_implementation": "eager"}
+    own = parse_config({**ernie, "moe_layer_interval": 2}, strict=True).mixture
+    assert (own.layers, own.shared_width, own.routing) == (frozenset({1, 3}), 3072, Routing(2, True))
+    code = {"AutoConfig": "configuration_ernie4_5_moe.Ernie4_5_MoeConfig",
+            "AutoModelForCausalLM": "modeling_ernie4_5_moe.Ernie4_5_MoeForCausalLM"}
+    assert parse_config({**ernie, "auto_map": code}, strict=True).mixture.experts == 6
+    refused({**ernie, "auto_map": {"AutoModel": "modeling_ernie4_6.Other"}}, "auto_map")
+    for changes in ({"use_bias": True}, {"moe_norm_min": 0.5}, {"moe_gate": "sinkhorn"}):
+        refused({**ernie, **changes}, *changes)
     for missing in ("n_routed_experts", "num_experts_per_tok", "n_shared_experts"):
         refused({key: value for key, value in dots.items() if key != missing}, missing)

@@ -36,8 +36,8 @@ LEAST = float32(SMALLEST_SUM)
 
 @kernel()
 def route_tokens(args, worker, counter):
-    """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With SIGMOID or CORRECTION LOGITS
-    become scores."""
+    """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With CORRECTION LOGITS become
+    scores."""
     a = i64_at(args)
     experts, top, correction, factor = a[EXPERTS], a[TOP], a[CORRECTION], float32(f64_at(args)[FACTOR])
     while True:
@@ -45,11 +45,12 @@ def route_tokens(args, worker, counter):
         if t >= a[COUNT]:
             return
         logit, chosen, share = f32_at(a[LOGITS] + 4 * t * experts), i64_at(a[CHOSEN] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
-        if a[SIGMOID] != 0:
-            for e in range(experts):
-                logit[e] = float32(1.0) / (float32(1.0) + exp(-logit[e]))
-        elif correction != 0:
-            _softmax(logit, experts)
+        if correction != 0:  # else logits choose, which tell apart what scores no longer do
+            if a[SIGMOID] != 0:
+                for e in range(experts):
+                    logit[e] = _sigmoid(logit[e])
+            else:
+                _softmax(logit, experts)
         for j in range(top):
             best, highest = int64(-1), float32(0.0)
             for e in range(experts):
@@ -71,7 +72,7 @@ def route_tokens(args, worker, counter):
         if a[SIGMOID] != 0 or correction != 0:
             total = float32(0.0)
             for j in range(top):
-                share[j] = logit[chosen[j]]
+                share[j] = logit[chosen[j]] if correction != 0 else _sigmoid(logit[chosen[j]])
                 total += share[j]
             total = max(total, LEAST)
             for j in range(top):
@@ -90,6 +91,11 @@ def route_tokens(args, worker, counter):
                 total += exp(logit[e] - most)
         for j in range(top):
             share[j] = share[j] / total * factor
+
+
+@inlined()
+def _sigmoid(x):
+    return float32(1.0) / (float32(1.0) + exp(-x))
 
 
 @inlined()
@@ -206,6 +212,6 @@ def scale_rows(args, worker, counter):
         t = fetch_add(counter, 1)
         if t >= a[SCALED_ROWS]:
             return
-        row, scale = f32_at(a[SCALED] + 4 * t * width), float32(1.0) / (float32(1.0) + exp(-f32_at(a[SCALES])[t]))
+        row, scale = f32_at(a[SCALED] + 4 * t * width), _sigmoid(f32_at(a[SCALES])[t])
         for i in range(width):
             row[i] *= scale

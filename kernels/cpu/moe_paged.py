@@ -59,7 +59,8 @@ class _Kind:
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, asked: Asked, see: See | None,
         correction: np.ndarray | None, shared: SharedExpert | None) -> np.ndarray:
-    """`moe.run` for experts in slots. What all tokens visit is multiplied while the disk is asked for the others."""
+    """`moe.run` for experts in slots. What all tokens of a few visit is multiplied while the disk is asked for the
+    others."""
     stage = routed_stage(ops, x, norm, router, pages, asked, correction, _table)
     before = [job for job in stage.jobs if job[0] is kernels.route_tokens]
     grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]

@@ -19,7 +19,7 @@ KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "layer_types",
                        "routed_scaling_factor", "sliding_window"})
 # The published ones also say how scores are made, in words of their own for what every model of the family does.
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "scoring_func", "topk_method"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -19,11 +19,11 @@ THETA = 500_000.0
 
 
 def config(keys: Keys) -> ModelConfig:
-    return ernie_config(keys, Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5,
-                                       tied=True))
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, tied=True)
+    return ernie_config(keys, base, keys.flag("use_bias", False))
 
 
-def ernie_config(keys: Keys, base: Defaults) -> ModelConfig:
+def ernie_config(keys: Keys, base: Defaults, bias: bool = False) -> ModelConfig:
     """What dense ones and mixtures have in common."""
     refuse_other_code(keys)
     layers = base.size(keys, "num_hidden_layers")
@@ -31,13 +31,12 @@ def ernie_config(keys: Keys, base: Defaults) -> ModelConfig:
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return (rope_config(keys, head_dim, positions, THETA, neighbours=True),) * layers
 
-    bias = keys.flag("use_bias", False)
     return decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 
 def refuse_other_code(keys: Keys) -> None:
     """Raises ConfigError unless the code that a checkpoint brings is what became part of transformers: the first ones published have it."""
     for task, name in (keys.section("auto_map") or {}).items():
-        if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_ernie4_5\.Ernie4_5_\w+", str(name)):
+        if task != "AutoTokenizer" and not re.fullmatch(r"(configuration|modeling)_ernie4_5(_moe)?\.Ernie4_5_\w+", str(name)):
             raise ConfigError(f"config.json: auto_map names {show(name)}, which is not ERNIE 4.5",
                               "the checkpoint brings its own code, which is never run")

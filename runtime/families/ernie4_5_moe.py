@@ -16,11 +16,12 @@ from .qwen3_moe import NAMES
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"auto_map", "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
-                       "moe_num_experts", "moe_num_shared_experts", "num_experts_per_tok", "num_local_experts", "use_bias"})
-# Of training and of prediction several tokens ahead; no sum of scores is as small as moe_norm_min.
-KEYS_HARMLESS = frozenset({"moe_capacity", "moe_norm_min", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"})
+                       "moe_num_experts", "moe_num_shared_experts", "num_experts_per_tok", "num_local_experts"})
+# Of training, and of prediction several tokens ahead.
+KEYS_HARMLESS = frozenset({"moe_capacity", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"})
+# No sum of scores is as small as the least that moe_norm_min lets one be.
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk",
-                                        "moe_use_aux_free": True, "sliding_window": None}
+                                        "moe_norm_min": 1e-12, "moe_use_aux_free": True, "sliding_window": None, "use_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:

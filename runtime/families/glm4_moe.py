@@ -32,7 +32,8 @@ def config(keys: Keys) -> ModelConfig:
     sizes = {"vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46, "num_attention_heads": 96}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, norm_eps=1e-5, sizes=sizes)
     return decoder_config(keys, base, ropes, qkv_bias=keys.flag("attention_bias", False), qk_norm=keys.flag("use_qk_norm", False),
-                          mixture=corrected(keys, layers, 128, 8, 1, True), mtp_layers=keys.integer("num_nextn_predict_layers", 1, low=0))
+                          mixture=corrected(keys, layers, 128, 8, 1, True),
+                          mtp_layers=keys.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS))
 
 
 def corrected(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool) -> Mixture:

@@ -17,13 +17,13 @@ from .qwen3_moe import NAMES
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
-KEYS_USED = granite.KEYS_USED | {"num_experts", "num_experts_per_tok", "num_local_experts"}
+KEYS_USED = granite.KEYS_USED - {"mlp_bias"} | {"num_experts", "num_experts_per_tok", "num_local_experts"}
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:
-    base, layers = granite.config(keys), keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    base, layers = granite.multiplied(keys, granite.USUAL), keys.integer("num_hidden_layers", high=MAX_LAYERS)
     own = mixture(keys, 8, 2, base.intermediate_size, True, range(layers), factor=base.residual_multiplier)
     return replace(base, mixture=own)
 

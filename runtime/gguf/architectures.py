@@ -41,7 +41,8 @@ NEUTRAL: Mapping[str, object] = {
     "pooling_type": 0, "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
 }
 RMS_NORM, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-HARMLESS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"})
+UNTURNED = "rope.scaling.finetuned"  # read of granite alone, where false leaves rotary positions out
+HARMLESS = frozenset({"vocab_size", "tensor_data_layout", UNTURNED})
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
 from ..config_rope import GLOBAL, GROWTH, LOCAL
 from . import yarn
-from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, Architecture, architecture
+from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, UNTURNED, Architecture, architecture
 
 # Below the architecture's name -> config.json.
 KEYS = {
@@ -64,6 +64,8 @@ def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) 
         message = re.sub(rf"\b(?:{pattern})\b", lambda found: f"{name}.{names[found.group()]}", message)
         message = message.replace("rope_scaling: short_factor", FACTORS if FACTORS in header.tensors else SHORT)
         raise CheckpointError(message, error.hint or REPAIR) from error
+    if name == "granite" and header.metadata.get(f"{name}.{UNTURNED}") is False:  # this architecture's way to say it
+        config = replace(config, ropes=(None,) * config.num_hidden_layers)
     if said := remark(header, name, raw):
         config = replace(config, warnings=(*config.warnings, said))
     unknown = sorted(unknown_keys(header, name, architecture(header.path, name)))
@@ -90,7 +92,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     found = architecture(path, name)
     _refuse(header, name, found)
     raw: dict[str, object] = {"model_type": found.family, "hidden_act": "silu", **found.config}
-    for key in (*REQUIRED, found.epsilon):
+    routed = () if found.experts is None or not data.get(f"{name}.expert_count") else ("expert_used_count",)
+    for key in (*REQUIRED, found.epsilon, *routed):
         if f"{name}.{key}" not in data:
             damaged(path, f"lacks key {name}.{key}")
     for theirs, ours in {**KEYS, **found.keys}.items():
@@ -164,7 +167,7 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         _glm(header, raw)
     elif raw["model_type"] == "ernie4_5_moe":
         width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get("moe_num_shared_experts", 0), raw.get("moe_intermediate_size")
-        raw["moe_num_shared_experts"] = count
+        raw |= {"moe_num_shared_experts": count, "rope_theta": raw.get("rope_theta", USUAL_THETA)}
         if width is not None and type(count) is type(inside) is int and width != count * inside:
             raise CheckpointError(f"{header.path} states a width of {shown_value(width)} for {shown_value(count)} shared experts of "
                                   f"{shown_value(inside)}, which is not supported", REPAIR)
@@ -193,8 +196,7 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw |= {"sliding_window": window, "use_bias" if raw["model_type"] == "ernie4_5" else "attention_bias": biased}
         if isinstance(heads := raw["num_attention_heads"], int) and heads > 0:  # where the families have widths of their own
             raw.setdefault("head_dim", raw["hidden_size"] // heads)
-        if raw["model_type"] != "ernie4_5":
-            raw.setdefault("partial_rotary_factor", 1.0)
+        raw.setdefault(*(("rope_theta", USUAL_THETA) if raw["model_type"] == "ernie4_5" else ("partial_rotary_factor", 1.0)))
     elif raw["model_type"] == "starcoder2":
         if stated is None:  # llama.cpp passes it over, and converters do not write it
             window = USUAL_WINDOW
@@ -231,7 +233,9 @@ def _glm(header: GgufHeader, raw: dict[str, object]) -> None:
         raise CheckpointError(f"{header.path}: {name}.expert_gating_func is not {SIGMOID}, which is not supported for this architecture",
                               "give the folder of the original checkpoint, if its family is supported")
     raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of rotary positions
     if raw["model_type"] == "glm4_moe":
+        raw.setdefault("partial_rotary_factor", 1.0)
         raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
         behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
         if type(behind) is int and type(layers) is int and 0 <= behind < layers:

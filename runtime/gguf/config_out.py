@@ -7,16 +7,17 @@ an embedding is multiplied. A model that departs from what llama.cpp takes for g
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from ... import EffllmError
 from ...offload.gguf import Value
 from ..config import ModelConfig
-from ..config_rope import GROWTH
+from ..config_rope import GROWTH, RopeConfig
 from ..rope import rope_table
 from . import yarn
-from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, Architecture
+from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture
 from .config import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, OTHER_SCALE, SIGMOID
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
@@ -25,13 +26,16 @@ NOT_WRITTEN = {"opt": ": llama.cpp does not run them", "gpt_oss": ": this versio
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": OLMO3_EVERY}  # all but every so-manieth layer has one
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("ernie4_5", "gemma", "glm", "glm4", "olmo2", "olmo3", "seed_oss", "starcoder2")
-EVEN_HEADS = ("exaone4", "glm", "olmo2", "olmo3", "starcoder2")  # families whose heads llama.cpp takes to be as wide as the model together
+UNDIVIDED = ("dots1", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "olmo2", "olmo3", "qwen2_moe", "seed_oss",
+             "starcoder2")
+# Families whose heads llama.cpp takes to be as wide as the model together.
+EVEN_HEADS = ("exaone4", "glm", "olmo2", "olmo3", "qwen2_moe", "starcoder2")
 ACTS = {"arcee": "relu2", **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "starcoder2"), "gelu_tanh")}  # by family, others have silu
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 STATED_SUM = ("dots1", "glm4_moe")  # families whose files say how experts are scored and weighed
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe")  # whose first layers have no experts
 NO_ROPE_EVERY = 4  # of SmolLM 3
+PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
 PLAIN = "leave it in its folder"
 
 
@@ -96,7 +100,6 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
-    yield family == "granitemoehybrid" and None in config.ropes, "turns no layer by position"
     if mixture is not None:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
@@ -112,7 +115,9 @@ def unused_window(config: ModelConfig) -> int | None:
 
 def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
     """The keys that describe the model, tokenizer apart."""
-    arch = BY_FAMILY[config.family]
+    arch, unturned = BY_FAMILY[config.family], config.rope is None
+    if unturned:
+        config = replace(config, ropes=(PLAIN_ROPE,) * config.num_hidden_layers)
     out: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name, "general.file_type": TYPES[kind],
                              "general.quantization_version": QUANTIZATION_VERSION}
     keys: dict[str, Value] = {
@@ -122,7 +127,7 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "rope.dimension_count": int(config.head_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
-    keys |= _of_family(config) | _rope(config)
+    keys |= _of_family(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
     return out | {f"{arch}.{key}": value for key, value in keys.items()}
 
 
@@ -183,9 +188,10 @@ def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
 
     Raises EffllmError for kinds that depend on the length.
     """
-    rope, params = config.rope, config.rope.params
+    rope = config.rope or PLAIN_ROPE
     if rope.kind in ("default", "linear", "yarn"):
         return {}
+    params = rope.params
     if rope.kind == "longrope" and config.family == "phi3":
         return {LONG: np.array(params["long_factor"], "<f4"), SHORT: np.array(params["short_factor"], "<f4")}
     if rope.kind == "longrope" and params["short_factor"] == params["long_factor"] and params["attention_factor"] == 1.0:
