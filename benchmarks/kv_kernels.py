@@ -22,7 +22,9 @@ from effllm.kernels.workspace import Dims
 from effllm.offload.hardware import cpu_threads
 from effllm.offload.memory import anonymous
 from effllm.quant.kv import PackedFormat, codec
-from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
+from effllm.runtime.cache import KVCache
+from effllm.runtime.cache_made import open_cache
+from effllm.runtime.cache_shape import AttnSpec, CacheShape
 from report import GIB, Figure, publish
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, LAYERS = 32, 4, 64, 16384, 22

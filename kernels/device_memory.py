@@ -6,8 +6,8 @@ widest stage of a layer. `tests/test_device_memory.py` holds it against what tor
 
 from __future__ import annotations
 
-from .layout import PAGE, align
-from .workspace import REPEATED, Dims
+from .layout import PAGE, REPEATED, align
+from .workspace import Dims
 
 ALLOCATION = 512  # bytes that an allocation is rounded up to
 SCORES = 1 << 25  # scores held at once: 128 MiB of float32
@@ -16,6 +16,7 @@ OPENED = 1 << 22  # low-bit weights opened at once, each OPENED_NBYTES on the wa
 OPENED_NBYTES = 24
 MOST_OPEN = 64  # packed pages opened at once
 FLOAT = 4
+STRETCH = 64  # tokens that linear attention takes together
 SMALL = 8 << 20  # positions, block tables, angles
 
 
@@ -27,7 +28,7 @@ def allocation(nbytes: int) -> int:
 def card_workspace(dims: Dims, widest: int, opened: int) -> int:
     """Bytes at most. `widest`, `opened`: values of the largest matrix in a stored type, and of the largest low-bit one."""
     # A recorded pass (`cuda/repeated.py`) has memory of its own, which nothing else is given.
-    recorded = 0 if dims.packed_kv or dims.experts else _pass(dims, min(dims.chunk, REPEATED), widest, opened)
+    recorded = 0 if dims.packed_kv or dims.experts or dims.delta else _pass(dims, min(dims.chunk, REPEATED), widest, opened)
     return SMALL + _pass(dims, dims.chunk, widest, opened) + recorded
 
 
@@ -39,15 +40,26 @@ def head_workspace(tokens: int, hidden: int, vocabulary: int, values: int, is_ra
 
 def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
     heads, depth = dims.heads, dims.head_dim
-    product = max(FLOAT * min(widest, TILE), OPENED_NBYTES * min(opened, OPENED + 16 * max(dims.hidden, dims.ffn)))
+    product = max(FLOAT * min(widest, TILE), OPENED_NBYTES * min(opened, OPENED + 16 * max(dims.hidden, dims.ffn, dims.attended)))
     queries, keys = tokens * heads * depth, tokens * dims.kv_heads * depth
-    projected = FLOAT * (2 * tokens * dims.hidden + 3 * queries + 4 * keys)
+    projected = FLOAT * (2 * tokens * dims.hidden + (6 if dims.gated_queries else 3) * queries + 4 * keys)
     mlp = FLOAT * tokens * (3 * dims.hidden + 4 * dims.ffn)
     if dims.experts:
         visits = tokens * dims.top_k
         mlp += FLOAT * visits * (4 * dims.expert_ffn + 4 * dims.hidden) + FLOAT * tokens * dims.experts * 4
     stream = FLOAT * 2 * tokens * dims.hidden
-    return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product)
+    return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product, _delta(dims, tokens, product))
+
+
+def _delta(dims: Dims, tokens: int, product: int) -> int:
+    """Of a layer of linear attention: what is convolved, before and after, heads of keys for every head of values, and a stretch."""
+    shape = dims.delta
+    if shape is None:
+        return 0
+    heads = tokens * shape.value_heads
+    made = 6 * tokens * shape.channels + 8 * heads * shape.key_dim + 8 * tokens * shape.values + 8 * heads
+    stretch = shape.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (shape.key_dim + shape.value_dim))
+    return FLOAT * (2 * tokens * dims.hidden + made + stretch + 5 * shape.state_floats) + product
 
 
 def _attention(dims: Dims, tokens: int) -> int:

@@ -31,6 +31,7 @@ NORM_NONE, NORM_RMS, NORM_RMS_PLUS_ONE, NORM_LAYER = 0, 1, 2, 3
 NORMS = {"none": NORM_NONE, "rms": NORM_RMS, "rms+1": NORM_RMS_PLUS_ONE, "layer": NORM_LAYER}
 
 PAGE = 128  # tokens in a page
+REPEATED = 8  # tokens at most of a pass that may come again, an answer's or a draft's: kernels take more as a prompt
 ALIGN = 64  # a cache line: alignment of every tensor in memory
 EXTENT = 4096  # alignment of a layer-page: what direct I/O asks for
 

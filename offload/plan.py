@@ -57,12 +57,11 @@ class Experts:
 class Demand:
     """What a model asks for, in bytes; the KV figures are sums over all layers.
 
-    `blocks`: weights that can be streamed, in order of use; empty where none can. `always`: what stays in memory when they are.
-    `experts`: those of a mixture, where they can be read one by one; `always` is then all the rest.
-    `units`: of each layer, neurons that are read when they are active; they are in neither of the two.
-    `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer,
-    rounded up, where they differ. `kv_sinks`: tokens before its first page; `kv_page`: bytes of a page, 0 for those of its tokens.
-    """
+    `blocks`: weights that can be streamed, in order of use; empty where none can. `always`: what stays in memory when they are. `experts`:
+    those of a mixture, where they can be read one by one; `always` is then all the rest. `units`: of each layer, neurons that are read
+    when they are active; they are in neither. `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the
+    cache's bytes per token of each layer, rounded up, where they differ; `kv_fixed_layers`: `kv_fixed` by layer, likewise. `kv_sinks`:
+    tokens before its first page; `kv_page`: bytes of a page, 0 for those of its tokens."""
 
     baseline: int
     workspace: int
@@ -76,6 +75,7 @@ class Demand:
     units: tuple[Units, ...] = ()
     card_workspace: int | None = None
     kv_layers: tuple[int, ...] = ()
+    kv_fixed_layers: tuple[int, ...] = ()
     kv_sinks: int = 0
     kv_page: int = 0
 
@@ -183,15 +183,8 @@ class _Split:
         return OnCard(self.weights[1], self.kv[1], _card_workspace(demand)) if self.gpu_layers else OnCard()
 
 
-def plan(
-    demand: Demand,
-    budget: Budget,
-    ctx_max: int,
-    ctx_wanted: int | None = None,
-    device: str = "auto",
-    gpu_layers: int | None = None,
-    quantum: int = 128,
-) -> Placement:
+def plan(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None = None, device: str = "auto",
+         gpu_layers: int | None = None, quantum: int = 128) -> Placement:
     """Place every layer and choose the context: `ctx_wanted`, or else the largest up to `ctx_max` that fits.
 
     Raises DoesNotFit with the figures and what would fit instead, UsageError where the request contradicts itself.
@@ -243,10 +236,10 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
         return with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx, quantum)) + least + spare <= budget.ram
 
     ctx = ctx_wanted or largest(fits, min(ctx_max, AUTO_CTX), quantum)
-    fixed = with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx or quantum, quantum))
+    cache = kv_nbytes(demand, ctx or quantum, quantum)
+    fixed = with_slack(demand.baseline + demand.workspace + cache)
     if not ctx or not fits(ctx):
-        shorter = largest(lambda ctx: fits(ctx, SPARE), min(ctx_max, ctx), quantum)
-        cache, needs = kv_nbytes(demand, ctx or quantum, quantum), fixed + least
+        shorter, needs = largest(lambda ctx: fits(ctx, SPARE), min(ctx_max, ctx), quantum), fixed + least
         said = (f"needs {format_size(needs)} of memory even with weights read from the disk for every token (KV cache {format_size(cache)} "
                 f"for {ctx or quantum} tokens + program and buffers {format_size(needs - cache)}), the budget is {format_size(budget.ram)}")
         raise memory_too_small(said, needs, ctx, shorter, "or a smaller model")
@@ -265,9 +258,9 @@ def _streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | No
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
     elif ctx_wanted is None and ctx < ctx_max:
         notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)"))
-    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), kv_nbytes(demand, ctx, quantum),
-                     demand.workspace, demand.baseline, fixed + demand.always + window + residency.nbytes, budget, tuple(notes), 0,
-                     residency, demand.kv_bytes_per_token, slots, window, always_bytes=demand.always)
+    return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), cache, demand.workspace,
+                     demand.baseline, fixed + demand.always + window + residency.nbytes, budget, tuple(notes), 0, residency,
+                     demand.kv_bytes_per_token, slots, window, always_bytes=demand.always)
 
 
 def _least(blocks: tuple[int, ...]) -> int:
@@ -349,7 +342,8 @@ def card_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
     """Bytes of the cache of the last `count` layers."""
     if not count or not demand.kv_layers:
         return -(-kv_nbytes(demand, ctx, quantum) * count // demand.layers) if count else 0
-    return -(-demand.kv_fixed * count // demand.layers) + sum(demand.kv_layers[-count:]) * kv_pages(demand, ctx, quantum) * quantum
+    fixed = sum(demand.kv_fixed_layers[-count:]) or -(-demand.kv_fixed * count // demand.layers)
+    return fixed + sum(demand.kv_layers[-count:]) * kv_pages(demand, ctx, quantum) * quantum
 
 
 def _card_workspace(demand: Demand) -> int:

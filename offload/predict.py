@@ -123,8 +123,9 @@ class Paged:
 class Work:
     """What one token asks of a machine.
 
-    `attention_width`: products per layer and token attended to; `windows`: the most tokens that each layer attends to, None for all;
-    `kv_bytes`: read per token of depth, all layers; `streamed`: bytes from the disk per pass; `load`: bytes read once.
+    `attention_width`: products per layer and token attended to; `windows`: the most tokens that each layer with attention attends to, None
+    for all; `stateful`: how many layers have none; `kv_bytes`: read per token of depth, all layers; `streamed`: bytes from the disk per
+    pass; `load`: bytes read once.
     Of neurons that are read when they are active, `missed` bytes a token in reads of `read_bytes` (`assumed`: nobody measured how many),
     `neurons` bytes by every pass over a prompt; `window` bytes of them stay in memory. `paged`: what streams are experts. `kv_held`:
     tokens whose keys and values memory holds, None for all; those of later ones come from the disk.
@@ -146,6 +147,11 @@ class Work:
     window: int = 0
     assumed: bool = False
     kv_held: int | None = None
+    stateful: int = 0
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows) + self.stateful
 
     def kv_disk_bytes(self, depth: int) -> int:
         """Bytes of keys and values from the disk for a pass after `depth` tokens."""
@@ -189,7 +195,7 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     reaches = [min(depth, depth if window is None else window) for window in work.windows]
     kept = work.kv_bytes * sum(reaches) / max(1, len(reaches)) / rates.memory
     attention = max(_attention(rates, work.kv).attention_s(work.attention_width, reaches), kept)
-    fixed = rates.token_s + rates.choice_s + len(work.windows) * rates.layer_s
+    fixed = rates.token_s + rates.choice_s + work.layers * rates.layer_s
     memory = work.bytes_per_token / rates.memory + kept
     # What is missing is known, and read, when a layer's gates are: the processor waits for it.
     waits = work.missed / (rates.small(work.read_bytes) if rates.small else rates.disk) if work.missed else 0.0
@@ -231,7 +237,7 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
         routed += own * part.routed
     pairs = sum(_pairs(tokens, window) for window in work.windows)
     seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill
-    seconds += passes * (rates.token_s + len(work.windows) * rates.layer_s)
+    seconds += passes * (rates.token_s + work.layers * rates.layer_s)
     # What a prompt's last pass reads of the cache is the most that one reads.
     pages_s = spilled / _again(rates, work.kv_disk_bytes((passes - 1) * work.chunk), checked=True) if spilled else 0.0
     weights_s = 0.0

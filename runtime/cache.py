@@ -6,12 +6,16 @@ its place in the pool and never reopened. A chunk of a prompt ends on a page bou
 began, so the result depends on positions, not on how the prompt was cut.
 
 A block, for attention, is (sealed?, slot or page, first position, tokens held); the list of a step serves every layer.
+
+Layers of linear attention have no pages but a state, beside which the pages of the others lie (`states.py`): what can be forgotten then is
+what both can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,18 +23,21 @@ import numpy as np
 from .. import EffllmError
 from ..kernels.layout import PAGE, PageLayout
 from ..offload.direct import Interrupted
-from ..offload.memory import anonymous, discard
-from ..offload.pages import DiskTier, PagePool
-from ..quant.kv import PackedCodec, PackedFormat, RawCodec
-from .cache_parts import LayerPages, layer_codecs, sealers, selective
+from ..offload.memory import discard
+from ..offload.pages import PagePool
+from ..quant.kv import PackedCodec, RawCodec
+from .cache_parts import LayerPages, Step
 from .cache_probes import Probes
-from .cache_shape import AttnSpec, CacheShape, exact_parts
+from .cache_shape import CacheShape
 from .passes import cut
-from .policy import open_policy
 from .policy.keep import Action, PageStats, Policy, most_with_more
+from .states import TAIL, LayerStates, States
 
 if TYPE_CHECKING:
     from ..quant.kv_seal import Sealer
+
+
+NO_STATES: Mapping[int, LayerStates] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -48,28 +55,21 @@ class LayerCache:
         return self.pages.attend(q, step.position, step.blocks, sinks)
 
 
-@dataclass(frozen=True)
-class Step:
-    """Where the tokens of one forward pass go: first position, exact slot and row of each, and the blocks they see."""
-
-    position: int
-    positions: np.ndarray
-    slots: np.ndarray
-    rows: np.ndarray
-    blocks: np.ndarray
-
-
 class KVCache:
-    """`layers` are the backends' storages in layer order, `codecs` what seals their pages; `layout` is that of exact tokens and `exact`
-    their memory; `sealers` are told when all of a page has been noted; `pool` has the memory of sealed pages, of which those of
-    `spilling` layers may lie on a disk. `probes` are what a policy sees of attention. `n` tokens are held. `open_cache` makes one."""
+    """`layers` are the backends' storages of the layers that have pages, in layer order, `codecs` what seals these; `layout` is that of
+    exact tokens and `exact` their memory; `sealers` are told when all of a page has been noted; `pool` has the memory of sealed pages, of
+    which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention. `states` are those of the layers
+    without pages, which `stateful` gives by number. `n` tokens are held. `open_cache` makes one."""
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
                  layout: PageLayout, exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
-                 pool: PagePool | None = None, probes: Probes | None = None, spilling: Sequence[LayerPages] = ()) -> None:
+                 pool: PagePool | None = None, probes: Probes | None = None, spilling: Sequence[LayerPages] = (),
+                 states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES) -> None:
         self._exact, self._sealers, self.pool, self.probes, self._spilling = exact, sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layout = shape, codecs, policy, layout
         self._layers = [LayerCache(pages, self) for pages in layers]
+        self.states, paged = states, iter(self._layers)
+        self._of_model = [stateful[index] if index in stateful else next(paged) for index in range(len(layers) + len(stateful))]
         self.better = [codec.better for codec in codecs if codec.better is not None]
         self.sealed_nbytes, self._better_nbytes = (sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in each)
                                                    for each in (codecs, self.better))
@@ -79,6 +79,8 @@ class KVCache:
 
     def clear(self) -> None:
         self.n = 0
+        if self.states is not None:
+            self.states.clear()
         self.sealed = 0  # pages sealed so far: they are sealed in order
         self._kinds: list[int] = []  # of sealed pages: 1, or 2 where a policy gave more bits
         self._steps: dict[int, Step] = {}  # the last of so many tokens since pages were sealed or dropped
@@ -86,8 +88,9 @@ class KVCache:
         self._slot_of: dict[int, int] = {-1: self.shape.slots - 1}
         self._free = list(range(self.shape.slots - 2, -1, -1))
 
-    def layer(self, index: int) -> LayerCache:
-        return self._layers[index]
+    def layer(self, index: int) -> LayerCache | LayerStates:
+        """What layer `index` of the model remembers the text in."""
+        return self._of_model[index]
 
     def _start(self, page: int) -> int:
         return self.shape.sinks + PAGE * page if page >= 0 else 0
@@ -104,6 +107,8 @@ class KVCache:
         few it has left. Raises ValueError beyond the context."""
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
+        if self.states is not None:
+            self.states.begin(self.n, tokens, prompt, self._way_back(self.n + tokens))
         if self.pool is not None and self.pool.stream is not None:
             if self.pool.stream.begin([self._seen(pages.window, tokens == 1 and not prompt) for pages in self._spilling]):
                 self._steps.clear()
@@ -121,6 +126,11 @@ class KVCache:
         slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
         self.step = self._steps[tokens] = Step(self.n, positions, slots, positions - starts, self._blocks(self.n + tokens))
         return self.step
+
+    def _way_back(self, end: int) -> int:
+        """Where the states of a prompt are worth keeping, of which a pass ends at `end`: where `truncate` goes back to from behind it."""
+        tail = max(0, end - TAIL)
+        return self._start(self.sealed_at(tail)) if self.is_packed else tail
 
     def _seen(self, window: int | None, picks: bool) -> tuple[int, int]:
         """Pages [begin, end) on the disk that tokens from `n` on see through a window; none of those that one which `picks` may pick."""
@@ -227,14 +237,32 @@ class KVCache:
         """Forget tokens from `n` on; returns how many are held. With raw codecs the cache is then what it would be had the later tokens
         never come: sealed pages that reach into the window are exact again (fewer tokens are held where a disk does not give such a page
         back). With a lossy one they cannot be: fewer are held, the caller prefills the rest, and tokens run again see as packed what they
-        saw exact before."""
+        saw exact before. With states too fewer are held, those behind which there is one to go back to."""
         if n >= self.n:
             return self.n
         self._steps.clear()
-        sealed = self.sealed_at(n)
-        if self.sealed > sealed:
+        held = self._cut(*self._way_to(n))
+        if self.states is not None:
+            while (back := self.states.reach(held)) < held:  # a disk gave less than it was asked for
+                held = self._cut(back, self.sealed_at(back))
+            self.states.truncate(held)
+        return held
+
+    def _way_to(self, n: int) -> tuple[int, int]:
+        """The most tokens, at most `n`, that can be all that is held, and how many of their pages are then sealed."""
+        sealed = min(self.sealed, self.sealed_at(n))
+        if self.is_packed and sealed < self.sealed:
+            n = min(n, self._start(sealed))
+        while self.states is not None and (back := self.states.reach(n)) < n:
+            n, sealed = back, min(self.sealed, self.sealed_at(back))
             if self.is_packed:
-                n = min(n, self._start(sealed))
+                sealed = min(self.sealed, max(0, back - self.shape.sinks) // PAGE)
+                n = back if sealed == self.sealed else min(back, self._start(sealed))
+        return n, sealed
+
+    def _cut(self, n: int, sealed: int) -> int:
+        """Hold `n` tokens in `sealed` pages and exact ones; returns how many it became."""
+        if self.sealed > sealed:
             self._release_behind(n)  # slots for those that are opened
             n = self._open_again(sealed, n)
             self.sealed = sealed
@@ -328,7 +356,11 @@ class KVCache:
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers."""
+        """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers, and the memory of states."""
+        return self._pages_nbytes + (0 if self.states is None else self.states.nbytes)
+
+    @property
+    def _pages_nbytes(self) -> int:
         return self._packed_nbytes + sum(self._used.values()) * self.layout.part_nbytes * len(self._layers)
 
     @property
@@ -354,39 +386,12 @@ class KVCache:
 
     @property
     def bits_per_value(self) -> float:
-        """Allocated bits over values held."""
+        """Allocated bits over values held, of keys and values."""
         values = 2 * self.layout.kv_heads * self.layout.head_dim * len(self._layers) * self.n
-        return 8 * self.allocated_nbytes / values if values else 0.0
+        return 8 * self._pages_nbytes / values if values else 0.0
 
     @property
     def packed_bits(self) -> float:
         """Bits per value of a sealed page, header and alignment included, sinks and window left out; of those that are sealed, the mean."""
         values = 2 * PAGE * self.layout.kv_heads * self.layout.head_dim * len(self._layers)
         return 8 * (self._packed_nbytes / self.sealed if self.sealed else self.sealed_nbytes) / values
-
-
-def open_cache(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
-               codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
-    """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the layers' pages, where a profile says.
-    `disk`: where pages go that memory does not hold, of layers on the CPU."""
-    kv_heads, head_dim = specs[0].kv_heads, specs[0].head_dim
-    layout, codecs = kv.layout(kv_heads, head_dim), codecs or layer_codecs(kv, len(specs), kv_heads, head_dim)
-    sizes = [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in codecs]
-    pooled = [i for i, ops in enumerate(backends) if ops.name == "cpu"] if disk is not None else range(len(specs))
-    pool = PagePool(shape.pages, [sizes[i] for i in pooled], disk)
-    extents = {layer: pool.extent(place) for place, layer in enumerate(pooled)}
-    exact = [anonymous(exact_parts(layout, shape) * layout.part_nbytes) for _ in specs]
-    better = [codec.better for codec in codecs if codec.better is not None]
-    beside = PagePool(shape.pages, [codec.layout(kv_heads, head_dim).layer_page_nbytes for codec in better])
-    layers = [ops.kv_layer(layout, exact[i], extents[i] if i in extents else anonymous(shape.pages * sizes[i]), spec.scale, spec.window,
-                           spec.softcap, codecs[i], **({"beside": beside.extent(i)} if better else {}))
-              for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
-    spilling = [layers[i] for i in pooled] if pool.stream is not None else []
-    for place, pages in enumerate(spilling):
-        pages.spilled = pool.spilled(place, lead=1 if shape.sinks else 0)
-        if disk.slots:
-            pages.selective = selective(pages, codecs[pooled[place]], pool)
-    second = sealers(backends, [pages.second for pages in layers], better, layout) if better else []
-    sealing = [*sealers(backends, layers, codecs, layout), *second]
-    policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
-    return KVCache(layers, codecs, policy, shape, layout, exact, sealing, pool, Probes(specs, shape) if policy.probes else None, spilling)

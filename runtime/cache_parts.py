@@ -1,9 +1,9 @@
-"""What a cache is put together from: what seals its pages, by which kernels, and what picks among those on a disk."""
+"""What a cache is put together from: a pass's part of it, what seals pages, by which kernels, and what picks among those on a disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from ..kernels.cpu.selective import Selective
     from ..quant.kv_seal import Sealer
     from .kv_profile import Profile
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the tokens of one forward pass go: first position, exact slot and row of each, and the blocks they see."""
+
+    position: int
+    positions: np.ndarray
+    slots: np.ndarray
+    rows: np.ndarray
+    blocks: np.ndarray
 
 
 class LayerPages(Protocol):

@@ -21,10 +21,11 @@ PROBES, BLOCK = 16, 16  # tokens
 
 
 class Probes:
-    """Queries of probe tokens by position, a row for every layer."""
+    """Queries of probe tokens by position, a row for every layer that has pages; `layers`: their numbers in the model, by default all."""
 
-    def __init__(self, specs: Sequence[AttnSpec], shape: CacheShape) -> None:
+    def __init__(self, specs: Sequence[AttnSpec], shape: CacheShape, layers: Sequence[int] | None = None) -> None:
         self.specs, self.shape = specs, shape
+        self._places = {layer: place for place, layer in enumerate(range(len(specs)) if layers is None else layers)}
         self.behind = 1 if shape.window >= PAGE else 0  # pages from a page to its probes
         self._rows: dict[int, list[np.ndarray | None]] = {}
         self._sinks: dict[int, np.ndarray] = {}  # of layers that learned them
@@ -42,11 +43,11 @@ class Probes:
 
     def see(self, name: str, layer: int, value: object) -> None:
         """A tap: keeps the rows of q [T, heads * D] that are wanted, and a layer's sinks, logits [heads] that take attention from all."""
-        if name == "sinks" and layer not in self._sinks:
-            self._sinks[layer] = np.array(value, np.float32)  # a copy: a layer's memory may go
+        if name == "sinks" and (place := self._places[layer]) not in self._sinks:
+            self._sinks[place] = np.array(value, np.float32)  # a copy: a layer's memory may go
         if name == "q":
             for position, row in zip(self._positions.tolist(), np.array(value[self._wanted], np.float32), strict=True):
-                self._rows[position][layer] = row
+                self._rows[position][self._places[layer]] = row
 
     def clear(self) -> None:
         self._rows.clear()

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
+from ..kernels.delta_shape import DeltaShape
 from ..kernels.layout import PAGE, PageLayout
 from ..quant.kv import PackedCodec, RawCodec
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,22 @@ class AttnSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None
+
+
+LayerSpec = AttnSpec | DeltaShape  # what a layer remembers a text in: pages of keys and values, or a state
+
+
+def attention_specs(config: ModelConfig) -> list[AttnSpec]:
+    """The attention of each layer that has keys and values."""
+    scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+    return [AttnSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, scale, config.windows[layer],
+                     config.attn_logit_softcapping) for layer in config.attention_layers]
+
+
+def layer_specs(config: ModelConfig) -> list[LayerSpec]:
+    """What each layer remembers a text in."""
+    paged = iter(attention_specs(config))
+    return [config.delta if layer in config.delta_layers else next(paged) for layer in range(config.num_hidden_layers)]
 
 
 @dataclass(frozen=True)
@@ -59,9 +80,14 @@ def exact_parts(layout: PageLayout, shape: CacheShape) -> int:
 def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape) -> tuple[int, int]:
     """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
     sealed = sum(codec.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs)
-    fixed = len(codecs) * exact_parts(layout, shape) * layout.part_nbytes
+    fixed = len(codecs) * exact_nbytes(layout, shape)
     if codecs[0].better is None:
         return fixed, sealed
     # A share of the pages takes more, rounded up to whole pages.
     more = sum(codec.better.layout(layout.kv_heads, layout.head_dim).layer_page_nbytes for codec in codecs) - sealed
     return fixed + more, sealed + ceil(codecs[0].share * more)
+
+
+def exact_nbytes(layout: PageLayout, shape: CacheShape) -> int:
+    """Bytes of a layer's exact slots, at most."""
+    return exact_parts(layout, shape) * layout.part_nbytes

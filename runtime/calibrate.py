@@ -22,14 +22,16 @@ from ..kernels.reference_moe import Routed
 from ..quant.kv import codec
 from ..quant.stats import Stats
 from ..quant.weight import Norm
-from .cache import AttnSpec, CacheShape, KVCache, open_cache
+from .cache import KVCache
+from .cache_made import open_cache
+from .cache_shape import CacheShape, LayerSpec, layer_specs
 from .compiled import compiled
 from .config import ModelConfig, read_config
 from .convert_stream import DAMAGED
 from .demands import LOGIT_ROWS
 from .events import Notice, Progress
 from .families import EXPERT, SHARED, LayerWeights, expert_of, expert_roles, kind_of
-from .model import Model, attention_specs, dims
+from .model import Model, dims
 from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
@@ -38,7 +40,8 @@ from .timing import turns
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
-READS = {"block_in": ("q", "k", "v"), "attn_out": ("o",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",)}  # tap -> roles
+READS = {"block_in": ("q", "k", "v", "delta_qkv", "delta_z"), "attn_out": ("o",), "delta_out": ("delta_out",), "mlp_in": ("gate", "up"),
+         "mlp_hidden": ("down",)}  # tap -> roles
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm
 SMALL = 1 << 30  # multiplications of a product that one thread makes
@@ -227,7 +230,7 @@ class Calibration:
         config = self.model.config
         scarce = 0
         done, total = 0, len(self.states) * config.num_hidden_layers
-        for layer, spec in enumerate(attention_specs(config)):
+        for layer, spec in enumerate(layer_specs(config)):
             weights, cache = self.model.read_layer(layer), one_layer_cache(self.ops, spec, len(self.cut[0]))
             gathered: dict[str, Gathered] = {}
             own = ExpertRoles(len(weights.experts)) if weights.experts else None
@@ -241,7 +244,8 @@ class Calibration:
             found = {name: each.stats() for name, each in gathered.items()}
             reads = [*READS.items(), *(SHARED_READS.items() if weights.shared is not None else ())]
             del weights, cache
-            by_role = {role: found[name] for name, roles in reads for role in roles}
+            known = self.model.tensors[layer].keys() | {kind_of(role) for role in self.model.tensors[layer]}
+            by_role = {role: found[name] for name, roles in reads for role in roles if role in known}
             if own is None:
                 yield LayerStats(layer, by_role)
             else:
@@ -262,7 +266,7 @@ class Calibration:
 
     def timed(self, layer: int, weights: LayerWeights) -> Callable[[int], float]:
         """What runs so many of the first window's tokens through a layer, and says in how many seconds."""
-        cache = one_layer_cache(self.ops, attention_specs(self.model.config)[layer], len(self.cut[0]))
+        cache = one_layer_cache(self.ops, layer_specs(self.model.config)[layer], len(self.cut[0]))
         gathered: dict[str, Gathered] = {}
 
         def through(tokens: int) -> float:
@@ -325,6 +329,6 @@ def normalised(states: np.ndarray, norm: Norm) -> np.ndarray:
     return normalise(states, norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
 
 
-def one_layer_cache(ops: object, spec: AttnSpec, tokens: int) -> KVCache:
+def one_layer_cache(ops: object, spec: LayerSpec, tokens: int) -> KVCache:
     """An exact cache of one layer that holds a window."""
     return open_cache([ops], [spec], codec("32bit"), CacheShape(tokens, sink=0, window=tokens, chunk=tokens))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import UsageError
+from ..kernels.delta_shape import DeltaShape
 from ..offload.header import is_gguf
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
@@ -62,7 +63,9 @@ OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "
                           "torch_dtype"})
 OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
                             "image_token_index", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "projector_hidden_act",
-                            "spatial_merge_size", "text_config", "vision_config", "vision_feature_layer"})
+                            "spatial_merge_size", "text_config", "video_token_id", "vision_config", "vision_end_token_id",
+                            "vision_feature_layer", "vision_start_token_id"})
+UNTIED = ("qwen3_5",)  # composite models whose head is one of its own where they say nothing; of others it is the embedding
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
@@ -109,7 +112,8 @@ class ModelConfig:
     head_dim ** -0.5.
     `experts_stored`: the low-bit format in which the checkpoint holds its experts, None for that of all else.
     `position_offset`: the row of the learned positions' table that position 0 has, None for no such table. `mtp_layers`: layers behind the
-    last, for multi-token prediction, which are not read.
+    last, for multi-token prediction, which are not read. `delta`: heads of linear attention, which `delta_layers` have in the place of keys
+    and values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query.
     """
 
     family: str
@@ -145,7 +149,15 @@ class ModelConfig:
     mtp_layers: int = 0
     mixture: Mixture | None = None
     experts_stored: str | None = None
+    delta: DeltaShape | None = None
+    delta_layers: tuple[int, ...] = ()
+    gated_queries: bool = False
     warnings: tuple[str, ...] = ()
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Those that have keys and values."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.delta_layers)
 
     @property
     def rope(self) -> RopeConfig | None:
@@ -260,7 +272,8 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     family = inner.get("model_type", known[0])
     if family not in known:
         raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
-    shared = {"tie_word_embeddings": True} | {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
+    stated = {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
+    shared = {"tie_word_embeddings": raw["model_type"] not in UNTIED} | stated
     return {**inner, **shared, "model_type": family, "architectures": None}
 
 

@@ -29,7 +29,7 @@ Make = Callable[[int, Mapping[str, np.ndarray], object, Callable[["ModelTensor"]
 
 def matrices(roles: Roles) -> list[ModelTensor]:
     """What of a layer crosses."""
-    return [tensor for tensor in roles.values() if len(tensor.shape) > 1]
+    return [tensor for tensor in roles.values() if tensor.is_matrix]
 
 
 def places(roles: Roles) -> tuple[dict[str, int], int]:

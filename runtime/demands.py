@@ -26,13 +26,14 @@ from . import card_head, devices, kv_disk
 from .bundles import Windows, places
 from .cache import CacheShape
 from .cache_parts import layer_codecs
-from .cache_shape import cache_nbytes
+from .cache_shape import cache_nbytes, exact_nbytes
 from .config import ModelConfig
 from .kv_setting import AUTO, chosen, profile_for, refuse_broken
 from .model import ModelTensor, dims
 from .paged_experts import ExpertParts, PagedExperts, cut_experts, paged
 from .parts import Parts, cut
 from .sparsity_file import load as load_sparsity
+from .states import states_nbytes
 from .streamed import Streams
 
 if TYPE_CHECKING:
@@ -46,13 +47,21 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 
 @dataclass(frozen=True)
 class CacheForm:
-    """How the cache is made, whatever the context will be: `kv` as it was asked for, a codec a layer, tokens that stay exact."""
+    """How the cache is made, whatever the context will be: `kv` as it was asked for, a codec for each layer that has pages, tokens that
+    stay exact. `states`: bytes of each layer's state, 0 for one that has pages."""
 
     kv: RawCodec | PackedCodec
     codecs: tuple[RawCodec | PackedCodec, ...]
     layout: PageLayout
     sinks: int
     window: int
+    states: tuple[int, ...]
+
+    def by_layer(self, shape: CacheShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(bytes that are taken whatever the context, bytes of a page of the grid) of every layer; without what a policy adds."""
+        exact, pages = exact_nbytes(self.layout, shape), iter(self.codecs)
+        sealed = (each or next(pages).layout(self.layout.kv_heads, self.layout.head_dim).layer_page_nbytes for each in self.states)
+        return tuple(each or exact for each in self.states), tuple(0 if own else each for own, each in zip(self.states, sealed))
 
     def shape(self, ctx: int, tokens: int) -> CacheShape:
         """The cache of a context, for passes of so many tokens."""
@@ -85,8 +94,9 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
             if name not in options.preset and getattr(options, name) is not None:
                 say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
     sinks, window = ends_of(options, profile if kv.is_packed else None, say)
-    codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
-    return options, CacheForm(kv, tuple(codecs), kv.layout(config.num_key_value_heads, config.head_dim), CacheShape(1, sinks).sinks, window)
+    codecs = layer_codecs(kv, len(config.attention_layers), config.num_key_value_heads, config.head_dim, profile)
+    layout = kv.layout(config.num_key_value_heads, config.head_dim)
+    return options, CacheForm(kv, tuple(codecs), layout, CacheShape(1, sinks).sinks, window, states_nbytes(config))
 
 
 def ends_of(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
@@ -180,8 +190,9 @@ class Asked:
         config, options, cache = self.config, self.options, self.cache
         shape = cache.shape(options.ctx or config.context_length, tokens)
         fixed, per_page = cache_nbytes(cache.codecs, cache.layout, shape)
+        fixed += sum(cache.states)
         workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
-        pages = [codec.layout(cache.layout.kv_heads, cache.layout.head_dim).layer_page_nbytes for codec in cache.codecs]
+        always, pages = cache.by_layer(shape)
         by_layer = tuple(-(-nbytes // PAGE) for nbytes in pages)
         widths = self._dims(shape, False)
         weights, on_card = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
@@ -193,18 +204,20 @@ class Asked:
             return Demand(
                 baseline=self.baseline, workspace=workspace, weights=left,
                 kv_bytes_per_token=sum(by_layer[:layers]) if above else per_page // PAGE,
-                kv_fixed=fixed // config.num_hidden_layers * layers if above else fixed, layers=layers,
+                kv_fixed=sum(always[:layers]) if above else fixed, kv_fixed_layers=always[:layers], layers=layers,
                 blocks=() if cuts.parts is None else cuts.parts.sizes, always=cuts.always_nbytes, units=cuts.units,
                 experts=cuts.experts and cuts.experts.demand, card_workspace=on_card,
                 kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
                 kv_page=sum(pages[:layers]) if above else per_page)
 
         def copied() -> Copied | None:
-            if options.load != "ram" or self.bundled or self.link is None:
-                return None
+            if options.load != "ram" or self.bundled or config.delta is not None or self.link is None:
+                return None  # states stay where their layers are computed
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 
-        spill = None if cache.kv.policy else kv_disk.spill(options, cache.codecs, cache.layout, shape, spilled - workspace)
+        spill = None
+        if not cache.kv.policy:
+            spill = kv_disk.spill(options, cache.codecs, cache.layout, shape, spilled - workspace, sum(cache.states))
         device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
                             beside)

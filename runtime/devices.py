@@ -98,7 +98,7 @@ def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, .
 
 def card_nbytes(tensor: ModelTensor) -> int:
     """Bytes that a tensor takes on a card."""
-    return allocation(tensor.nbytes if len(tensor.shape) > 1 else 4 * prod(tensor.shape))
+    return allocation(tensor.nbytes if tensor.is_matrix else 4 * prod(tensor.shape))
 
 
 def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, workers: int, link: float) -> Copied | None:
@@ -114,7 +114,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     nbytes = carried_places(heaviest)[1]
     visited = 1.0 if own is None or not own.layers else own.per_token / own.experts
     products = round(sum(prod(tensor.shape) * (1.0 if expert_of(role) is None else visited)
-                         for role, tensor in heaviest.items() if len(tensor.shape) > 1))
+                         for role, tensor in heaviest.items() if tensor.is_matrix))
     kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)
     machine = roofs.known(roofs.Wanted(workers)).machine
     rate = None if machine is None else machine.kinds.get(kind)
@@ -128,7 +128,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
 
 def workspace(tensors: Tensors, dims: Dims) -> int:
     """Working memory on a card, at most."""
-    matrices = [tensor for key, roles in tensors.items() if key != "outer" for tensor in roles.values() if len(tensor.shape) > 1]
+    matrices = [tensor for key, roles in tensors.items() if key != "outer" for tensor in roles.values() if tensor.is_matrix]
     widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
     opened = max((prod(tensor.shape) for tensor in matrices if not tensor.spec.is_raw), default=0)
     return card_workspace(dims, widest, opened)

@@ -23,13 +23,15 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
 from .bundles import is_bundled
-from .cache import KVCache, open_cache
+from .cache import KVCache
+from .cache_made import open_cache
+from .cache_shape import layer_specs
 from .compiled import compiled, refuse_while_cold
 from .demands import LOGIT_ROWS
 from .devices import backends_of
 from .events import Notice, Progress
 from .kv_disk import disk_tier
-from .model import Model, attention_specs, dims
+from .model import Model, dims
 from .passes import as_in_one_reading, common_prefix, joined
 from .prepare import EngineOptions, Prepared, folder_kinds, prepare, refuse_beyond_machine, worker_count
 from .pressure import Watch
@@ -130,7 +132,7 @@ class Engine:
     def new_cache(self) -> KVCache:
         """An empty KV cache for this model, codec and context, over the backends of its layers."""
         backends = [self.backends[device] for device in self.placement.devices]
-        return open_cache(backends, attention_specs(self.config), codec(self.options.kv), self.prepared.shape, self.prepared.codecs,
+        return open_cache(backends, layer_specs(self.config), codec(self.options.kv), self.prepared.shape, self.prepared.codecs,
                           disk_tier(self.prepared, lambda: self.cancelled()))
 
     def announcements(self) -> list[str]:

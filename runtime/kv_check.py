@@ -11,13 +11,14 @@ import numpy as np
 
 from ..quant.kv import codec
 from ..quant.kv_ends import ENDS
-from .cache import KVCache, open_cache
+from .cache import KVCache
+from .cache_made import open_cache
 from .cache_parts import layer_codecs
+from .cache_shape import layer_specs
 from .engine import Engine
 from .evaluate import log_softmax
 from .events import Notice, Progress
 from .kv_profile import Profile, flips_of
-from .model import attention_specs
 from .passes import FEW
 
 FIRST, MEANS, PASSES = 4, (3, 4, 5, 6, 8), 3  # bits tried first, and those that `--kv auto` may take
@@ -76,10 +77,10 @@ def checked(engine: Engine, profile: Profile, window: Sequence[int], until: floa
 
 def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:
     config, kv = engine.config, codec(name)
-    codecs = layer_codecs(kv, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, profile)
+    codecs = layer_codecs(kv, len(config.attention_layers), config.num_key_value_heads, config.head_dim, profile)
     backends = [engine.backends[device] for device in engine.placement.devices]
     sinks, newest = ENDS[0] if profile is None else profile.ends
-    return open_cache(backends, attention_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)
+    return open_cache(backends, layer_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)
 
 
 def _check(engine: Engine, profile: Profile, bits: int, window: Sequence[int], wanted: np.ndarray, answers: bool = False) -> Checked:

@@ -19,8 +19,10 @@ from ..offload.plan_kv import Spill
 from ..offload.size import parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec
 from .cache_shape import CacheShape, cache_nbytes
+from .states import states_nbytes
 
 if TYPE_CHECKING:
+    from .config import ModelConfig
     from .prepare import EngineOptions, Prepared
 
 SPARSE = "sparse"
@@ -40,10 +42,12 @@ def spill_folder(options: EngineOptions) -> Path:
         raise UsageError(f"--spill-dir {options.spill_dir}: there is no such user", "give the path without ~") from error
 
 
-def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape, workspace: int) -> Spill:
-    """What a cache asks for where some of its pages lie on the disk. `workspace`: bytes of working memory that this adds."""
+def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layout: PageLayout, shape: CacheShape, workspace: int,
+          states: int = 0) -> Spill:
+    """What a cache asks for where some of its pages lie on the disk. `workspace`: bytes of working memory that this adds; `states`: of
+    layers without pages."""
     sizes, beside = _sizes(codecs, layout), _beside_ring(options, codecs, layout, shape)
-    memory = beside + ring_nbytes(sizes, shape.pages, _ring(options, cache_nbytes(codecs, layout, shape)[0] + beside))
+    memory = beside + ring_nbytes(sizes, shape.pages, _ring(options, cache_nbytes(codecs, layout, shape)[0] + states + beside))
     folder = spill_folder(options)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk, where = shutil.disk_usage(there).free, f"{folder} has"
@@ -58,9 +62,11 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
     placement, options, shape = prepared.placement, prepared.options, prepared.shape
     if placement.kv_pages is None:
         return None
-    layout = codec(options.kv).layout(prepared.config.num_key_value_heads, prepared.config.head_dim)
-    codecs = prepared.codecs[: placement.devices.count("cpu")]
+    config, on_host = prepared.config, placement.devices.count("cpu")
+    layout = codec(options.kv).layout(config.num_key_value_heads, config.head_dim)
+    codecs = prepared.codecs[: sum(layer < on_host for layer in config.attention_layers)]
     fixed, page = cache_nbytes(codecs, layout, shape)
+    fixed += sum(states_nbytes(config)[:on_host])
     # The ring was planned for the context as it was asked for, and so was what lies beside it: no more than what the plan leaves.
     left = placement.host_kv_bytes - fixed - _beside_ring(options, codecs, layout, shape) - placement.kv_pages * page
     slots = picked(shape.pages) if options.kv_read == SPARSE else 0
@@ -78,13 +84,13 @@ def picked(pages: int) -> int:
     return max(LEAST_PICKED, pages // PICKED_SHARE)
 
 
-def reading(options: EngineOptions, placement: Placement, windows: Sequence[int | None], pages: int,
+def reading(options: EngineOptions, placement: Placement, config: ModelConfig, pages: int,
             notices: list[str]) -> EngineOptions:
     """The options as they hold for a plan of `pages` pages, with a notice of what `--kv-read sparse` means for it: where memory holds the
     whole cache all of it is read. Raises UsageError for a model it can mean nothing for, unless it is a setting for all models."""
     if options.kv_read != SPARSE:
         return options
-    if refused := _unpicked(placement, windows):
+    if refused := _unpicked(placement, config):
         if "kv_read" not in options.preset:
             raise UsageError(*refused)
         notices.append(Fallback(f"{refused[0]}: left out, as it was set for all models"))
@@ -98,9 +104,10 @@ def reading(options: EngineOptions, placement: Placement, windows: Sequence[int 
     return options
 
 
-def _unpicked(placement: Placement, windows: Sequence[int | None]) -> tuple[str, str] | None:
+def _unpicked(placement: Placement, config: ModelConfig) -> tuple[str, str] | None:
     """Why no pages could ever be picked, and what to do about it; None where they could."""
-    if "cpu" in placement.devices and None not in windows[: placement.devices.count("cpu")]:
+    on_host = [layer for layer in config.attention_layers if placement.devices[layer] == "cpu"]
+    if "cpu" in placement.devices and all(config.windows[layer] is not None for layer in on_host):
         return "--kv-read sparse: every layer of this model sees a window of tokens alone, and reads all of it", "no --kv-read"
     if placement.kv_pages is None and "cpu" not in placement.devices:
         return "--kv-read sparse: no layer has its cache in memory or on the disk, all are on the GPU", "--device cpu with --kv-ram SIZE"

@@ -106,7 +106,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     version = raw.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version not in BITS:
         raise UsageError(f"{target} is of version {version!r}, this effllm reads {VERSION}", again)
-    shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    shape = (len(config.attention_layers), config.num_key_value_heads, config.head_dim)
     theirs = tuple(raw.get(key) for key in ("layers", "kv_heads", "head_dim"))
     if theirs != shape:
         raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(shape)}", again)

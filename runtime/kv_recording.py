@@ -17,13 +17,13 @@ from .. import EffllmError, UsageError
 from ..quant.kv_basis import KVBasis
 from ..quant.kv_ends import ENDS, choose_ends, ends_cost
 from ..quant.kv_price import Moments, Reading, trials
+from .cache_shape import attention_specs
 from .convert_stream import DAMAGED
 from .engine import Engine
 from .evaluate import windows
 from .events import Notice, Progress
 from .families import LayerWeights
 from .kv_profile import Profile
-from .model import attention_specs
 from .text import Tokenizer
 
 WINDOW = 1024  # tokens of a window, where the context allows
@@ -74,6 +74,7 @@ class _Recording:
         config = engine.config
         self.engine, self.cut, self.clock, self.until, self.seconds = engine, cut, clock, until, seconds
         self.readings = [Reading(spec.scale, spec.window, spec.softcap) for spec in attention_specs(config)]
+        self.places = {layer: place for place, layer in enumerate(config.attention_layers)}  # layers that have keys and values, in order
         self.moments = [Moments(config.num_key_value_heads, config.head_dim) for _ in self.readings]
         self.grams: dict[int, np.ndarray] = {}
         self.sinks: dict[int, np.ndarray | None] = {}
@@ -142,6 +143,8 @@ class _Recording:
             yield Progress("comparing sinks and windows", number, len(whole), "windows")
 
     def _tap(self, name: str, layer: int, value: object) -> None:
+        if (place := self.places.get(layer)) is None:
+            return
         if name in TAPPED:
             self._tapped[name] = np.array(value, np.float32)
             if not np.isfinite(self._tapped[name]).all():
@@ -150,19 +153,19 @@ class _Recording:
             return
         config, tapped = self.engine.config, self._tapped
         power = float(np.square(value, dtype=np.float64).sum(1).mean())
-        if layer not in self.grams:
+        if place not in self.grams:
             with self.engine.model.layer(layer) as weights:
-                self.grams[layer] = _grams(weights, tapped["attn_out"], config.num_attention_heads, config.residual_multiplier)
-                self.sinks[layer] = None if weights.sinks is None else np.array(weights.sinks, np.float32)
+                self.grams[place] = _grams(weights, tapped["attn_out"], config.num_attention_heads, config.residual_multiplier)
+                self.sinks[place] = None if weights.sinks is None else np.array(weights.sinks, np.float32)
         tokens, size = len(tapped["q"]), config.head_dim
         first = Reading(1.0).first_packed_query()
         rows = np.unique(np.linspace(first, tokens - 1, ROWS).astype(np.int64))
         q = np.ascontiguousarray(tapped["q"].reshape(tokens, -1, size)[rows].swapaxes(0, 1))
         k, v = (np.ascontiguousarray(tapped[side].reshape(tokens, -1, size).swapaxes(0, 1)) for side in "kv")
-        recorded = (q, k, v, self.grams[layer] / max(power, 1e-30), rows)
+        recorded = (q, k, v, self.grams[place] / max(power, 1e-30), rows)
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
-            self.moments[layer].add(*recorded, self.readings[layer], self.sinks[layer])
-        if not self.moments[layer].are_finite:
+            self.moments[place].add(*recorded, self.readings[place], self.sinks[place])
+        if not self.moments[place].are_finite:
             self._refuse(f"keys or values of layer {layer} are too large to be squared on this text")
         nbytes = sum(each.nbytes for each in recorded)
         if len(self.kept) == 1 or self.kept_nbytes + nbytes <= KEPT_NBYTES:

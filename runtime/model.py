@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import DoesNotFit
+from ..kernels.layout import REPEATED
 from ..kernels.reference_moe import ranks
-from ..kernels.workspace import REPEATED, Dims
+from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
 from ..offload.neurons import ResidentBundles
@@ -25,10 +26,11 @@ from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight, 
 from . import card_head, families
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
-from .cache import AttnSpec, KVCache
+from .cache import KVCache
 from .config import ModelConfig
 from .container import Container
 from .copied_layers import BorderCache, Carrier
+from .delta_weights import delta_weights
 from .families import SHARED, LayerWeights, expert_of, expert_roles
 from .outliers import check_outliers
 from .paged_experts import PagedExperts, Paging
@@ -44,20 +46,13 @@ def no_tap(name: str, layer: int, value: object) -> None:
     """The tap of a run that records nothing."""
 
 
-def attention_specs(config: ModelConfig) -> list[AttnSpec]:
-    """Each layer's attention."""
-    scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
-    return [AttnSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, scale, window, config.attn_logit_softcapping)
-            for window in config.windows]
-
-
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
          spilled_kv: bool = False) -> Dims:
     """The widths that size a workspace."""
     own = config.mixture
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
-                config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv)
+                config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.delta, config.gated_queries)
 
 
 @dataclass(frozen=True)
@@ -197,11 +192,12 @@ class Model:
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
-        return LayerWeights(input_norm=norm("input_norm") or Norm("none"), q=linear("q"), k=linear("k"), v=linear("v"),
-                            q_norm=norm("q_norm"), k_norm=norm("k_norm"), o=linear("o"), post_norm=post_norm, gate=linear("gate"),
-                            up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"),
-                            sinks=vector("sinks"), router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
-                            correction=correction, shared=SharedExpert(*map(linear, SHARED)) if SHARED[0] in roles else None)
+        return LayerWeights(input_norm=norm("input_norm") or Norm("none"), q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
+                            q_norm=norm("q_norm"), k_norm=norm("k_norm"), post_norm=post_norm, gate=linear("gate"), up=linear("up"),
+                            down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),
+                            router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
+                            correction=correction, shared=SharedExpert(*map(linear, SHARED)) if SHARED[0] in roles else None,
+                            delta=delta_weights(config, roles, raw, ops, linear, vector))
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
                  vector: Callable[[str], object | None]) -> Bundles | None:
@@ -362,10 +358,10 @@ class Model:
         return x if here == "cpu" else host.from_host(ops.to_host(x))
 
     def _repeats(self, cache: KVCache, first: int) -> bool:
-        """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where and how a
-        packed page is opened is decided on the host."""
+        """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where, how a
+        packed page is opened and in which slot a state lies is decided on the host."""
         few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:]
-        return few and self.config.mixture is None and not any(self.config.windows) and not cache.is_packed
+        return few and self.config.mixture is None and self.config.delta is None and not any(self.config.windows) and not cache.is_packed
 
     def _on_card(self, x: object, cache: KVCache, first: int) -> object:
         """The blocks from `first` on, all of them on the card."""

@@ -216,7 +216,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     placement = replace(placement, disk_layers=cuts.disk_layers(placement, own))
     streams = cuts.streams(placement, own, store)
     shape = cache.shape(placement.ctx, tokens)
-    options = kv_disk.reading(options, placement, config.windows, cache.shape(placement.ctx, chunk).pages, notices)
+    options = kv_disk.reading(options, placement, config, cache.shape(placement.ctx, chunk).pages, notices)
     notices += streams.notices if isinstance(streams, PagedExperts) else ()
     if predictors is not None and not placement.slots:
         notices.append(Fallback("--predict-neurons changes nothing: no neurons come from the disk"))

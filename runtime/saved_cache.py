@@ -46,6 +46,7 @@ DIFFERENCES = {
     "pages": ("pages of version {0}, this effllm has {1}", "the effllm that wrote it"),
 }
 NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings"}  # fields of a config
+LATER = {"delta", "delta_layers", "gated_queries"}  # of those, what came when sessions of models without them had been saved already
 
 
 def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:
@@ -91,7 +92,8 @@ def _kernels(devices: str, chunk: int, copied_from: int | None) -> str:
 
 
 def _of_config(config: ModelConfig) -> str:
-    values = {field.name: repr(getattr(config, field.name)) for field in fields(config) if field.name not in NOT_OF_PAGES}
+    without = NOT_OF_PAGES if config.delta is not None else NOT_OF_PAGES | LATER
+    values = {field.name: repr(getattr(config, field.name)) for field in fields(config) if field.name not in without}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -124,6 +126,11 @@ def tail_key(last: str, tokens: Sequence[int]) -> str:
     return hashlib.sha256(b"tail" + bytes.fromhex(last) + np.array(tokens, "<u4").tobytes()).digest()[:KEY_NBYTES].hex()
 
 
+def state_key(tail: str) -> str:
+    """The key of the states behind all tokens, of which those behind the last page have key `tail`."""
+    return hashlib.sha256(b"state" + bytes.fromhex(tail)).digest()[:KEY_NBYTES].hex()
+
+
 def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], spoken: Spoken | None) -> Iterator[Progress | SavedCache]:
     """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
     OSError; PagesLost, after the description of what lies before the first page that is lost, where anything does."""
@@ -138,7 +145,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], s
             with engine.keeping_what_is_whole():
                 layers = cache.read(page)
         except PagesLost:
-            if pages:
+            if pages and cache.states is None:  # there is no state behind them
                 whole = tokens[: cache.shape.sinks + PAGE * page]
                 yield SavedCache(own, tuple(whole), tuple(pages), sinks, None, spoken, min(anew, len(whole)), read_by(engine))
             raise
@@ -146,7 +153,10 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], s
         yield Progress("saving the session", (page + 1) * cache.sealed_nbytes, total, "bytes")
     key = tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])
     tail = _keep_exact(cache, store, key, _sinks_and_tail(cache)[1])
-    yield SavedCache(own, tuple(tokens), tuple(pages), sinks, tail, spoken, anew, read_by(engine))
+    state = None
+    if cache.states is not None:
+        state = store.keep_page(state_key(key), [memoryview(data) for data in cache.states.read(cache.n)])
+    yield SavedCache(own, tuple(tokens), tuple(pages), sinks, tail, spoken, anew, read_by(engine), state)
 
 
 def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[tuple[int, int]]) -> PageFile | None:
@@ -175,7 +185,9 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
             raise ValueError("tokens that the model does not have")
         keys = page_keys(saved.identity, tokens, cache.shape.sinks, saved.sealed)
         keys.append(tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * saved.sealed :]))
-        if any(file is not None and file.key != key for file, key in zip((saved.sinks, *saved.pages, saved.tail), keys, strict=True)):
+        keys.append(state_key(keys[-1]))
+        files = saved.sinks, *saved.pages, saved.tail, saved.state
+        if any(file is not None and file.key != key for file, key in zip(files, keys, strict=True)):
             raise ValueError("pages of other tokens")
         engine.reset()
         cache.adopt(len(tokens), saved.sealed)
@@ -184,6 +196,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
             yield Progress("restoring the session", (page + 1) * cache.sealed_nbytes, saved.sealed * cache.sealed_nbytes, "bytes")
         for file, blocks in zip((saved.sinks, saved.tail), _sinks_and_tail(cache)):
             put_exact(engine, store, file, blocks)
+        put_state(engine, store, saved.state)
     except (DamagedPage, ValueError) as error:
         engine.reset()
         raise EffllmError(f"session {session.name} is damaged: {error}",
@@ -229,6 +242,24 @@ def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks
         raise DamagedPage(f"the file of {sum(counts)} exact tokens {_said(error)}") from error
     for (page, _), layers in zip(blocks, pages, strict=True):
         cache.write(page, layers)
+
+
+def put_state(engine: Engine, store: SessionStore, file: PageFile | None) -> None:
+    """The states behind all tokens that the cache holds from their file. Raises DamagedPage."""
+    states = engine.cache.states
+    if (file is None) != (states is None):
+        raise DamagedPage("it has a state, and the model none" if states is None else "it lacks the state of linear attention")
+    if file is None:
+        return
+    try:
+        if file.nbytes != states.saved_nbytes:
+            raise ValueError(f"{file.nbytes} bytes for states of {states.saved_nbytes}")
+        data = np.frombuffer(store.read_page(file), np.uint8)
+        if not np.isfinite(data.view("<f4")).all():
+            raise ValueError("NaN or infinity")
+    except (DamagedPage, ValueError) as error:
+        raise DamagedPage(f"the state behind {engine.cache.n} tokens {_said(error)}") from error
+    states.write(engine.cache.n, np.split(data, len(states.layers)))
 
 
 def _said(error: Exception) -> str:

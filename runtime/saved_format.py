@@ -38,9 +38,9 @@ class Spoken:
 
 @dataclass(frozen=True)
 class SavedCache:
-    """What a KV cache held: `tokens`, the first of them in `sealed` pages of the files `pages`; `sinks` and `tail` are the exact ones.
-    `identity`: what the bytes depend on besides the tokens. The first `anew` tokens are held as reading them in one prompt, by the kernels
-    `read_by`, leaves them."""
+    """What a KV cache held: `tokens`, the first of them in `sealed` pages of the files `pages`; `sinks` and `tail` are the exact ones,
+    `state` those of layers of linear attention, behind all tokens. `identity`: what the bytes depend on besides the tokens. The first
+    `anew` tokens are held as reading them in one prompt, by the kernels `read_by`, leaves them."""
 
     identity: Mapping[str, object]
     tokens: tuple[int, ...]
@@ -50,6 +50,7 @@ class SavedCache:
     spoken: Spoken | None
     anew: int = 0
     read_by: str = ""
+    state: PageFile | None = None
 
     @property
     def sealed(self) -> int:
@@ -57,7 +58,7 @@ class SavedCache:
 
     @property
     def files(self) -> tuple[PageFile, ...]:
-        return (*self.pages, *(file for file in (self.sinks, self.tail) if file is not None))
+        return (*self.pages, *(file for file in (self.sinks, self.tail, self.state) if file is not None))
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class SavedSession:
             "cache": None if cache is None else {
                 "identity": cache.identity, "tokens": cache.tokens, "pages": [_of_file(file) for file in cache.pages],
                 "sinks": _of_file(cache.sinks), "tail": _of_file(cache.tail), "read": [cache.anew, cache.read_by],
+                **({} if cache.state is None else {"state": _of_file(cache.state)}),
                 "spoken": None if cache.spoken is None else
                 {"text": cache.spoken.text, "ids": _without(cache.spoken.ids, cache.tokens), "prompt": cache.spoken.prompt}}}
         return json.dumps({**content, "checksum": _checksum(content)}) + "\n"  # escaped: a lone surrogate has no UTF-8
@@ -134,11 +136,11 @@ def _cache(raw: object) -> SavedCache:
             raise Malformed("it does not say what was spoken")
         same, *others = _ids(spoken.get("ids")) or (0,)
         spoken = Spoken(spoken["text"], (*tokens[:same], *others), spoken.get("prompt"))
-    sinks, tail = (None if raw.get(key) is None else _file(raw[key]) for key in ("sinks", "tail"))
+    sinks, tail, state = (None if raw.get(key) is None else _file(raw[key]) for key in ("sinks", "tail", "state"))
     read = raw.get("read", [0, ""])
     if not (isinstance(read, list) and len(read) == 2 and _is_count(read[0]) and read[0] <= len(tokens) and isinstance(read[1], str)):
         raise Malformed("it does not say what was read")
-    return SavedCache(raw["identity"], tokens, tuple(map(_file, raw["pages"])), sinks, tail, spoken, *read)
+    return SavedCache(raw["identity"], tokens, tuple(map(_file, raw["pages"])), sinks, tail, spoken, *read, state)
 
 
 def _is_identity(value: object) -> bool:

@@ -34,6 +34,8 @@ def lend(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Se
     tokens which it has. Returns how many tokens it holds then, and what a person is told. A page that turns out to be damaged is read as
     part of the prompt, and so is all behind it."""
     sinks, most = engine.cache.shape.sinks, pages_of(engine, ids, len(ids))
+    if engine.cache.states is not None:  # no session has states behind each of its pages
+        return held, []
     if most < 1 or sinks + PAGE * most <= held:
         return held, []
     keys = page_keys(own, ids, sinks, most)

@@ -41,6 +41,11 @@ class ModelTensor:
     def nbytes(self) -> int:
         return self.info.nbytes
 
+    @property
+    def is_matrix(self) -> bool:
+        """Is it multiplied with? All else is float32 where it is used."""
+        return len(self.shape) == 2
+
 
 def check_tensors(config: ModelConfig, store: TensorStore, container: Container | None = None) -> dict[int | str, dict[str, ModelTensor]]:
     """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type."""

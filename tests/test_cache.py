@@ -17,8 +17,9 @@ from effllm.kernels.layout import EXTENT, F16, F32, HEADER_NBYTES, PAGE, PageHea
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import codec, of_types
-from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
-from effllm.runtime.cache_shape import cache_nbytes
+from effllm.runtime.cache import KVCache
+from effllm.runtime.cache_made import open_cache
+from effllm.runtime.cache_shape import AttnSpec, CacheShape, cache_nbytes
 from effllm.runtime.policy.keep import Keep
 from effllm.runtime.prepare import EngineOptions
 

@@ -51,7 +51,8 @@ SMOOTHED = {**dict.fromkeys(("gemma", "gemma2", "gemma3", "glm", "glm4", "seed_o
             **dict.fromkeys(("olmo2", "olmo3"), {"v", "o", "up", "down", "v_bias"}),
             **dict.fromkeys(("granite", "smollm3"), PLAIN | {"v_bias", "up_bias"}),
             "opt": PLAIN - {"gate"} | {"input_norm_bias", "post_norm_bias", "v_bias", "up_bias"},
-            "starcoder2": PLAIN - {"gate", "down"} | {"input_norm_bias", "post_norm_bias", "v_bias"}}
+            "starcoder2": PLAIN - {"gate", "down"} | {"input_norm_bias", "post_norm_bias", "v_bias"}, "qwen3_5_text": PLAIN | {"v_bias"}}
+MLP = {"post_norm", "gate", "up", "down"}  # of a layer of linear attention, where nothing else is folded
 
 
 @pytest.fixture(params=NEW, scope="module")
@@ -86,7 +87,8 @@ def test_a_converted_folder_answers_nearly_the_same(source: Path, engine: Engine
         quantized.close()
         left_out = [line for line in said if line.startswith("left out")]
         assert bool(left_out) == (source.name == "gemma3"), "the image encoder and nothing else"
-    assert errors[0] < 3e-3 and 10 * errors[0] < errors[1] < 0.2
+    most = 5e-3 if source.name == "qwen3_5_text" else 3e-3  # small heads are normed behind each other's convolution and recurrence
+    assert errors[0] < most and 10 * errors[0] < errors[1] < 0.2
 
 
 def test_a_converted_folder_means_what_its_numbers_mean(source: Path, engine: Engine, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_what_is_stored_and_where(source: Path, tmp_path: Path) -> None:
         for job in plan.jobs:
             stored, values = made.tensors[job.name], whole(plan.store, job)
             raw = store.read(store.tensors[job.name])
-            matrix = job.role in ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")
+            matrix = job.role in ("q", "k", "v", "o", "gate", "up", "down", "embed", "head", "delta_qkv", "delta_z", "delta_out")
             assert stored.spec.is_raw != matrix, job.name
             if matrix:
                 error = dequantize(unpack(raw, stored.spec, stored.shape), stored.spec) - values
@@ -133,13 +135,17 @@ def test_calibration_sees_what_a_run_sees(source: Path, engine: Engine) -> None:
             continue
         with engine.model.pager.lease(found.key) as raw:
             weights = engine.model._lease(found.key, raw)
+        assert {tap for key, tap in seen if key == found.key} & READS.keys() >= {"block_in", "mlp_in", "mlp_hidden"}
         for tap, roles in READS.items():
-            inputs = seen[found.key, tap]
+            if (inputs := seen.get((found.key, tap))) is None:
+                assert found.roles.keys().isdisjoint(roles)
+                continue
             if tap in NORMS:
                 norm = getattr(weights, NORMS[tap])
                 inputs = normalise(inputs, norm.kind, norm.weight, norm.bias, norm.eps)
             hessian = inputs.T.astype(np.float64) @ inputs / len(inputs)
-            assert np.allclose(found.roles[roles[0]].hessian, hessian, atol=1e-4 * np.abs(hessian).max()), (found.key, tap)
+            own = next(found.roles[role] for role in roles if role in found.roles)
+            assert np.allclose(own.hessian, hessian, atol=1e-4 * np.abs(hessian).max()), (found.key, tap)
 
 
 def test_smoothing_changes_no_answer(source: Path, engine: Engine) -> None:
@@ -152,7 +158,7 @@ def test_smoothing_changes_no_answer(source: Path, engine: Engine) -> None:
             if isinstance(found, LayerStats) and found.key != "outer":
                 changed = converter._equalised(found)
                 roles = {job.role for job in plan.jobs if job.name in changed}
-                assert roles == SMOOTHED.get(source.name, PLAIN)
+                assert roles == (MLP if found.key in plan.config.delta_layers else SMOOTHED.get(source.name, PLAIN))
                 with engine.model.pager.lease(found.key) as raw:
                     for name, values in changed.items():
                         moved = max(moved, np.abs(raw[name].view(np.float32) - values.reshape(-1)).max())

@@ -23,7 +23,9 @@ from effllm.offload.direct import Interrupted
 from effllm.offload.page_stream import PagesLost
 from effllm.offload.pages import DiskTier
 from effllm.quant.kv import PackedCodec, codec
-from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
+from effllm.runtime.cache import KVCache
+from effllm.runtime.cache_made import open_cache
+from effllm.runtime.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.pressure import Watch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

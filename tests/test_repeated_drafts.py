@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effllm.kernels.workspace import REPEATED
+from effllm.kernels.layout import REPEATED
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 

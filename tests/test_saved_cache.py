@@ -20,7 +20,8 @@ from effllm.offload.pages import DiskTier
 from effllm.quant.kv import codec
 from effllm.quant.kv_exact import most_exact, pack_exact, unpack_exact
 from effllm.quant.kv_stored import check_stored
-from effllm.runtime.cache import AttnSpec, CacheShape, open_cache
+from effllm.runtime.cache_made import open_cache
+from effllm.runtime.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.engine import Engine
 from effllm.runtime.saved_cache import folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
 from effllm.runtime.saved_format import SavedCache, SavedSession, Spoken

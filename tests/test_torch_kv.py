@@ -15,7 +15,9 @@ from effllm.kernels.layout import PAGE
 from effllm.quant.kv import PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_codec import decode, encode
-from effllm.runtime.cache import AttnSpec, CacheShape, KVCache, open_cache
+from effllm.runtime.cache import KVCache
+from effllm.runtime.cache_made import open_cache
+from effllm.runtime.cache_shape import AttnSpec, CacheShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kv_samples import form_of, moments_basis

@@ -7,7 +7,8 @@ Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gat
 post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sinks are logits of attention, one a query head. In a mixture
 router and `experts.<number>.<role>` take the place of gate, up and down, and `shared.<role>` are those of the expert that every token
 visits, with shared.scale its share; correction is added to a router's scores. In a bundled folder `bundles` is up and down. Outside the
-layers: embed, positions (learned ones), norm, head (absent where it is the embedding).
+layers: embed, positions (learned ones), norm, head (absent where it is the embedding). Layers of linear attention have in the place of
+q, k, v and o delta_qkv, delta_z, delta_b, delta_a, delta_conv, delta_decay, delta_dt, delta_norm and delta_out.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -25,11 +26,12 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Bundles, Expert, Linear, Norm, SharedExpert
+    from ...quant.weight import Bundles, Delta, Expert, Linear, Norm, SharedExpert
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
     from ..rope import RopeTable
+    from ..states import LayerStates
 
 FAMILIES = ("arcee", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
             "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe",
@@ -75,16 +77,17 @@ class LayerWeights:
     """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
 
     A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
-    has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up.
+    has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `delta`
+    that of q, k, v and o.
     """
 
     input_norm: Norm
-    q: Linear
-    k: Linear
-    v: Linear
+    q: Linear | None
+    k: Linear | None
+    v: Linear | None
     q_norm: Norm | None
     k_norm: Norm | None
-    o: Linear
+    o: Linear | None
     post_norm: Norm
     gate: Linear | None
     up: Linear | None
@@ -97,6 +100,7 @@ class LayerWeights:
     correction: object | None = None
     shared: SharedExpert | None = None
     bundles: Bundles | None = None
+    delta: Delta | None = None
 
 
 def expert_role(expert: int, role: str) -> str:
@@ -129,7 +133,7 @@ class Family(Protocol):
     def config(self, keys: Keys) -> ModelConfig: ...
     def layer_tensors(self, config: ModelConfig, layer: int) -> dict[str, TensorRule]: ...
     def outer_tensors(self, config: ModelConfig) -> dict[str, TensorRule]: ...
-    def block(self, ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None,
+    def block(self, ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
               config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object: ...
 
 
