@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
-from . import low_bit, moe, packed, rows
+from . import delta, low_bit, moe, packed, rows
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .ops import FEW, LOW_BIT, CpuOps
@@ -29,7 +29,10 @@ NO_HALF, NO_KERNEL = "this processor converts no half precision", "no kernel her
 BY_SHIFTS, NUMPY = "half by shifts", "NumPy reference"
 ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every width of heads"),
         "activate": (rows.gate, rows.gate_reference, "native code, a row at a time, where products did not activate as they were written"),
-        "add": (rows.add, rows.add_reference, "native code for branches that are scaled or normed before they join")}
+        "add": (rows.add, rows.add_reference, "native code for branches that are scaled or normed before they join"),
+        "part": (rows.part, rows.part_reference, "native code for queries with a gate behind each"),
+        "gate heads": (rows.gate_attended, rows.gate_attended_reference, "native code, head by head"),
+        "delta": (delta.run, delta.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass")}
 
 
 def _compiled(call: Call) -> str:

@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, attention_few, bundled, in_parts, linear, low_bit, moe, packed, rows
+from . import attention, attention_few, bundled, delta, in_parts, linear, low_bit, moe, packed, rows
 from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
 from .kv_many import packed_scratch
@@ -40,7 +40,7 @@ LOW_BIT = "low-bit matrix"
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     """Floats of every buffer the ops take: exact, because the same table sizes the buffers."""
     chunk = max(dims.chunk, dims.rows)
-    wide = max(dims.hidden, dims.ffn, dims.heads * dims.head_dim)
+    wide = max(dims.hidden, dims.ffn, dims.attended)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
@@ -52,9 +52,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     # Where attention takes turns, every token of a few has its own partials, and a prompt's tiles wait between two turns.
     calls, state = FEW if dims.spilled_kv else 1, attention.attend_many_state(chunk, dims) if dims.spilled_kv else 0
     # y0 takes the queries, and later in a layer a branch on its way to the stream
-    return {"x": chunk * dims.hidden, "y0": chunk * max(dims.heads * dims.head_dim, dims.hidden),
-            "y1": chunk * dims.kv_heads * dims.head_dim, "y2": chunk * dims.kv_heads * dims.head_dim,
-            "attend": chunk * dims.heads * dims.head_dim, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
+    return {"x": chunk * dims.hidden, "y0": chunk * max(dims.projected, dims.hidden), **delta.plan_workspace(dims, chunk),
+            "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": calls * dims.kv_heads * blocks * group * (dims.head_dim + 2), "state": state, **moe.plan_workspace(dims, chunk),
             **bundled.plan_workspace(dims, chunk)}
@@ -175,6 +174,9 @@ class CpuOps(Jobs):
 
     moe = moe.moe
     bundled_mlp = bundled.bundled_mlp
+    part_queries = rows.part_queries
+    gate_heads = rows.gate_heads
+    state_layer = delta.state_layer
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""

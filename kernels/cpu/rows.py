@@ -15,8 +15,9 @@ from numpy import float32
 from .. import reference
 from ..compile import kernel
 from ..layout import ACTIVATIONS, NORMS
+from ..registry import Call
 from ..workspace import address
-from .arithmetic import activate, gate_values, normalise_here
+from .arithmetic import ONE, activate, exp, gate_values, normalise_here
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ MOST_TABLES = 8  # of a step: a model has two at most
 R_Y, R_TOKENS, R_HEADS, R_DIM, R_ROTARY, R_COS, R_SIN, R_NORM, R_WEIGHT, R_WIDTH, R_SCRATCH, R_STRIDE, R_EPS = range(13)
 # Slots of `activate_rows`: GATE = act(GATE) * UP, or act(GATE) where UP is 0; both [TOKENS, WIDTH].
 G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
+# Slots of `part_rows`: of each of HEADS heads of Y [TOKENS, 2 * heads * DEPTH] the first half into OUT [TOKENS, heads * DEPTH]. Of
+# `gate_heads`: OUT times the sigmoid of the second halves.
+P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH = range(5)
 # Slots of `add_rows`: STREAM += FACTOR * norm(BRANCH), both [TOKENS, WIDTH]; the branch is left normed.
 A_BRANCH, A_STREAM, A_TOKENS, A_WIDTH, A_NORM, A_WEIGHT, A_BIAS, A_EPS, A_FACTOR = range(9)
 
@@ -98,6 +102,36 @@ def add_rows(args, worker, counter):
         y, x = f32_at(branch), f32_at(a[A_STREAM] + 4 * row * width)
         for i in range(width):
             x[i] += factor * y[i]
+
+
+@kernel()
+def part_rows(args, worker, counter):
+    """The queries of heads that have a gate behind each. Blocks are tokens."""
+    a = i64_at(args)
+    depth = a[P_DEPTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[P_TOKENS]:
+            return
+        for head in range(t * a[P_HEADS], (t + 1) * a[P_HEADS]):
+            y, out = f32_at(a[P_Y] + 8 * head * depth), f32_at(a[P_OUT] + 4 * head * depth)
+            for i in range(depth):
+                out[i] = y[i]
+
+
+@kernel()
+def gate_head_rows(args, worker, counter):
+    """OUT *= sigmoid(gate). Blocks are tokens."""
+    a = i64_at(args)
+    depth = a[P_DEPTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[P_TOKENS]:
+            return
+        for head in range(t * a[P_HEADS], (t + 1) * a[P_HEADS]):
+            gate, out = f32_at(a[P_Y] + 4 * (2 * head + 1) * depth), f32_at(a[P_OUT] + 4 * head * depth)
+            for i in range(depth):
+                out[i] = out[i] / (ONE + exp(-gate[i]))
 
 
 @dataclass(frozen=True)
@@ -193,3 +227,37 @@ def add(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, 
 def add_reference(ops: CpuOps, branch: np.ndarray, norm: Norm | None, stream: np.ndarray, factor: float) -> None:
     ops.flush()
     stream[:] = reference.add_branch(stream, branch, norm and (norm.kind, norm.weight, norm.bias, norm.eps), factor)
+
+
+def part_queries(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int) -> np.ndarray:
+    """See `BlockOps`."""
+    out = ops.workspace.take("queries", len(y), heads * head_dim)
+    ops.registry.select(Call("part")).candidate.run(ops, y, out, heads, head_dim)
+    return out
+
+
+def gate_heads(ops: CpuOps, x: np.ndarray, y: np.ndarray, heads: int, head_dim: int) -> np.ndarray:
+    """See `BlockOps`."""
+    ops.registry.select(Call("gate heads")).candidate.run(ops, y, x, heads, head_dim)
+    return x
+
+
+def part(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
+    ops.args[: P_DEPTH + 1] = ops.at(y), ops.at(out), len(y), heads, head_dim
+    ops.run(part_rows, ops.where, out.size >= SHARE_FROM, ops.args)
+
+
+def part_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
+    ops.flush()
+    out[:] = y.reshape(len(y), heads, 2, head_dim)[:, :, 0].reshape(out.shape)
+
+
+def gate_attended(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
+    ops.args[: P_DEPTH + 1] = ops.at(y), ops.at(out), len(y), heads, head_dim
+    ops.run(gate_head_rows, ops.where, out.size >= SHARE_FROM, ops.args)
+
+
+def gate_attended_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:
+    ops.flush()
+    gates = y.reshape(len(y), heads, 2, head_dim)[:, :, 1].reshape(out.shape).astype(np.float64)
+    out[:] = out / (1 + np.exp(-gates))

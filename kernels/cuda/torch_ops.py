@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..delta_shape import DeltaShape
 from ..device_memory import TILE
 from ..layout import STORED_TYPES, PageLayout
 from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
+from .delta import TorchStates
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
@@ -165,6 +167,14 @@ class TorchOps:
             groups.copy_(self.stages.normalise(groups, norm))
         return y if table is None else self.stages.rotated(y, heads, head_dim, *self._cos_sin(positions, table), table.neighbours)
 
+    def part_queries(self, y: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+        """See `BlockOps`."""
+        return y.view(len(y), heads, 2, head_dim)[:, :, 0].flatten(1)
+
+    def gate_heads(self, x: torch.Tensor, y: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+        """See `BlockOps`."""
+        return x.mul_(torch.sigmoid(y.view(len(y), heads, 2, head_dim)[:, :, 1].flatten(1)))
+
     def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
         """A parameter in its stored type (16-bit types arrive as uint16 patterns, low-bit weights as their blob) on this device. The host's
         array stays its own. Raises DoesNotFit where the device has no room."""
@@ -203,6 +213,10 @@ class TorchOps:
         if codec is not None and codec.is_packed:
             return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec, self.one)
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.one, self.places)
+
+    def state_layer(self, shape: DeltaShape, slots: int, memory: np.ndarray, told: np.ndarray) -> TorchStates:
+        """One layer's states on this device, in as much memory as the host's that stands for them."""
+        return TorchStates(shape, slots, self.on.take(memory.nbytes), told)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """An index array on this device. The last few are remembered, since every layer of a step passes the same ones: by what they hold,

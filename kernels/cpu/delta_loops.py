@@ -1,0 +1,198 @@
+"""The kernels of a gated delta rule: convolution and gates of every token, the recurrence head by head, and the norm behind it.
+
+A row of S belongs to one channel of values and meets no other row, so rows are shared among threads, some of a head at a time: as many as
+stay in the first-level cache from token to token. Within a row tokens come in their order and a sum over the keys in one order of its own,
+so neither threads nor the cut of a prompt change a bit. `reference_delta.py` says what is computed, `delta_shape.py` how a slot lies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy import float32
+
+from ..compile import REASSOCIATE, kernel
+from ..deferred import inlined
+from ..delta_shape import AFTER, FROM, KEPT, TO
+from ..layout import NORM_RMS, SILU
+from ..reference_delta import KEY_EPS
+from .arithmetic import ONE, ZERO, activate, exp, normalise_here
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+ROWS = 32  # of a state, for one thread at a time: 16 KiB where keys are 128 wide
+EPS_OF_KEYS = np.float32(KEY_EPS)
+
+# Slots of the argument block, of all three kernels. X and RAW [TOKENS, channels], Z and OUT [TOKENS, values], B and A [TOKENS, value
+# heads], MIXED as X: the convolution's results; GATES [TOKENS, 2, value heads]. CONV [taps, channels], DECAY and DT [value heads], NORM
+# [value dim]. MEMORY: slots of SLOT bytes, S from STATE on; CONTROL: which of them. RAW: where X is kept, 0 for nowhere.
+(X, TOKENS, Z, B, A, MIXED, GATES, OUT, RAW, CONV, DECAY, DT, NORM, EPS, MEMORY, SLOT, STATE, CONTROL, KEY_HEADS, VALUE_HEADS, KEY_DIM,
+ VALUE_DIM, TAPS, SLOTS) = range(24)
+
+
+@inlined()
+def _channels(a):
+    return 2 * a[KEY_HEADS] * a[KEY_DIM] + a[VALUE_HEADS] * a[VALUE_DIM]
+
+
+@inlined()
+def _input(a, row):
+    """Where the inputs of token `row` lie, those before the pass as negative ones; 0 before the text began."""
+    if row >= 0:
+        return a[X] + 4 * row * _channels(a)
+    source = i64_at(a[CONTROL])[FROM]
+    return 0 if source < 0 else a[MEMORY] + source * a[SLOT] + 4 * (a[TAPS] - 1 + row) * _channels(a)
+
+
+@inlined()
+def _copy(source, target, count):
+    """`count` float32; zeros where there is no source."""
+    y = f32_at(target)
+    if source == 0:
+        for i in range(count):
+            y[i] = ZERO
+    else:
+        x = f32_at(source)
+        for i in range(count):
+            y[i] = x[i]
+
+
+@inlined()
+def _keep_inputs(a, slot, tokens):
+    """The last inputs of the first `tokens` into a slot."""
+    channels, before = _channels(a), a[TAPS] - 1
+    for i in range(before):
+        _copy(_input(a, tokens - before + i), a[MEMORY] + slot * a[SLOT] + 4 * i * channels, channels)
+
+
+@inlined({"contract"})
+def _add_tap(y, weight, x, count):
+    """y += weight * x; all addresses."""
+    sums, w, values = f32_at(y), f32_at(weight), f32_at(x)
+    for i in range(count):
+        sums[i] += w[i] * values[i]
+
+
+@inlined(REASSOCIATE)
+def _dot(x, y, count):
+    total = ZERO
+    for i in range(count):
+        total += x[i] * y[i]
+    return total
+
+
+@inlined()
+def _unit(row, count, factor):
+    """A head as long as `factor`, in place."""
+    x = f32_at(row)
+    scale = factor / np.sqrt(_dot(x, x, count) + EPS_OF_KEYS)
+    for i in range(count):
+        x[i] *= scale
+
+
+@inlined()
+def _convolve(a, t):
+    """Token t's queries, keys and values."""
+    channels, depth, taps = _channels(a), a[KEY_DIM], a[TAPS]
+    out = a[MIXED] + 4 * t * channels
+    _copy(0, out, channels)
+    for tap in range(taps):
+        source = _input(a, t - (taps - 1) + tap)
+        if source != 0:
+            _add_tap(out, a[CONV] + 4 * tap * channels, source, channels)
+    y = f32_at(out)
+    for i in range(channels):
+        y[i] = activate(y[i], SILU)
+    for head in range(a[KEY_HEADS]):
+        _unit(out + 4 * head * depth, depth, ONE / np.sqrt(float32(depth)))
+        _unit(out + 4 * (a[KEY_HEADS] + head) * depth, depth, ONE)
+
+
+@inlined()
+def _gates(a, t):
+    """What token t lets S decay by, and beta."""
+    heads = a[VALUE_HEADS]
+    raw_a, raw_b, out = f32_at(a[A] + 4 * t * heads), f32_at(a[B] + 4 * t * heads), f32_at(a[GATES] + 8 * t * heads)
+    rate, dt = f32_at(a[DECAY]), f32_at(a[DT])
+    for head in range(heads):
+        x = raw_a[head] + dt[head]
+        softplus = max(x, ZERO) + float32(math.log1p(math.exp(-abs(np.float64(x)))))
+        softplus = softplus if x == x else x
+        out[head] = exp(-rate[head] * softplus)
+        out[heads + head] = ONE / (ONE + exp(-raw_b[head]))
+
+
+@kernel()
+def mix_inputs(args, worker, counter):
+    """Blocks are tokens, and one that keeps the last inputs."""
+    a = i64_at(args)
+    control, channels = i64_at(a[CONTROL]), _channels(a)
+    while True:
+        t = fetch_add(counter, 1)
+        if t > a[TOKENS]:
+            return
+        if t == a[TOKENS]:
+            _keep_inputs(a, control[TO], t)
+            if control[AFTER] > 0:
+                _keep_inputs(a, control[KEPT], control[AFTER])
+            continue
+        _convolve(a, t)
+        _gates(a, t)
+        if a[RAW] != 0:
+            _copy(a[X] + 4 * t * channels, a[RAW] + 4 * t * channels, channels)
+
+
+@inlined(REASSOCIATE)
+def _write_and_read(s, k, q, count, decay, difference):
+    """s = decay * s + difference * k; returns s . q."""
+    total = ZERO
+    for i in range(count):
+        value = decay * s[i] + difference * k[i]
+        s[i] = value
+        total += value * q[i]
+    return total
+
+
+@kernel({"contract"})
+def recur(args, worker, counter):
+    """Blocks are ROWS rows of a head's state."""
+    a = i64_at(args)
+    control, channels, depth = i64_at(a[CONTROL]), _channels(a), a[KEY_DIM]
+    heads, width, keys = a[VALUE_HEADS], a[VALUE_DIM], a[KEY_HEADS] * a[KEY_DIM]
+    source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
+    cuts = (width + ROWS - 1) // ROWS
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= heads * cuts:
+            return
+        head, first = block // cuts, (block % cuts) * ROWS
+        rows, place = min(ROWS, width - first), a[STATE] + 4 * (head * width + first) * depth
+        state = a[MEMORY] + target * a[SLOT] + place
+        _copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
+        own = (head * a[KEY_HEADS] // heads) * depth
+        for t in range(tokens):
+            row, gates = a[MIXED] + 4 * t * channels, f32_at(a[GATES] + 8 * t * heads)
+            q, k, v = f32_at(row + 4 * own), f32_at(row + 4 * (keys + own)), f32_at(row + 4 * (2 * keys + head * width + first))
+            out, decay, beta = f32_at(a[OUT] + 4 * (t * heads * width + head * width + first)), gates[head], gates[heads + head]
+            for j in range(rows):
+                s = f32_at(state + 4 * j * depth)
+                out[j] = _write_and_read(s, k, q, depth, decay, (v[j] - decay * _dot(s, k, depth)) * beta)
+            if t + 1 == after:
+                _copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
+
+
+@kernel({"contract"})
+def gated_norm(args, worker, counter):
+    """OUT = norm(OUT) * silu(Z), head by head. Blocks are tokens."""
+    a = i64_at(args)
+    heads, width, eps = a[VALUE_HEADS], a[VALUE_DIM], float32(f64_at(args)[EPS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        for head in range(heads):
+            at = 4 * (t * heads + head) * width
+            normalise_here(a[OUT] + at, width, NORM_RMS, a[NORM], 0, eps)
+            y, z = f32_at(a[OUT] + at), f32_at(a[Z] + at)
+            for i in range(width):
+                y[i] *= activate(z[i], SILU)

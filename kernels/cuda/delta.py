@@ -1,0 +1,133 @@
+"""Linear attention by a gated delta rule on torch tensors, as `kernels/reference_delta.py` says, with a layer's states on its device.
+
+A few tokens go one after the other. Many go in stretches of STRETCH: within one, what every token writes to the state depends on those
+before it, which is a triangular system, and the rest are products (the chunked form of arXiv 2412.06464). So the bits of a prompt depend
+on how it is cut, as on this backend they do anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..delta_shape import NO_SLOT, DeltaShape
+from ..device_memory import STRETCH
+from ..layout import REPEATED
+from ..reference_delta import KEY_EPS
+
+if TYPE_CHECKING:
+    from ...quant.weight import Delta
+
+
+class TorchStates:
+    """See the module and `runtime/states.py`. `memory` uint8 on the device, as `DeltaShape` lays it out; `told` is on the host."""
+
+    def __init__(self, shape: DeltaShape, slots: int, memory: torch.Tensor, told: np.ndarray) -> None:
+        self.shape, self._told = shape, told
+        memory = memory.view(torch.float32)
+        self._slots, recent = memory[: slots * shape.slot_floats].view(slots, -1), memory[slots * shape.slot_floats :]
+        wide, heads = REPEATED * shape.channels, shape.value_heads
+        self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
+        self._gates = recent[2 * wide :][: 2 * REPEATED * heads].view(REPEATED, 2, heads)
+
+    def mix(self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor, w: Delta) -> torch.Tensor:
+        """As `kernels/cpu/delta.py`."""
+        shape, tokens = self.shape, len(qkv)
+        source, target, after, kept = (int(each) for each in self._told)
+        before = self._last_inputs(source, qkv[:0])
+        whole, taps = torch.cat([before, qkv]), w.conv.view(shape.taps, -1)
+        mixed = functional.silu(sum(taps[tap] * whole[tap : tap + tokens] for tap in range(shape.taps)))
+        gates = torch.stack([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)), torch.sigmoid(b)], dim=1)
+        if tokens <= REPEATED:
+            self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = qkv, mixed, gates
+        if after:
+            self._inputs(kept).copy_(self._last_inputs(source, qkv[:after]))
+        self._inputs(target).copy_(self._last_inputs(source, qkv))
+        state, parts, at = self._begun(source), [], 0
+        for end, slot in ((after, kept), (tokens, target)):
+            if end > at:
+                read, state = self._recur(mixed[at:end], gates[at:end], state)
+                self._state(slot).copy_(state)
+                parts.append(read)
+                at = end
+        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight
+        return out.flatten(1).mul_(functional.silu(z))
+
+    def again(self, source: int, target: int, tokens: int) -> None:
+        """As `kernels/cpu/delta.py`."""
+        self._inputs(target).copy_(self._last_inputs(source, self._raw[:tokens]))
+        self._state(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self._begun(source))[1])
+
+    def read_slot(self, slot: int) -> np.ndarray:
+        """Its bytes, uint8 on the host: what `write_slot` of another backend's layer of this shape takes."""
+        return self._slots[slot].view(torch.uint8).cpu().numpy().copy()
+
+    def write_slot(self, slot: int, data: np.ndarray) -> None:
+        self._slots[slot].view(torch.uint8).copy_(torch.from_numpy(np.array(data)))
+
+    def _inputs(self, slot: int) -> torch.Tensor:
+        shape = self.shape
+        return self._slots[slot][: (shape.taps - 1) * shape.channels].view(shape.taps - 1, shape.channels)
+
+    def _state(self, slot: int) -> torch.Tensor:
+        shape = self.shape
+        return self._slots[slot][shape.state_offset :][: shape.state_floats].view(shape.value_heads, shape.value_dim, shape.key_dim)
+
+    def _begun(self, source: int) -> torch.Tensor:
+        return torch.zeros_like(self._state(0)) if source == NO_SLOT else self._state(source)
+
+    def _last_inputs(self, source: int, x: torch.Tensor) -> torch.Tensor:
+        before = torch.zeros_like(self._inputs(0)) if source == NO_SLOT else self._inputs(source)
+        return torch.cat([before, x])[len(x) :]
+
+    def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Results of the convolution [T, channels], gates [T, 2, G] -> (what was read [T, G, dv], the state behind them)."""
+        shape = self.shape
+        q, k, v = mixed.split((shape.keys, shape.keys, shape.values), dim=1)
+        group = shape.value_heads // shape.key_heads
+        q, k = (_unit(side.unflatten(1, (shape.key_heads, -1))).repeat_interleave(group, dim=1) for side in (q, k))
+        q, v = q * shape.key_dim**-0.5, v.unflatten(1, (shape.value_heads, -1))
+        run: Callable = _one_by_one if len(mixed) <= REPEATED else _in_stretches
+        return run(q, k, v, gates[:, 0], gates[:, 1], state)
+
+
+def _unit(heads: torch.Tensor) -> torch.Tensor:
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + KEY_EPS)
+
+
+def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
+                state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k [T, G, dk], v [T, G, dv], decay and beta [T, G], state [G, dv, dk]."""
+    out = torch.empty_like(v)
+    for t in range(len(v)):
+        state = state * decay[t, :, None, None]
+        difference = (v[t] - (state @ k[t, :, :, None]).squeeze(-1)) * beta[t, :, None]
+        state = state + difference[:, :, None] * k[t, :, None]
+        out[t] = (state @ q[t, :, :, None]).squeeze(-1)
+    return out, state
+
+
+def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
+                  state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_one_by_one`. Of a stretch, with c_t the product of decays up to token t and u_t what token t writes for its key:
+    u_t = beta_t (v_t - c_t S k_t - sum over s < t of c_t / c_s (k_s . k_t) u_s)."""
+    out = torch.empty_like(v)
+    logs = torch.log(decay.clamp_min(torch.finfo(torch.float32).tiny))
+    for begin in range(0, len(v), STRETCH):
+        part = slice(begin, begin + STRETCH)
+        queries, keys, values = (side[part].transpose(0, 1) for side in (q, k, v))  # [G, T, ...]
+        total, share = logs[part].cumsum(0).T, beta[part].T[:, :, None]  # [G, T], [G, T, 1]
+        later = (total[:, :, None] - total[:, None]).tril().exp().tril()  # what is left at token t of what token s wrote
+        system = share * (keys @ keys.transpose(1, 2)) * later
+        wanted = share * (values - total.exp()[:, :, None] * (keys @ state.transpose(1, 2)))
+        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)  # [G, T, dv]
+        read = total.exp()[:, :, None] * (queries @ state.transpose(1, 2)) + (queries @ keys.transpose(1, 2) * later) @ written
+        out[part] = read.transpose(0, 1)
+        left = (total[:, -1:] - total).exp()[:, :, None]
+        state = total[:, -1].exp()[:, None, None] * state + written.transpose(1, 2) @ (keys * left)
+    return out, state
