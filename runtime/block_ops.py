@@ -33,6 +33,12 @@ class BlockOps(Protocol):
         """y [T, heads * head_dim], in place: the norm if any, of each head or of the whole row as its weight is long, then the rotation by
         `positions`, which a table of None leaves out."""
 
+    def part_queries(self, y: object, heads: int, head_dim: int) -> object:
+        """[T, heads * head_dim]: the first half of every head of y [T, heads * 2 * head_dim], of which the second is a gate."""
+
+    def gate_heads(self, x: object, y: object, heads: int, head_dim: int) -> object:
+        """x [T, heads * head_dim] times the sigmoid of y's gates, in place."""
+
     def gated_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, see: See = None,
                   after: Norm | None = None, factor: float = 1.0) -> object:
         """x + down(act(gate(n)) * up(n)) with n = norm(x), in place and added as by `linear_add`. `see`: what goes into `down`."""

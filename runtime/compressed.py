@@ -41,8 +41,9 @@ BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
 # Families that readers do not call by the words of their name.
 SPELLED = {"ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3", "granitemoe": "GraniteMoe",
-           "granitemoehybrid": "GraniteMoeHybrid", "opt": "OPT", "smollm3": "SmolLM3"}
-JOINED = ("gpt_oss", "granitemoe")  # families whose experts other tools want in one tensor
+           "granitemoehybrid": "GraniteMoeHybrid", "opt": "OPT", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3"}
+NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe"), "other tools want their experts joined"),
+               "qwen3_5_text": "no other tool was found to read their linear attention so"}
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 
 
@@ -69,8 +70,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     out = Path(os.path.abspath(out))
     check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
-    if config.family in JOINED:
-        raise UsageError(f"{config.family} models are not written as compressed-tensors: other tools want their experts joined",
+    if config.family in NOT_WRITTEN:
+        raise UsageError(f"{config.family} models are not written as compressed-tensors: {NOT_WRITTEN[config.family]}",
                          "effllm quantize makes a folder for effllm")
     if (made := read_container(source)) is not None or is_rounded(source):
         how = "by another tool" if made is None else made.spec_text

@@ -22,7 +22,8 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
                        "original_max_position_embeddings"}),
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings"}),
 }
-ROPE_HARMLESS = frozenset({"finetuned", "max_position_embeddings"})  # the latter repeats what stands beside the section
+# max_position_embeddings repeats what stands beside the section; mrope says which channels turn by which of a picture's positions
+ROPE_HARMLESS = frozenset({"finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section"})
 GROWTH = "llama_4_scaling_beta"  # how much queries grow with their position, of families that read it
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that may have positions of their own

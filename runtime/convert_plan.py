@@ -25,7 +25,8 @@ from .families import expert_of, kind_of
 from .model import ModelTensor, check_tensors
 from .source import is_low_bit, open_store
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "embed", "head")  # roles, in the order in which they are written
+# roles, in the order in which they are written
+MATRICES = ("delta_qkv", "delta_z", "delta_out", "q", "k", "v", "o", "gate", "up", "down", "embed", "head")
 OTHER = "other"  # the class of norms and biases
 KEPT_BITS = 4  # of a base from which on published codes of four bits are kept
 ORIGINAL = "quantize the original 16-bit checkpoint"

@@ -68,7 +68,8 @@ class Converter:
     def _equalised(self, found: LayerStats) -> dict[str, np.ndarray]:
         """A layer's tensors that equalising changes, by name. The same for every attempt: nothing of it is kept over a kill."""
         config, jobs = self.plan.config, {job.role: job for job in self.plan.jobs if job.key == found.key}
-        norms = [job.source.scheme for job in jobs.values() if job.group == OTHER]
+        # Norms of linear attention, and what decays it, are often kept in float32 beside others.
+        norms = [job.source.scheme for job in jobs.values() if job.group == OTHER and not job.role.startswith("delta_")]
         layout = methods.Layout(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.norm_kind, norms[0],
                                 config.hidden_act)
         tensors = {role: finite(job, whole(self.plan.store, job)) for role, job in jobs.items()}

@@ -23,7 +23,7 @@ from .families import kind_of
 from .model import Model, ModelTensor
 from .prepare import Prepared, worker_count
 
-ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # what is only ever multiplied
+ROLES = ("q", "k", "v", "o", "gate", "up", "down", "delta_qkv", "delta_z", "delta_out")  # what is only ever multiplied
 UNMEASURED = "nothing could be measured"
 LEAST_NBYTES = 32 << 20  # a model with less of such weights answers at once either way
 

@@ -21,7 +21,7 @@ from .model import ModelTensor
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|decoder\.version|position_ids|"
                       rf"mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
-SIGHT = re.compile(r"(?:.*\.)?(?:vision_tower|multi_modal_projector)\..+")
+SIGHT = re.compile(r"(?:.*\.)?(?:vision_tower|multi_modal_projector|visual)\..+")
 MOST_NBYTES = 1 << 20  # of a bias that is looked into
 
 

@@ -12,7 +12,8 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 
 CONTEXT = 512
 TOLERANCE = 1e-4  # of the largest logit
-IMAGES = {"gemma3_text": "gemma3", "mistral": "mistral3", "ministral3": "mistral3"}  # the models that take images, by their text part
+# The models that take images, by their text part.
+IMAGES = {"gemma3_text": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5"}
 RAMP = [1.0 + 0.1 * i for i in range(8)]
 
 
@@ -53,6 +54,10 @@ GRANITE_4 = {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "sha
 ERNIE_EXPERTS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}
 FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
+# Heads of linear attention: two of values for each of keys, of other widths than attention's.
+DELTA = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+         "linear_value_head_dim": 20}
+
 CASES = {
     "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),
     "llama, biases": Case("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "num_key_value_heads": 4, "hidden_act":
@@ -80,6 +85,12 @@ CASES = {
     "qwen3": Case("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3, mixed layers": Case("qwen3", {"head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 70,
                                           "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "qwen3_5_text": Case("qwen3_5_text", {**DELTA, "attention_bias": True, "vocab_size": 301}, shard="100KB"),
+    "qwen3_5_text, other layers": Case("qwen3_5_text", {
+        **DELTA, "num_hidden_layers": 5, "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"], "head_dim": 16,
+        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 40,
+        "tie_word_embeddings": True, **rope("default", partial_rotary_factor=0.5)}, dtype="float16"),
+    "qwen3_5, images, bfloat16": Case("qwen3_5_text", DELTA, dtype="bfloat16", images=True),
     "phi3": Case("phi3", {"sliding_window": 50, "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}, dtype="bfloat16"),
     "phi3, longrope over half a head": Case("phi3", {**rope("longrope", short_factor=RAMP[:4], long_factor=[4 * x for x in RAMP[:4]],
                                                             partial_rotary_factor=0.5), "original_max_position_embeddings": 64}),

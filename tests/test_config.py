@@ -38,6 +38,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -57,10 +58,8 @@ from config_samples import LLAMA, SMALL, refused
 # What transformers has no numbers for.
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
 DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
-WRITERS = {"arcee": ArceeConfig, "dots1": partial(Dots1Config, **DOTS), "ernie4_5": Ernie4_5Config,
-           "ernie4_5_moe": Ernie4_5_MoeConfig,
-           "exaone4": Exaone4Config, "gemma": GemmaConfig,
-           "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
+WRITERS = {"arcee": ArceeConfig, "dots1": partial(Dots1Config, **DOTS), "ernie4_5": Ernie4_5Config, "ernie4_5_moe": Ernie4_5_MoeConfig,
+           "exaone4": Exaone4Config, "gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
            "glm": GlmConfig, "glm4": Glm4Config, "glm4_moe": partial(Glm4MoeConfig, head_dim=128),
            "gpt_oss": GptOssConfig, "granite": GraniteConfig, "granitemoe": GraniteMoeConfig,
            "granitemoehybrid": lambda **changes: GraniteMoeHybridConfig(
@@ -68,7 +67,8 @@ WRITERS = {"arcee": ArceeConfig, "dots1": partial(Dots1Config, **DOTS), "ernie4_
            "llama": LlamaConfig, "ministral3": Ministral3Config,
            "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "olmoe": OlmoeConfig,
            "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen2_moe": Qwen2MoeConfig, "qwen3": Qwen3Config,
-           "qwen3_moe": Qwen3MoeConfig, "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config, "starcoder2": Starcoder2Config}
+           "qwen3_5_text": Qwen3_5TextConfig, "qwen3_moe": Qwen3MoeConfig, "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config,
+           "starcoder2": Starcoder2Config}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"granitemoehybrid": {"intermediate_size": "shared_intermediate_size"},
                "gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
@@ -108,7 +108,7 @@ def test_what_transformers_writes(family: str, changes: dict[str, object]) -> No
         kind = "full_attention" if None in config.windows else "sliding_attention"
         theta = written.rope_parameters.get(kind, written.rope_parameters)["rope_theta"]
         assert config.rope.theta == theta and config.rope.kind == written.rope_parameters.get("rope_type", "default")
-    assert config.qk_norm == (family in ("dots1", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"))
+    assert config.qk_norm == (family.startswith("qwen3") or family in ("dots1", "exaone4", "gemma3_text", "olmo2", "olmo3", "olmoe"))
     assert config.qkv_bias == (family in ("glm", "glm4", "gpt_oss", "opt", "qwen2", "qwen2_moe", "seed_oss", "starcoder2"))
 
 

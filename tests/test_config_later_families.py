@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Ministral3Config, Mistral3Config, MistralConfig, Olmo3Config
+from transformers import Ministral3Config, Mistral3Config, MistralConfig, Olmo3Config, Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from effllm.runtime import families
@@ -49,6 +49,14 @@ PUBLISHED = {
               "max_position_embeddings": 65536, "rope_scaling": {
                   "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
                   "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000, "sliding_window": 4096},
+    "qwen3_5_text": {"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16",
+                     "full_attention_interval": 4, "head_dim": 256, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+                     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+                     "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+                     "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "output_gate_type": "swish",
+                     "partial_rotary_factor": 0.25, "rope_parameters": {
+                         "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                         "rope_theta": 10000000, "rope_type": "default"}},
     "seed_oss": {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1, "attention_out_bias": False,
                  "bos_token_id": 0, "head_dim": 128, "max_position_embeddings": 524288, "mlp_bias": False, "pad_token_id": 1,
                  "residual_dropout": 0.1, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "torch_dtype": "bfloat16"},
@@ -77,6 +85,9 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("glm4", "auto_map", {"AutoModel": "modeling_chatglm.ChatGLMModel"}),
     ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
     ("olmo3", "clip_qkv", 8.0), ("olmo3", "use_sliding_window", False), ("olmo3", "mlp_bias", True),
+    ("qwen3_5_text", "attn_output_gate", False), ("qwen3_5_text", "hidden_act", "gelu"), ("qwen3_5_text", "layer_types", ["mamba"] * 4),
+    ("qwen3_5_text", "linear_num_value_heads", 24), ("qwen3_5_text", "sliding_window", 40), ("qwen3_5_text", "num_experts", 8),
+    ("qwen3_5_text", "output_gate_type", "sigmoid"),
     ("olmo3", "partial_rotary_factor", 0.5), ("seed_oss", "sliding_window", 40), ("seed_oss", "layer_types", ["sliding_attention"] * 4),
     ("starcoder2", "norm_type", "rms_norm"), ("starcoder2", "mlp_type", "gated"), ("starcoder2", "layer_types", ["sliding_attention"] * 4)])
 def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) -> None:
@@ -222,3 +233,26 @@ def test_the_mlp_of_arcee_has_no_gate() -> None:
     assert config.hidden_act == "relu2"
     roles = families.get("arcee").layer_tensors(config, 0).keys()
     assert {"up", "up_bias", "down", "down_bias"} <= roles and not {"gate", "gate_bias"} & roles
+
+
+def test_qwen3_5_is_read_as_its_text_part() -> None:
+    text = Qwen3_5TextConfig(**SMALL)
+    written = json.loads(Qwen3_5Config(text_config=text.to_dict()).to_json_string())
+    config = parse_config({**written, "architectures": ["Qwen3_5ForConditionalGeneration"]}, strict=True)
+    assert replace(config, warnings=()) == parse_config(json.loads(text.to_json_string()), strict=True)
+    assert config.warnings == ("'qwen3_5' takes images too: effllm reads its text part, qwen3_5_text",)
+    assert config.attention_layers == (3,) and config.delta_layers == (0, 1, 2) and not config.tie_word_embeddings
+    assert config.rope.partial_rotary_factor == 0.25 and [rope is None for rope in config.ropes] == [True, True, True, False]
+    unsaid = {key: value for key, value in written.items() if key != "tie_word_embeddings"}
+    assert not parse_config(unsaid, strict=True).tie_word_embeddings, "as in transformers, the outer object decides"
+    assert parse_config({**written, "tie_word_embeddings": True}, strict=True).tie_word_embeddings
+
+
+def test_which_layers_of_qwen3_5_have_keys_and_values() -> None:
+    base = {**LLAMA, "model_type": "qwen3_5_text"}
+    assert parse_config(base).attention_layers == (3,)
+    assert parse_config({**base, "full_attention_interval": 2}).attention_layers == (1, 3)
+    kinds = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    assert parse_config({**base, "layer_types": kinds, "full_attention_interval": 2}).attention_layers == (0, 3)
+    refused({**base, "layer_types": ["linear_attention"] * 4}, "linear attention alone")
+    refused({**base, "full_attention_interval": 5}, "linear attention alone")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
-from family_models import Case, written
+from family_models import CASES, Case, written
 from gpu_runs import opened, simulated
 
 
@@ -53,6 +53,7 @@ def watched() -> Iterator[Allocations]:
 MODELS = {
     "fable": None, "fable, 4 bits": "4bit", "fable, 2 bits": "2bit",
     "gemma2": Case("gemma2"), "mixtral": Case("mixtral", dtype="bfloat16"), "opt": Case("opt"),
+    "qwen3_5_text": CASES["qwen3_5_text"],
 }
 
 

@@ -118,6 +118,7 @@ PECULIAR = {
     "mistral, images": [{"windows": (None,) * 3}],
     "ministral3": [{"ropes": {"llama_4_scaling_beta": 0.1}}, {"ropes": {"mscale": None}}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
+    "qwen3_5_text": [{"norm_kind": "rms"}, {"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
     "smollm3": [{"ropes": 0}, {"ropes": 1}],
     "smollm3, windows": [{"windows": (None,) * 3}, {"ropes": 0}],
     "starcoder2": [{"windows": (None,) * 3}, {"norm_eps": 1e-1}, {"hidden_act": "silu"}],
@@ -164,13 +165,14 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3",
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
-                                  "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4"])
+                                  "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "qwen3_5_text",
+                                  "qwen3_5_text, other layers"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)
     fix_rope(model, CONTEXT)
     prepared = prepare(tmp_path, EngineOptions(device="cpu", kv="32bit", ctx=CONTEXT))
-    placement = replace(prepared.placement, devices=("cpu", "cuda", "cuda"))
+    placement = replace(prepared.placement, devices=("cpu",) + ("cuda",) * (prepared.config.num_hidden_layers - 1))
     host = CpuOps(ThreadPool(1), dims(prepared.config, CONTEXT, prepared.shape.chunk, LOGIT_ROWS))
     engine, ids = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")}), text(model, 200)
     try:

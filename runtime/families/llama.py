@@ -37,8 +37,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role, `[N, K]` as stored."""
     hidden, ffn, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    queries = 2 * q if config.gated_queries else q
     linears = {  # role: name, out, in, has a bias
-        "q": ("self_attn.q_proj", q, hidden, config.qkv_bias), "k": ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        "q": ("self_attn.q_proj", queries, hidden, config.qkv_bias), "k": ("self_attn.k_proj", kv, hidden, config.qkv_bias),
         "v": ("self_attn.v_proj", kv, hidden, config.qkv_bias), "o": ("self_attn.o_proj", hidden, q, config.o_bias),
         "gate": ("mlp.gate_proj", ffn, hidden, config.mlp_bias), "up": ("mlp.up_proj", ffn, hidden, config.mlp_bias),
         "down": ("mlp.down_proj", hidden, ffn, config.mlp_bias),
@@ -67,7 +68,12 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the
     rotation, attn_out and mlp_hidden before `o` and `down`; of experts the visits (`Routed`) instead of mlp_hidden."""
-    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
+
+
+def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
+                 tap: Callable[[str, int, object], None]) -> object:
+    """The second half of a block."""
     tap("mlp_in", layer, x)
     if w.experts:
         own = config.mixture
@@ -88,6 +94,9 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     """The first half of a block."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * head_dim], [T, KVH * head_dim] twice
+    gated = q  # of the queries, if they have gates
+    if config.gated_queries:
+        q = ops.part_queries(q, config.num_attention_heads, config.head_dim)
     turned = rope if rope is None else rope.queries or rope
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, turned, w.q_norm)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, w.k_norm)
@@ -97,5 +106,7 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     if w.sinks is not None:
         tap("sinks", layer, w.sinks)
     attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
+    if config.gated_queries:
+        attended = ops.gate_heads(attended, gated, config.num_attention_heads, config.head_dim)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)

@@ -1,0 +1,113 @@
+"""Qwen 3.5 (dense), text: three of four layers have linear attention by a gated delta rule, the others attention with gated outputs.
+
+A layer of linear attention convolves queries, keys and values over the last tokens and keeps a matrix a head instead of a cache
+(`kernels/reference_delta.py`). The others are Qwen 3's with a quarter of each head rotated and, beside every query, a gate whose sigmoid
+multiplies what it attends to. Norm weights are stored minus one, but for the one behind the recurrence. Checkpoints that take images hold
+the same tensors under another prefix, and rotate text, whose three positions are one, as if it were all there is; their layers that
+predict several tokens ahead (`mtp`) are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ...kernels.delta_shape import DeltaShape
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import LayerWeights, TensorRule, inside_others, llama
+from .llama import attention, feed_forward
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+    from ..states import LayerStates
+
+KEYS_USED = frozenset({"attention_bias", "full_attention_interval", "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim",
+                       "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "partial_rotary_factor"})
+KEYS_HARMLESS = frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+                           "unsloth_fixed_mtp"})
+REFUSED_UNLESS: Mapping[str, object] = {"attn_output_gate": True, "mlp_bias": False, "output_gate_type": "swish", "sliding_window": None}
+LINEAR, FULL = "linear_attention", "full_attention"
+ROTATED = 0.25  # of a head, where the config does not say
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
+    kinds = layer_kinds(keys, layers)
+    sizes = {"key_heads": ("linear_num_key_heads", 16, 4096), "value_heads": ("linear_num_value_heads", 32, 4096),
+             "key_dim": ("linear_key_head_dim", 128, 1024), "value_dim": ("linear_value_head_dim", 128, 1024),
+             "taps": ("linear_conv_kernel_dim", 4, 64)}
+    shape = DeltaShape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in sizes.items()})
+    if shape.value_heads % shape.key_heads:
+        raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
+                          f"{shape.key_heads}")
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
+        turned = rope_config(keys, head_dim, positions, partial=True, share=ROTATED)
+        return tuple(turned if kind == FULL else None for kind in kinds)
+
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4, head_dim=256)
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True, delta=shape,
+                          delta_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR))
+    if made.hidden_act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
+                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    return made
+
+
+def layer_kinds(keys: Keys, layers: int) -> tuple[str, ...]:
+    """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and where no layer has keys and values."""
+    every = keys.integer("full_attention_interval", 4)
+    kinds = keys.words("layer_types", layers) or tuple(FULL if (layer + 1) % every == 0 else LINEAR for layer in range(layers))
+    for kind in kinds:
+        if kind not in (LINEAR, FULL):
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
+    if FULL not in kinds:
+        raise ConfigError("config.json: a model of linear attention alone is not supported", "this version needs a layer of full_attention")
+    return kinds
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: those of linear attention in the place of attention's where it has that."""
+    rules, own = llama.layer_tensors(config, layer), config.delta
+    if layer in config.delta_layers:
+        prefix, hidden = f"model.layers.{layer}.linear_attn.", config.hidden_size
+        rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
+        for role, (name, *shape) in {
+                "delta_qkv": ("in_proj_qkv.weight", own.channels, hidden), "delta_z": ("in_proj_z.weight", own.values, hidden),
+                "delta_b": ("in_proj_b.weight", own.value_heads, hidden), "delta_a": ("in_proj_a.weight", own.value_heads, hidden),
+                "delta_conv": ("conv1d.weight", own.channels, 1, own.taps), "delta_decay": ("A_log", own.value_heads),
+                "delta_dt": ("dt_bias", own.value_heads), "delta_norm": ("norm.weight", own.value_dim),
+                "delta_out": ("out_proj.weight", hidden, own.values)}.items():
+            rules[role] = TensorRule(prefix + name, tuple(shape))
+    return inside_others(rules)
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return inside_others(llama.outer_tensors(config))
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
+          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `llama.block`; of linear attention a tap sees delta_out, before `delta_out`, in the place of q, k, v and attn_out."""
+    if layer in config.delta_layers:
+        x = linear_attention(ops, w, x, kv, layer, tap)
+    else:
+        x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    return feed_forward(ops, w, x, config, layer, tap)
+
+
+def linear_attention(ops: BlockOps, w: LayerWeights, x: object, states: LayerStates, layer: int,
+                     tap: Callable[[str, int, object], None]) -> object:
+    """The first half of a block without keys and values."""
+    tap("block_in", layer, x)
+    own = w.delta
+    qkv, z, b, a = ops.norm_linear(x, w.input_norm, [own.qkv, own.z, own.b, own.a])  # [T, channels], [T, values], [T, value heads] twice
+    mixed = states.mix(qkv, z, b, a, own)  # [T, values]
+    tap("delta_out", layer, mixed)
+    return ops.linear_add(mixed, own.out, x)

@@ -1,0 +1,51 @@
+"""A small random model with layers of linear attention beside others, and what tests ask of its engines."""
+
+from pathlib import Path
+
+import numpy as np
+from conversions import options, run
+from family_models import CASES, Case
+
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import Sampler, SamplerSettings
+
+CTX = 640
+IDS = np.random.default_rng(5).integers(0, 300, CTX).tolist()
+GREEDY = SamplerSettings(temperature=0)
+# Heads as wide as a packed cache takes them, matrices that are cut, and weights of which answers are no lottery.
+CASE = Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, "head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX,
+                             "vocab_size": 300, "attention_bias": False})
+KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
+
+
+def quantized(folder: Path, out: Path) -> Path:
+    run(folder, out, options("4bit"))
+    return out
+
+
+def opened(folder: Path, **asked: object) -> Engine:
+    return list(open_engine(folder, EngineOptions(device="cpu", **{"ctx": CTX, "chunk": 128, "threads": 2, **asked})))[-1]
+
+
+def of_kind(kind: str, folder: Path, small: Path) -> Engine:
+    """An engine of one of KINDS, for the model or the same at 4 bits."""
+    return opened(small if "4 bits" in kind else folder, **({"kv": "4bit", "kv_window": 32} if "packed" in kind else {}))
+
+
+def read(engine: Engine, ids: list[int]) -> np.ndarray:
+    """The logits behind a prompt."""
+    for _ in engine.prefill(ids):
+        continue
+    return engine._logits.copy()
+
+
+def anew(engine: Engine, ids: list[int]) -> np.ndarray:
+    """`read` as the first prompt."""
+    engine.cache.truncate(0)
+    engine.reset()
+    return read(engine, ids)
+
+
+def answer(engine: Engine, tokens: int) -> list[int]:
+    return [step.token for step in engine.generate(Sampler(GREEDY, engine.config.vocab_size), tokens, frozenset())]

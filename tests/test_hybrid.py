@@ -1,0 +1,264 @@
+"""Models with layers of linear attention beside others: what a run does with them is what it does with any, to the bit where it is so.
+
+That they compute what transformers does is in `test_families.py`, what a state goes through in `test_states.py` and `test_delta.py`, what
+becomes of their caches outside a run in `test_hybrid_caches.py`.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from effllm import EffllmError
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.layout import PAGE
+from effllm.kernels.threads import ThreadPool
+from effllm.offload.checkpoint import TensorStore
+from effllm.runtime import parts
+from effllm.runtime.compressed import export_compressed
+from effllm.runtime.config import read_config
+from effllm.runtime.demands import LOGIT_ROWS
+from effllm.runtime.draft_model import DraftModel
+from effllm.runtime.engine import Engine
+from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.model import dims
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.speculate import Speculation
+from effllm.runtime.states import SLOTS, TAIL, WAYS_BACK
+from effllm.runtime.unread import unread
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import written
+from gpu_runs import logits, simulated
+from gpu_runs import opened as with_card
+from hybrid_models import CASE, CTX, IDS, KINDS, anew, answer, of_kind, opened, quantized, read
+from streamed_models import streaming
+from test_speculation import Guesser, Ticks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hybrid") / "model"
+    written(CASE, made)
+    return made
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
+    made = of_kind(request.param, folder, small)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same at 4 bits."""
+    return quantized(folder, tmp_path_factory.mktemp("hybrid") / "4bit")
+
+
+def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
+    for path in (folder, small):
+        found = []
+        for asked in ({"threads": 1}, {"threads": 2}, {"threads": 3, "chunk": 512}, {"chunk": 256}):
+            engine = opened(path, **asked)
+            rows = [read(engine, IDS[:430]), *[engine.forward_logits([token])[0].copy() for token in IDS[430:450]]]
+            found.append(np.stack(rows))
+            engine.close()
+        assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
+    anew(engine, IDS[:200])
+    at_once = engine.forward_logits(IDS[200:207]).copy()
+    anew(engine, IDS[:200])
+    for row, token in zip(at_once, IDS[200:207], strict=True):
+        assert np.array_equal(engine.forward_logits([token])[0], row)
+
+
+def test_a_chat_that_goes_on_is_one_text(engine: Engine) -> None:
+    """Turn by turn, with answers between: what comes out is what reading everything in one prompt gives, as near as kernels are."""
+    anew(engine, IDS[:150])
+    text = IDS[:150]
+    for more in (30, 100, 200):
+        text = text + answer(engine, 20)[:19]
+        text = text + IDS[len(text) : len(text) + more]
+        here = read(engine, text)
+        assert engine.reused >= len(text) - more, "the turn before is held"
+        if not engine.cache.is_packed:
+            there = anew(engine, text)
+            near = 1e-3 if engine.model.tensors[0]["delta_qkv"].spec.is_raw else 0.05  # activations are rounded in other groups
+            assert np.abs(here - there).max() < near * np.abs(there).max()
+            read(engine, text[:-more])
+            here = read(engine, text)
+
+
+def test_what_is_asked_again_reads_the_end_of_the_prompt_alone(engine: Engine) -> None:
+    first = anew(engine, IDS[:400])
+    tokens = answer(engine, 12)
+    again = read(engine, IDS[:400])
+    least = 400 - TAIL if not engine.cache.is_packed else 400 - TAIL - PAGE - engine.cache.shape.window
+    assert least <= engine.reused < 400 and engine.cache.n == 400
+    if not engine.cache.is_packed:
+        assert np.array_equal(again, first) and answer(engine, 12) == tokens
+    other = IDS[:300] + IDS[310:400]
+    read(engine, other)
+    assert engine.reused < 310
+    if not engine.cache.is_packed:
+        assert np.array_equal(engine._logits, anew(engine, other))
+
+
+def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
+    """After truncation to anywhere the next tokens have the bits of a run that never went further, where the cache loses nothing."""
+    for back in (0, 40, 64, 200, 330, 399, 403, 404, 405):
+        anew(engine, IDS[:400])
+        for token in IDS[400:405]:
+            engine.forward_logits([token])
+        kept = engine.cache.truncate(back)
+        assert kept == engine.cache.n <= back and (back < 404 or kept == back)
+        engine.hold(IDS[:kept])
+        here = read(engine, IDS[: kept + 40])
+        if not engine.cache.is_packed:
+            anew(engine, IDS[: min(kept, 400)] or IDS[:40])
+            for token in IDS[400:kept]:
+                engine.forward_logits([token])
+            assert np.array_equal(here, read(engine, IDS[: kept + 40])), back
+
+
+def test_what_is_broken_off_leaves_no_trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that ends in the middle, after some layers' states have gone on."""
+    expected = anew(engine, IDS[:300])
+    anew(engine, IDS[:210])
+    block, seen = engine.model.block, []
+
+    def breaks(*given: object) -> object:
+        seen.append(given)
+        if len(seen) == 3:
+            given[0].flush()
+            raise KeyboardInterrupt
+        return block(*given)
+
+    monkeypatch.setattr(engine.model, "block", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        read(engine, IDS[:300])
+    monkeypatch.undo()
+    assert engine.cache.n == 210
+    assert np.array_equal(read(engine, IDS[:300]), expected) or engine.cache.is_packed
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
+    anew(engine, IDS[:120])
+    tokens = answer(engine, 60)
+    after = engine.forward_logits([5]).copy()
+    anew(engine, IDS[:120])
+    engine.speculation = Speculation((Guesser(IDS[:120] + tokens, right, engine.config.vocab_size),), clock=Ticks())
+    try:
+        assert answer(engine, 60) == tokens
+        assert engine.speculation.counts.drafted and (not right or engine.speculation.counts.accepted)
+    finally:
+        engine.speculation = None
+    assert np.array_equal(engine.forward_logits([5]), after)
+
+
+def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_NBYTES", 4096)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    for path in (folder, small):
+        engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
+        found = [np.stack([read(each, IDS[:300]), *[each.forward_logits([t])[0].copy() for t in IDS[300:320]]]) for each in engines]
+        names = engines[1].model.streamed.parts.slices
+        assert any("in_proj_qkv" in name for name in names) and any("out_proj" in name for name in names)
+        for each in engines:
+            each.close()
+        assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("kv", ["16bit", "4bit"])
+def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
+    engine = opened(folder, kv=kv)
+    try:
+        cache, config, placement = engine.cache, engine.config, engine.placement
+        paged = len(config.attention_layers)
+        assert (paged, len(config.delta_layers)) == (1, 3)
+        states = sum(layer._slots.nbytes + layer._raw.nbytes + layer._mixed.nbytes + layer._gates.nbytes for layer in cache.states.layers)
+        assert 0 <= cache.states.nbytes - states < 3 * 64 and cache.states.nbytes == 3 * config.delta.nbytes(SLOTS)
+        exact, sealed = sum(map(len, cache._exact)), cache.shape.pages * cache.sealed_nbytes
+        assert placement.kv_bytes == exact + sealed + cache.states.nbytes
+        assert placement.kv_bytes_per_token == -(-cache.sealed_nbytes // PAGE)
+        read(engine, IDS[:500])
+        assert cache.states.nbytes < cache.allocated_nbytes <= placement.kv_bytes
+        values = 2 * config.num_key_value_heads * config.head_dim * paged * cache.n
+        assert cache.bits_per_value == pytest.approx(8 * (cache.allocated_nbytes - cache.states.nbytes) / values)
+    finally:
+        engine.close()
+
+
+def test_layers_of_both_kinds_on_a_card(folder: Path, small: Path) -> None:
+    """As many as fit, each with the bytes of its own cache or state; the answer is the CPU's but for rounding."""
+    for path in (folder, small):
+        expected = logits(opened(path, chunk=512, threads=1, kv="32bit", exact=True))
+        for layers in (1, 2, 4):
+            engine, said = with_card(path, simulated(512 << 20), gpu_layers=layers, kv="32bit", ctx=CTX, exact=True)
+            placement, config = engine.placement, engine.config
+            on_card = [layer for layer in range(config.num_hidden_layers) if placement.devices[layer] == "cuda"]
+            states = sum(layer in config.delta_layers for layer in on_card) * config.delta.nbytes(SLOTS)
+            pages = sum(layer in config.attention_layers for layer in on_card) * (placement.kv_bytes - 3 * config.delta.nbytes(SLOTS))
+            assert len(on_card) == layers and placement.card.kv_bytes == states + pages
+            found = logits(engine)
+            assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+def test_a_draft_model_may_have_states(folder: Path) -> None:
+    """Its guesses are forgotten as those of any are."""
+    engine = opened(folder)
+    answers = [anew(engine, IDS[:100]), answer(engine, 40)][1]
+    engine.close()
+    large = opened(folder)
+    read(large, IDS[:100])
+    model = DraftModel(prepare(folder, EngineOptions(device="cpu", ctx=CTX)), 300)
+    list(model.load())
+    large.speculation = Speculation((), model, clock=Ticks())
+    try:
+        assert answer(large, 40) == answers and large.speculation.counts.accepted
+    finally:
+        large.close()
+
+
+def test_layers_that_predict_ahead_and_pictures_are_passed_over(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    zeros = np.zeros((2, 2), np.float32)
+    save_file({name: zeros for name in ("mtp.fc.weight", "model.visual.blocks.0.attn.proj.weight", "model.layers.9.mlp.up_proj.weight")},
+              tmp_path / "model.safetensors")
+    with TensorStore.open(tmp_path) as opened_store:
+        assert unread(read_config(tmp_path), opened_store, ()) == ("model.layers.9.mlp.up_proj.weight",)
+
+
+def test_the_last_candidates_run_a_model(folder: Path) -> None:
+    """NumPy's meaning of every op, whatever no kernel takes."""
+    expected = logits(opened(folder, chunk=512, kv="32bit"), 40, 30)
+    prepared = prepare(folder, EngineOptions(device="cpu", kv="32bit", ctx=CTX))
+    slow = CpuOps(ThreadPool(1), dims(prepared.config, CTX, prepared.shape.chunk, LOGIT_ROWS), default_registry("reference"))
+    engine = Engine(prepared, {"cpu": slow})
+    list(engine.model.load())
+    found = logits(engine, 40, 30)
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_ways_back_are_bounded(engine: Engine) -> None:
+    for length in range(100, 600, 90):
+        read(engine, IDS[:length])
+        answer(engine, 3)
+    assert len(engine.cache.states._kept) <= WAYS_BACK
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "compressed"])
+def test_exports_that_cannot_hold_it_say_so(folder: Path, tmp_path: Path, kind: str) -> None:
+    with pytest.raises(EffllmError, match="qwen3_5_text models are not"):
+        if kind == "compressed":
+            list(export_compressed(folder, tmp_path / "out", "INT4"))
+        else:
+            list(export_gguf(folder, tmp_path / "out.gguf", kind, "hybrid"))

@@ -1,0 +1,159 @@
+"""Caches of models of which some layers have pages and the others a state: policies, pages on the disk, profiles, sessions."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from effllm import EffllmError
+from effllm.runtime.engine import Engine
+from effllm.runtime.kv_profile_file import identity_of, load_profile, save_profile
+from effllm.runtime.kv_recording import record
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.saved_cache import identity, refuse_other, restore_cache, save_cache
+from effllm.runtime.saved_format import SavedSession
+from effllm.runtime.saved_prefix import lend
+from effllm.runtime.session_store import SessionStore
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import written
+from hybrid_models import CASE, CTX, IDS, KINDS, anew, of_kind, opened, quantized, read
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hybrid") / "model"
+    written(CASE, made)
+    return made
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
+    made = of_kind(request.param, folder, small)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same at 4 bits."""
+    return quantized(folder, tmp_path_factory.mktemp("hybrid") / "4bit")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SessionStore:
+    return SessionStore(tmp_path / "sessions")
+
+
+def save(engine: Engine, store: SessionStore, name: str = "tale") -> None:
+    own = identity(engine)
+    with store.writing(name):
+        *_, saved = save_cache(engine, store, own, None)
+        store.write(SavedSession(name, "hybrid", 1.0, {"messages": []}, saved))
+
+
+def restore(engine: Engine, store: SessionStore, name: str = "tale") -> None:
+    session = store.read(name)
+    refuse_other(session, identity(engine))
+    with store.reading():
+        for _ in restore_cache(engine, store, session):
+            continue
+
+
+def test_a_session_goes_on_with_the_same_bits(engine: Engine, store: SessionStore) -> None:
+    anew(engine, IDS[:450])
+    for token in IDS[450:455]:
+        engine.forward_logits([token])
+    save(engine, store)
+    expected = [engine.forward_logits([token]).copy() for token in IDS[455:470]]
+    engine.cache.truncate(0)
+    engine.reset()
+    restore(engine, store)
+    assert engine.tokens == IDS[:455]
+    for token, row in zip(IDS[455:470], expected, strict=True):
+        assert np.array_equal(engine.forward_logits([token]), row)
+    read(engine, IDS[:200])
+    assert engine.reused == 0, "there is no way back behind what was saved"
+
+
+def test_a_session_whose_state_is_gone_or_altered_is_damaged(engine: Engine, store: SessionStore) -> None:
+    anew(engine, IDS[:200])
+    save(engine, store)
+    session = store.read("tale")
+    with pytest.raises(EffllmError, match="is damaged: it lacks the state of linear attention"), store.reading():
+        list(restore_cache(engine, store, replace(session, cache=replace(session.cache, state=None))))
+    with pytest.raises(EffllmError, match="is damaged: pages of other tokens"), store.reading():
+        other = replace(session.cache.state, key=session.cache.tail.key)
+        list(restore_cache(engine, store, replace(session, cache=replace(session.cache, state=other))))
+    assert engine.tokens == []
+
+
+def test_other_sessions_lend_nothing(engine: Engine, store: SessionStore) -> None:
+    anew(engine, IDS[:450])
+    save(engine, store)
+    engine.reset()
+    assert lend(engine, store, identity(engine), IDS[:500], 0) == (0, [])
+
+
+@pytest.mark.parametrize("policy", ["mikv", "zipcache"])
+def test_policies_see_the_layers_that_have_pages(folder: Path, policy: str) -> None:
+    """Their bits go to pages of those layers by the attention there; what is read again comes to the same."""
+    engine = opened(folder, kv=f"4bit+{policy}", kv_window=32)
+    try:
+        first = anew(engine, IDS[:600])
+        assert 2 in engine.cache._kinds and len(engine.cache.codecs) == 1
+        assert np.array_equal(anew(engine, IDS[:600]), first)
+        planned = engine.placement.kv_bytes
+        assert engine.cache.allocated_nbytes <= planned
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kv", ["16bit", "4bit"])
+def test_pages_on_the_disk_give_the_same_bits(folder: Path, kv: str) -> None:
+    """States stay in memory."""
+    asked = {"kv": kv, "kv_window": 0, "kv_sink": 0} if kv == "4bit" else {"kv": kv}
+    memory, prepared = opened(folder, **asked), prepare(folder, EngineOptions(device="cpu", ctx=CTX, chunk=128, **asked))
+    disk = Engine(replace(prepared, placement=replace(prepared.placement, kv_pages=1)))
+    list(disk.model.load())
+    try:
+        assert disk.cache.pool.stream is not None
+        for engine in (memory, disk):
+            read(engine, IDS[:600])
+        assert disk.cache.sealed > 2 and np.array_equal(memory._logits, disk._logits)
+        for token in IDS[600:605]:
+            assert np.array_equal(memory.forward_logits([token]), disk.forward_logits([token]))
+    finally:
+        memory.close()
+        disk.close()
+
+
+def test_a_profile_is_of_the_layers_that_have_pages(folder: Path, tmp_path: Path) -> None:
+    """Recorded, kept and used: with as many layers as have keys and values."""
+    engine = opened(folder, kv="32bit", chunk=CTX)
+    try:
+        *_, profile = record(engine, Numbers(), "x" * 3000, "some weights", seconds=1e6)
+    finally:
+        engine.close()
+    assert len(profile.layers) == len(profile.costs) == 1 and profile.costs[0] is not None
+    copy = shutil.copytree(folder, tmp_path / "model")
+    save_profile(replace(profile, weights=identity_of(copy), auto=4), copy)
+    engine = opened(copy, kv="auto", kv_window=32)
+    try:
+        assert engine.options.kv == "4bit" and engine.cache.codecs[0].basis.profile == load_profile(copy, engine.config).hash
+        assert np.isfinite(read(engine, IDS[:400])).all()
+    finally:
+        engine.close()
+
+
+class Numbers:
+    """A tokenizer of text that nobody reads."""
+
+    bos_id = None
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return np.random.default_rng(len(text)).integers(0, 300, len(text)).tolist()
