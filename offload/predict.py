@@ -124,8 +124,8 @@ class Work:
     """What one token asks of a machine.
 
     `attention_width`: products per layer and token attended to; `windows`: the most tokens that each layer with attention attends to, None
-    for all; `stateful`: how many layers have none; `kv_bytes`: read per token of depth, all layers; `streamed`: bytes from the disk per
-    pass; `load`: bytes read once.
+    for all; `stateful`: how many layers have none, with `state_bytes` that a token reads and writes in all; `kv_bytes`: read per token of
+    depth, all layers; `streamed`: bytes from the disk per pass; `load`: bytes read once.
     Of neurons that are read when they are active, `missed` bytes a token in reads of `read_bytes` (`assumed`: nobody measured how many),
     `neurons` bytes by every pass over a prompt; `window` bytes of them stay in memory. `paged`: what streams are experts. `kv_held`:
     tokens whose keys and values memory holds, None for all; those of later ones come from the disk.
@@ -148,6 +148,7 @@ class Work:
     assumed: bool = False
     kv_held: int | None = None
     stateful: int = 0
+    state_bytes: int = 0
 
     @property
     def layers(self) -> int:
@@ -193,10 +194,10 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
         return None
     weights = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts)
     reaches = [min(depth, depth if window is None else window) for window in work.windows]
-    kept = work.kv_bytes * sum(reaches) / max(1, len(reaches)) / rates.memory
-    attention = max(_attention(rates, work.kv).attention_s(work.attention_width, reaches), kept)
+    kept, states = work.kv_bytes * sum(reaches) / max(1, len(reaches)) / rates.memory, work.state_bytes / rates.memory
+    attention = max(_attention(rates, work.kv).attention_s(work.attention_width, reaches), kept) + states
     fixed = rates.token_s + rates.choice_s + work.layers * rates.layer_s
-    memory = work.bytes_per_token / rates.memory + kept
+    memory = work.bytes_per_token / rates.memory + kept + states
     # What is missing is known, and read, when a layer's gates are: the processor waits for it.
     waits = work.missed / (rates.small(work.read_bytes) if rates.small else rates.disk) if work.missed else 0.0
     pages, ordered = work.kv_disk_bytes(depth), work.kv_disk_bytes(depth) + (work.streamed if work.paged is None else 0)
@@ -236,7 +237,7 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
         seconds += own
         routed += own * part.routed
     pairs = sum(_pairs(tokens, window) for window in work.windows)
-    seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill
+    seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill + tokens * work.state_bytes / rates.memory
     seconds += passes * (rates.token_s + work.layers * rates.layer_s)
     # What a prompt's last pass reads of the cache is the most that one reads.
     pages_s = spilled / _again(rates, work.kv_disk_bytes((passes - 1) * work.chunk), checked=True) if spilled else 0.0

@@ -106,8 +106,6 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             share = active if role == BUNDLES else share
             nbytes[kind] += share * tensor.nbytes
             products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
-    if config.delta is not None:  # a token reads states and writes them
-        nbytes[RAW_KIND, False, False] += 2 * 4 * config.delta.state_floats * len(config.delta_layers)
     paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
     window = {} if paged else window_work(prepared, sparsity)
     return Work(
@@ -115,6 +113,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
                     for kind, last, routed in nbytes),
         attention_width=2 * config.num_attention_heads * config.head_dim, kv=options.kv,
         windows=tuple(config.windows[layer] for layer in config.attention_layers), stateful=len(config.delta_layers),
+        state_bytes=0 if config.delta is None else 2 * 4 * config.delta.state_floats * len(config.delta_layers),
         kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
         # What streams is counted with its alignment: where all of it does, that is more than the weights are.
         load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None

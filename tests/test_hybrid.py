@@ -6,6 +6,7 @@ becomes of their caches outside a run in `test_hybrid_caches.py`.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +19,16 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
+from effllm.offload.predict import KindRate, Rates, decode
 from effllm.runtime import parts
 from effllm.runtime.compressed import export_compressed
 from effllm.runtime.config import read_config
 from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.draft_model import DraftModel
 from effllm.runtime.engine import Engine
+from effllm.runtime.forecast import work
 from effllm.runtime.gguf.export import export_gguf
-from effllm.runtime.model import dims
+from effllm.runtime.model import check_tensors, dims
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.states import SLOTS, TAIL, WAYS_BACK
@@ -262,3 +265,17 @@ def test_exports_that_cannot_hold_it_say_so(folder: Path, tmp_path: Path, kind: 
             list(export_compressed(folder, tmp_path / "out", "INT4"))
         else:
             list(export_gguf(folder, tmp_path / "out.gguf", kind, "hybrid"))
+
+
+def test_a_forecast_counts_states_beside_attention(folder: Path) -> None:
+    """What a token reads of a context is read by the layers that have one; states take the same at any depth."""
+    prepared = prepare(folder, EngineOptions(device="cpu", ctx=CTX))
+    asked = work(prepared, check_tensors(prepared.config, prepared.store))
+    prepared.store.close()
+    delta = prepared.config.delta
+    assert asked.windows == (None,) and asked.layers == 4 and asked.state_bytes == 3 * 8 * delta.state_floats
+    assert asked.bytes_per_token == sum(part.nbytes for part in asked.parts)
+    rates = Rates(1e6, 0.0, 0.0, {part.kind: KindRate(1e6, 1e12) for part in asked.parts}, {asked.kv: KindRate(1e12, 1e12)})
+    without = replace(asked, state_bytes=0)
+    assert decode(asked, rates, 100).seconds - decode(without, rates, 100).seconds == pytest.approx(asked.state_bytes / 1e6)
+    assert decode(asked, rates, 200).seconds - decode(asked, rates, 100).seconds == pytest.approx(100 * asked.kv_bytes / 1e6)
