@@ -41,9 +41,10 @@ BLOCK_NBYTES = 16 << 20  # float32 rows at once
 MARKER = "config.json"
 # Families that readers do not call by the words of their name.
 SPELLED = {"ernie4_5": "Ernie4_5", "ernie4_5_moe": "Ernie4_5_Moe", "gemma3_text": "Gemma3", "granitemoe": "GraniteMoe",
-           "granitemoehybrid": "GraniteMoeHybrid", "opt": "OPT", "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3"}
+           "granitemoehybrid": "GraniteMoeHybrid", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe",
+           "qwen3_5_text": "Qwen3_5", "smollm3": "SmolLM3"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe"), "other tools want their experts joined"),
-               "qwen3_5_text": "no other tool was found to read their linear attention so"}
+               **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), "no other tool was found to read their linear attention so")}
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 
 

@@ -27,7 +27,7 @@ ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"
         "relu2": "relu2"}
 MAX_LAYERS = 2048
 MAX_EXPERTS = 2**16  # of all layers: each takes memory before a tensor is looked for
-MOST = {"hidden_size": 2**20, **dict.fromkeys(("intermediate_size", "ffn_dim", "shared_intermediate_size"), 2**22),
+MOST = {"hidden_size": 2**20, **dict.fromkeys(("intermediate_size", "ffn_dim", "shared_intermediate_size", "moe_intermediate_size"), 2**22),
         "num_hidden_layers": MAX_LAYERS, "num_attention_heads": 4096, "vocab_size": 2**24}
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -65,7 +65,7 @@ OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", 
                             "image_token_index", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "projector_hidden_act",
                             "spatial_merge_size", "text_config", "video_token_id", "vision_config", "vision_end_token_id",
                             "vision_feature_layer", "vision_start_token_id"})
-UNTIED = ("qwen3_5",)  # composite models whose head is one of its own where they say nothing; of others it is the embedding
+UNTIED = ("qwen3_5", "qwen3_5_moe")  # composite models whose head is one of its own where they say nothing; of others it is the embedding
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",

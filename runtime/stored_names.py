@@ -17,7 +17,8 @@ from . import families
 from .families.mixtral import MOST_EXPERTS
 
 BASE, INSIDE = "model.", ("layers.", "embed_tokens.", "norm.")
-EXPERTS = {**dict.fromkeys(("dots1", "ernie4_5_moe", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), "mlp"),
+EXPERTS = {**dict.fromkeys(("dots1", "ernie4_5_moe", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"),
+                         "mlp"),
            **dict.fromkeys(("granitemoe", "mixtral"), "block_sparse_moe")}  # family -> where it has router and experts
 PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",), "input_linear": ("gate", "up"), "output_linear": ("down",)}
 
@@ -52,7 +53,7 @@ def give_names(store: TensorStore, model_type: object) -> None:
 
 def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: Joint) -> Iterator[TensorInfo]:
     """Every expert's matrices by themselves, and the router beside them."""
-    place, names = EXPERTS[family], families.get(family).NAMES
+    place, names = EXPERTS[family], families.get(families.COMPOSITE.get(family, (family,))[0]).NAMES
     layers = {found.group(1) for name in tensors if (found := joint.experts.fullmatch(name))}
     for name, info in tensors.items():
         found = joint.experts.fullmatch(name)

@@ -18,3 +18,23 @@ def refused(raw: dict[str, object], *words: str, strict: bool = False) -> Effllm
         assert word in caught.value.message, caught.value.message
     assert "\n" not in caught.value.message and "\n" not in caught.value.hint and len(caught.value.message) < 400
     return caught.value
+
+
+def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """A tensor of transformers' model as we name it: experts lie apart, and Mixtral has names of its own."""
+    if family == "ernie4_5_moe":
+        name = name.replace(".gate.moe_statics.", ".moe_statics.")
+    if family == "granitemoe":
+        name = name.replace(".router.", ".gate.")
+    if family == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." not in name:
+        return [(name, shape)]
+    place, stacked = name.rsplit(".", 1)
+    if family == "gpt_oss":  # inputs before outputs, and biases
+        kind, shape = ("bias", shape) if stacked.endswith("_bias") else ("weight", (shape[0], shape[2], shape[1]))
+        parts = ("gate_proj", "up_proj") if stacked.startswith("gate_up") else ("down_proj",)
+        return [(f"{place}.{expert}.{part}.{kind}", (shape[1] // len(parts), *shape[2:])) for expert in range(shape[0]) for part in parts]
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[stacked]
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {part: part for part in parts}
+    return [(f"{place}.{expert}.{names[part]}.weight", (shape[1] // len(parts), shape[2])) for expert in range(shape[0]) for part in parts]

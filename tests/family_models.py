@@ -13,7 +13,8 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 CONTEXT = 512
 TOLERANCE = 1e-4  # of the largest logit
 # The models that take images, by their text part.
-IMAGES = {"gemma3_text": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5"}
+IMAGES = {"gemma3_text": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5",
+          "qwen3_5_moe_text": "qwen3_5_moe"}
 RAMP = [1.0 + 0.1 * i for i in range(8)]
 
 
@@ -90,6 +91,11 @@ CASES = {
         **DELTA, "num_hidden_layers": 5, "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"], "head_dim": 16,
         "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 40,
         "tie_word_embeddings": True, **rope("default", partial_rotary_factor=0.5)}, dtype="float16"),
+    # With weights as wide as the others' transformers itself is 2e-4 of the largest logit from what float64 makes of the model.
+    "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 56,
+                                                  "initializer_range": 0.12}),
+    "qwen3_5_moe, images, bfloat16": Case("qwen3_5_moe_text", {**DELTA, **FEW_EXPERTS, "shared_expert_intermediate_size": 104},
+                                          dtype="bfloat16", images=True),
     "qwen3_5, images, bfloat16": Case("qwen3_5_text", DELTA, dtype="bfloat16", images=True),
     "phi3": Case("phi3", {"sliding_window": 50, "hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}, dtype="bfloat16"),
     "phi3, longrope over half a head": Case("phi3", {**rope("longrope", short_factor=RAMP[:4], long_factor=[4 * x for x in RAMP[:4]],

@@ -38,6 +38,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -53,24 +54,28 @@ from effllm.runtime.config import ModelConfig, parse_config, read_config
 from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
 
 sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, refused
+from config_samples import LLAMA, SMALL, in_a_file, refused
 
 # What transformers has no numbers for.
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
 DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
+
+
+def granite_4(**changes: object) -> GraniteMoeHybridConfig:
+    return GraniteMoeHybridConfig(**GRANITE_4, layer_types=["full_attention"] * changes.get("num_hidden_layers", 32), **changes)
+
+
 WRITERS = {"arcee": ArceeConfig, "dots1": partial(Dots1Config, **DOTS), "ernie4_5": Ernie4_5Config, "ernie4_5_moe": Ernie4_5_MoeConfig,
-           "exaone4": Exaone4Config, "gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
-           "glm": GlmConfig, "glm4": Glm4Config, "glm4_moe": partial(Glm4MoeConfig, head_dim=128),
-           "gpt_oss": GptOssConfig, "granite": GraniteConfig, "granitemoe": GraniteMoeConfig,
-           "granitemoehybrid": lambda **changes: GraniteMoeHybridConfig(
-               **GRANITE_4, layer_types=["full_attention"] * changes.get("num_hidden_layers", 32), **changes),
-           "llama": LlamaConfig, "ministral3": Ministral3Config,
+           "exaone4": Exaone4Config, "gemma": GemmaConfig, "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig, "glm": GlmConfig,
+           "glm4": Glm4Config, "glm4_moe": partial(Glm4MoeConfig, head_dim=128), "gpt_oss": GptOssConfig, "granite": GraniteConfig,
+           "granitemoe": GraniteMoeConfig, "granitemoehybrid": granite_4, "llama": LlamaConfig, "ministral3": Ministral3Config,
            "mistral": MistralConfig, "mixtral": MixtralConfig, "olmo2": Olmo2Config, "olmo3": Olmo3Config, "olmoe": OlmoeConfig,
            "opt": OPTConfig, "phi3": Phi3Config, "qwen2": Qwen2Config, "qwen2_moe": Qwen2MoeConfig, "qwen3": Qwen3Config,
-           "qwen3_5_text": Qwen3_5TextConfig, "qwen3_moe": Qwen3MoeConfig, "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config,
-           "starcoder2": Starcoder2Config}
+           "qwen3_5_moe_text": Qwen3_5MoeTextConfig, "qwen3_5_text": Qwen3_5TextConfig, "qwen3_moe": Qwen3MoeConfig,
+           "seed_oss": SeedOssConfig, "smollm3": SmolLM3Config, "starcoder2": Starcoder2Config}
 # Our names for what a family's config calls otherwise.
 OTHER_NAMES = {"granitemoehybrid": {"intermediate_size": "shared_intermediate_size"},
+               "qwen3_5_moe_text": {"intermediate_size": "moe_intermediate_size"},
                "gemma2": {"hidden_act": "hidden_activation"}, "gemma3_text": {"hidden_act": "hidden_activation"},
                "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim", "num_key_value_heads": "num_attention_heads"}}
 OTHER_ACTS = {"gelu_pytorch_tanh": "gelu_tanh"}
@@ -225,10 +230,9 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
     features = {"llama": both, "granite": both, "smollm3": both, "qwen3": one, "olmo2": one, "olmo3": one, "gemma2": one,
                 "seed_oss": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}, "gemma": one,
                 "glm": {"attention_bias": False}, "glm4": {"attention_bias": False}, "arcee": both, "ernie4_5": {"use_bias": True},
-                "starcoder2": {"use_bias": False},
-                "gemma3_text": one, "opt": {"enable_bias": False}, "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
+                "starcoder2": {"use_bias": False}, "gemma3_text": one, "opt": {"enable_bias": False},
+                "gpt_oss": {"attention_bias": False, "num_local_experts": 5},
                 "olmoe": {**one, "num_experts": 9}, "granitemoe": {**one, "num_local_experts": 3}, "granitemoehybrid": one,
-
                 "ernie4_5_moe": {"use_bias": False, "moe_num_experts": 7, "moe_num_shared_experts": 1},
                 "dots1": {**one, **DOTS, "first_k_dense_replace": 2},
                 "glm4_moe": {**one, "use_qk_norm": True, "n_routed_experts": 5, "n_shared_experts": 2, "num_experts_per_tok": 2},
@@ -256,26 +260,6 @@ def test_tensors_have_the_names_and_shapes_that_transformers_gives_them() -> Non
                 mine = [(first, size) for stored, first, _, size in parts if stored == name]
                 assert [first for first, _ in mine] == [sum(size for _, size in mine[:i]) for i in range(len(mine))]
                 assert sum(size for _, size in mine) == rows
-
-
-def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """A tensor of transformers' model as we name it: experts lie apart, and Mixtral has names of its own."""
-    if family == "ernie4_5_moe":
-        name = name.replace(".gate.moe_statics.", ".moe_statics.")
-    if family == "granitemoe":
-        name = name.replace(".router.", ".gate.")
-    if family == "mixtral":
-        name = name.replace(".mlp.", ".block_sparse_moe.")
-    if ".experts." not in name:
-        return [(name, shape)]
-    place, stacked = name.rsplit(".", 1)
-    if family == "gpt_oss":  # inputs before outputs, and biases
-        kind, shape = ("bias", shape) if stacked.endswith("_bias") else ("weight", (shape[0], shape[2], shape[1]))
-        parts = ("gate_proj", "up_proj") if stacked.startswith("gate_up") else ("down_proj",)
-        return [(f"{place}.{expert}.{part}.{kind}", (shape[1] // len(parts), *shape[2:])) for expert in range(shape[0]) for part in parts]
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[stacked]
-    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if family == "mixtral" else {part: part for part in parts}
-    return [(f"{place}.{expert}.{names[part]}.weight", (shape[1] // len(parts), shape[2])) for expert in range(shape[0]) for part in parts]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])

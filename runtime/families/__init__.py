@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 FAMILIES = ("arcee", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
             "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe",
-            "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
-COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"), "qwen3_5": ("qwen3_5_text",)}
+            "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3",
+            "starcoder2")
+COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
+                                            "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",)}
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
 HEADS = ("language_model.lm_head.weight",)
 EXPERT = ("gate", "up", "down")  # roles of a gated MLP

@@ -77,8 +77,12 @@ def layer_kinds(keys: Keys, layers: int) -> tuple[str, ...]:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return hybrid_tensors(config, layer, llama.layer_tensors(config, layer))
+
+
+def hybrid_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of linear attention in the place of attention's where it has that."""
-    rules, own = llama.layer_tensors(config, layer), config.delta
+    own = config.delta
     if layer in config.delta_layers:
         prefix, hidden = f"model.layers.{layer}.linear_attn.", config.hidden_size
         rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}

@@ -1,0 +1,34 @@
+"""Qwen 3.5 mixtures (35B-A3B, 122B-A10B, 397B-A17B), text: the Qwen 3.5 block, with small experts beside a shared one in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig
+from ..config_reader import Keys
+from . import TensorRule, qwen3_5_text
+from .mixtral import expert_tensors, mixture
+from .qwen3_5_text import block, hybrid_config, hybrid_tensors, outer_tensors
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = qwen3_5_text.KEYS_USED | {"moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
+                                      "shared_expert_intermediate_size"}
+KEYS_HARMLESS = qwen3_5_text.KEYS_HARMLESS - {"mlp_only_layers"} | {"intermediate_size", "output_router_logits", "router_aux_loss_coef"}
+REFUSED_UNLESS: Mapping[str, object] = {**qwen3_5_text.REFUSED_UNLESS, "decoder_sparse_step": 1, "mlp_only_layers": [],
+                                        "norm_topk_prob": True}
+WIDTH = 512
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers, most = keys.integer("num_hidden_layers", high=MAX_LAYERS), 2**22
+    own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", WIDTH, high=most), True, range(layers),
+                  shared_width=keys.integer("shared_expert_intermediate_size", WIDTH, high=most), shared_scaled=True)
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size",
+                    sizes={"moe_intermediate_size": WIDTH})
+    return hybrid_config(keys, base, mixture=own)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return hybrid_tensors(config, layer, expert_tensors(config, layer, "mlp", NAMES, shared="shared_expert"))
