@@ -268,8 +268,9 @@ def test_a_synthetic_mixture_is_measured(source: Path, bits: str | None) -> None
 
 
 def test_the_named_shapes_are_those_of_the_models() -> None:
+    table = 151_552 * 4096  # embedding and head, which its makers do not count as active
     for shape, total, active in (("qwen3-30b-a3b", 30.5e9, 3.3e9), ("olmoe-1b-7b", 6.9e9, 1.3e9),
-                                 ("qwen1.5-moe-a2.7b", 14.3e9, 2.7e9), ("glm-4.5-air", 106e9, 12e9)):
+                                 ("qwen1.5-moe-a2.7b", 14.3e9, 2.7e9), ("glm-4.5-air", 106e9, 12e9 + 2 * table)):
         config = synthetic_config(shape)
         family = families.get(config.family)
         rules = [*family.outer_tensors(config).items()]
