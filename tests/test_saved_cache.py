@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from config_samples import SMALL
 from saves import FABLE, opened, read, save, tokens
 
 from effllm import ContextOverflow, EffllmError, UsageError
@@ -176,6 +177,15 @@ def test_a_folder_tells_another_model_and_other_weights(one, tmp_path):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     assert folder_identity(copy)["model"] != own["model"]
+
+
+@pytest.mark.parametrize("more, model", [
+    ({"model_type": "llama"}, "90bf880e5bd4ba609274a58950644285"),
+    ({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}, "9bf4152275b399c02f6ad4f7e4d85baf")])
+def test_a_model_is_the_same_for_sessions_that_were_saved_before_configs_said_more(more, model, tmp_path):
+    shutil.copy(FABLE / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **more}))
+    assert folder_identity(tmp_path)["model"] == model
 
 
 def test_a_context_too_short_for_what_was_held(one, store):
