@@ -310,7 +310,7 @@ def key(name: str, value: object):
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    (key("llama.expert_count", 8), "blk.0.ffn_down.weight"), (key("llama.expert_shared_count", 1), "llama.expert_shared_count = 1"),
+    (key("llama.expert_count", 8), "llama.expert_used_count"), (key("llama.expert_shared_count", 1), "llama.expert_shared_count = 1"),
     (key("llama.attention.value_length", 24), "llama.attention.value_length 24"),
     (key("llama.rope.dimension_count", 32), "llama.rope.dimension_count 32"),
     (key("llama.final_logit_softcapping", 30.0), "llama.final_logit_softcapping"),
