@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .layout import ALIGN, REPEATED, align
 
-FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # what a pass is told, see `Control` in runtime/states.py
+FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # what a pass is told, see `controls` in runtime/states.py
 NO_SLOT = -1  # the state of a text that has not begun: zeros
 
 

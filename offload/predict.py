@@ -24,6 +24,10 @@ USUAL_SHARE = 0.7
 CACHED_NBYTES, MEMORY_NBYTES = 8 << 20, 256 << 20
 # Tokens of a layer's context that are attended to at the rate of a short one.
 NEAR = 1024
+# Of a state: bytes that a pass moves for each value (read in one place, written in another, which is fetched for it), and values a second
+# of every token of a prompt, which stay in the first-level cache from token to token (two cores of a Zen 5: 34 us of a layer of 32 heads
+# of 128 x 128).
+STATE_TRAFFIC, STATE_RATE = 12, 15e9
 # A layer whose experts are asked for comes back to Python: 0.1 ms where choosing a token takes 25 us (a Zen 5).
 VISIT = 4
 
@@ -124,7 +128,7 @@ class Work:
     """What one token asks of a machine.
 
     `attention_width`: products per layer and token attended to; `windows`: the most tokens that each layer with attention attends to, None
-    for all; `stateful`: how many layers have none, with `state_bytes` that a token reads and writes in all; `kv_bytes`: read per token of
+    for all; `stateful`: how many layers have none, with `state_bytes` that a pass moves of their states; `kv_bytes`: read per token of
     depth, all layers; `streamed`: bytes from the disk per pass; `load`: bytes read once.
     Of neurons that are read when they are active, `missed` bytes a token in reads of `read_bytes` (`assumed`: nobody measured how many),
     `neurons` bytes by every pass over a prompt; `window` bytes of them stay in memory. `paged`: what streams are experts. `kv_held`:
@@ -237,7 +241,8 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
         seconds += own
         routed += own * part.routed
     pairs = sum(_pairs(tokens, window) for window in work.windows)
-    seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill + tokens * work.state_bytes / rates.memory
+    seconds += pairs * work.attention_width / _attention(rates, work.kv).prefill
+    seconds += passes * work.state_bytes / rates.memory + tokens * work.state_bytes / (STATE_TRAFFIC * STATE_RATE)
     seconds += passes * (rates.token_s + work.layers * rates.layer_s)
     # What a prompt's last pass reads of the cache is the most that one reads.
     pages_s = spilled / _again(rates, work.kv_disk_bytes((passes - 1) * work.chunk), checked=True) if spilled else 0.0

@@ -239,6 +239,8 @@ class KVCache:
         back). With a lossy one they cannot be: fewer are held, the caller prefills the rest, and tokens run again see as packed what they
         saw exact before. With states too fewer are held, those behind which there is one to go back to."""
         if n >= self.n:
+            if self.states is not None:
+                self.states.end_prompt()
             return self.n
         self._steps.clear()
         held = self._cut(*self._way_to(n))

@@ -62,9 +62,9 @@ REFUSED_UNLESS: Mapping[str, object] = {
 OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
                           "torch_dtype"})
 OUTER_HARMLESS = frozenset({"architectures", "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id",
-                            "image_token_index", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "projector_hidden_act",
-                            "spatial_merge_size", "text_config", "video_token_id", "vision_config", "vision_end_token_id",
-                            "vision_feature_layer", "vision_start_token_id"})
+                            "image_token_index", "language_model_only", "mm_tokens_per_image", "model_type", "multimodal_projector_bias",
+                            "projector_hidden_act", "spatial_merge_size", "text_config", "video_token_id", "vision_config",
+                            "vision_end_token_id", "vision_feature_layer", "vision_start_token_id"})
 UNTIED = ("qwen3_5", "qwen3_5_moe")  # composite models whose head is one of its own where they say nothing; of others it is the embedding
 GENERATOR, SEVERAL = "ForCausalLM", "ForConditionalGeneration"  # endings of architectures: text alone, and with images
 REASONS = {

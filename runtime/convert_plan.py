@@ -185,6 +185,8 @@ def _check_rules(recipe: Recipe, jobs: Sequence[Job]) -> None:
     names = [job.name for job in jobs if kind_of(job.role) in MATRICES and len(job.shape) == 2]
     for pattern, _ in recipe.rules:
         if not any(re.search(pattern, name) for name in names):
+            if stays := next((job.name for job in jobs if re.search(pattern, job.name)), None):
+                raise UsageError(f"{stays}, which {pattern!r} matches, stays as it is stored", f"rounded are matrices like {names[-1]}")
             raise UsageError(f"no matrix of this model has a name that {pattern!r} matches", f"names are like {names[-1]}")
 
 

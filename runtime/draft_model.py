@@ -110,6 +110,8 @@ class DraftModel:
         """Read its weights."""
         for done, total in self._engine.model.load():
             yield Progress("loading the draft model", done, total, "bytes")
+        if (states := self._engine.cache.states) is not None:
+            states.guesses = True
 
     def choose_as(self, settings: SamplerSettings) -> None:
         """Guess what a run with these settings finds likeliest: penalties move the likeliest token, the temperature does not."""

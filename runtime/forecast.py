@@ -17,7 +17,7 @@ from .. import EffllmError, UsageError
 from ..kernels.layout import PAGE
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
-from ..offload.predict import Part, Prediction, Rates, Work, decode, load_seconds, prompt, window_gain
+from ..offload.predict import STATE_TRAFFIC, Part, Prediction, Rates, Work, decode, load_seconds, prompt, window_gain
 from ..offload.size import asked_mib, format_size, parse_size
 from ..quant.spec import QuantSpec
 from .bundles import ROLE as BUNDLES
@@ -113,7 +113,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
                     for kind, last, routed in nbytes),
         attention_width=2 * config.num_attention_heads * config.head_dim, kv=options.kv,
         windows=tuple(config.windows[layer] for layer in config.attention_layers), stateful=len(config.delta_layers),
-        state_bytes=0 if config.delta is None else 2 * 4 * config.delta.state_floats * len(config.delta_layers),
+        state_bytes=0 if config.delta is None else STATE_TRAFFIC * config.delta.state_floats * len(config.delta_layers),
         kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
         # What streams is counted with its alignment: where all of it does, that is more than the weights are.
         load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None

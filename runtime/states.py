@@ -6,7 +6,8 @@ begun. A pass that was broken off, or was a draft of which nothing came true, is
 tokens, as those of drafts, the state behind any of them is made again from what their pass left (`LayerStates.again`), without a product.
 
 Other ways back are slots that are kept. A prompt leaves two: where it began to be read, and a little before its end, since the next prompt
-often has all of it in common but what asked for the answer. Of more the oldest give way. What lies between is read again.
+often has all of it in common but what asked for the answer; of a model that guesses for another, whose answers are mostly taken back, its
+very end instead. Of more the oldest give way. What lies between is read again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class States:
 
     def __init__(self, layers: Sequence[LayerStates], shape: DeltaShape, told: np.ndarray) -> None:
         self.layers, self._told = layers, told
+        self.guesses = False  # are answers guesses, which will be taken back?
         self.nbytes, self.saved_nbytes = len(layers) * shape.nbytes(SLOTS), 4 * len(layers) * shape.slot_floats
         self.clear()
 
@@ -70,10 +72,15 @@ class States:
         if prompt and not self._reading and self._from != NO_SLOT and self._from not in self._kept:
             self._make_room()
             self._kept[self._from] = n
+        elif self.guesses and not prompt and self._reading and self._from not in (NO_SLOT, *self._kept):
+            self._replace_tail(lambda: self._from)
+            self._kept[self._from] = n
         self._tail, self._reading = self._tail if self._reading else NO_SLOT, prompt
         told = self._told
         self._tokens, self._to = tokens, self._free()
         told[FROM], told[TO], told[AFTER], told[KEPT] = self._from, self._to, 0, NO_SLOT
+        if self.guesses:
+            return
         if prompt and n < keep < n + tokens:
             self._replace_tail(self._free)
             self._coming = self._tail, keep
@@ -81,6 +88,10 @@ class States:
         elif prompt and n == keep and self._from not in (NO_SLOT, *self._kept):
             self._replace_tail(lambda: self._from)
             self._kept[self._from] = n
+
+    def end_prompt(self) -> None:
+        """What is read from here on is another prompt."""
+        self._reading = False
 
     def _settle(self, n: int) -> None:
         """The next pass reads the state behind `n` tokens, which the last one went through all of, or to which it can be taken again."""

@@ -181,6 +181,7 @@ def test_a_width_alone_means_what_the_method_can_make() -> None:
     (("--bits", "4", "--tensor-type", "(=4bit"), "regular expression"),
     (("--bits", "4", "--tensor-type", "down_proj=tiny"), "tiny"),
     (("--bits", "4", "--tensor-type", "down_prj=8bit"), "no matrix of this model has a name that 'down_prj' matches"),
+    (("--bits", "4", "--tensor-type", "layernorm=8bit"), "input_layernorm.weight, which 'layernorm' matches, stays as it is"),
     (("--bits", "4", "--method", "magic"), "magic"),
     (("--spec", "codebook4:16", "--method", "hqq"), "hqq moves the zeros"),
     (("--spec", "ternary", "--method", "hqq"), "hqq moves the zeros of a grid, which ternary:64 has not"),

@@ -19,7 +19,7 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.predict import KindRate, Rates, decode
+from effllm.offload.predict import KindRate, Rates, decode, prompt
 from effllm.runtime import parts
 from effllm.runtime.compressed import export_compressed
 from effllm.runtime.config import read_config
@@ -231,6 +231,38 @@ def test_a_draft_model_may_have_states(folder: Path) -> None:
         large.close()
 
 
+@pytest.mark.parametrize("lengths, most", [([4] * 8, 1), ([1] * 20 + [4] * 4, 2), ([1, 4] * 8, 2)], ids=("four", "one, then four", "both"))
+def test_a_guess_that_fails_is_read_over_from_where_it_began(folder: Path, lengths: list[int], most: int) -> None:
+    """As a draft model asks for guesses, of which the first token is wrong each time."""
+    model = DraftModel(prepare(folder, EngineOptions(device="cpu", ctx=CTX)), 300)
+    list(model.load())
+    engine, history, counts = model._engine, IDS[:300], []
+    try:
+        for length in lengths:
+            read(engine, history)
+            counts.append(engine.read)
+            history = [*history, (answer(engine, length)[0] + 1) % 300]
+        assert counts[0] == 300 and max(counts[1:]) <= most
+        logits = read(engine, history)
+        assert np.array_equal(logits, anew(engine, history)) or np.abs(logits - anew(engine, history)).max() < 1e-4 * np.abs(logits).max()
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_a_prompt_after_a_short_answer_is_a_way_back(folder: Path, tokens: int) -> None:
+    engine = opened(folder)
+    try:
+        read(engine, IDS[:300])
+        spoken = IDS[:300] + answer(engine, tokens)
+        read(engine, spoken + IDS[300:320])
+        answer(engine, 8)
+        read(engine, spoken + IDS[330:350])
+        assert engine.reused >= len(spoken) - 1
+    finally:
+        engine.close()
+
+
 def test_layers_that_predict_ahead_and_pictures_are_passed_over(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     zeros = np.zeros((2, 2), np.float32)
@@ -273,9 +305,12 @@ def test_a_forecast_counts_states_beside_attention(folder: Path) -> None:
     asked = work(prepared, check_tensors(prepared.config, prepared.store))
     prepared.store.close()
     delta = prepared.config.delta
-    assert asked.windows == (None,) and asked.layers == 4 and asked.state_bytes == 3 * 8 * delta.state_floats
+    assert asked.windows == (None,) and asked.layers == 4 and asked.state_bytes == 3 * 12 * delta.state_floats
     assert asked.bytes_per_token == sum(part.nbytes for part in asked.parts)
     rates = Rates(1e6, 0.0, 0.0, {part.kind: KindRate(1e6, 1e12) for part in asked.parts}, {asked.kv: KindRate(1e12, 1e12)})
     without = replace(asked, state_bytes=0)
     assert decode(asked, rates, 100).seconds - decode(without, rates, 100).seconds == pytest.approx(asked.state_bytes / 1e6)
+    one, many = (prompt(asked, rates, tokens).seconds - prompt(without, rates, tokens).seconds
+                 for tokens in (asked.chunk, 2 * asked.chunk))
+    assert many == pytest.approx(2 * one) and one < 1.1 * asked.state_bytes / 1e6, "once a pass, not for every token of it"
     assert decode(asked, rates, 200).seconds - decode(asked, rates, 100).seconds == pytest.approx(100 * asked.kv_bytes / 1e6)

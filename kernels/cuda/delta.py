@@ -2,7 +2,8 @@
 
 A few tokens go one after the other. Many go in stretches of STRETCH: within one, what every token writes to the state depends on those
 before it, which is a triangular system, and the rest are products (the chunked form of arXiv 2412.06464). So the bits of a prompt depend
-on how it is cut, as on this backend they do anyway.
+on how it is cut, as on this backend they do anyway; and a token that is no number makes all of its stretch none, where the host's kernels
+leave those before it.
 """
 
 from __future__ import annotations
