@@ -21,13 +21,18 @@ NO_SLOT = -1  # the state of a text that has not begun: zeros
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Heads of keys (and queries) and of values, the width of one of each, and the taps of the convolution over all of them."""
+    """Heads of keys (and queries) and of values, the width of one of each, and the taps of the convolution over all of them.
+
+    Heads of values that read the keys of one head lie side by side; `tiled`: once around all heads of keys instead, again and again, as
+    GGUF files have them.
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    tiled: bool = False
 
     @property
     def keys(self) -> int:

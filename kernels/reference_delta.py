@@ -1,8 +1,8 @@
 """The meaning of a gated delta rule's ops, in NumPy and float64 (Gated Delta Networks, arXiv 2412.06464).
 
-T tokens, C channels, H heads of keys, G of values, each of which reads the keys of head g * H // G, widths dk and dv. S [G, dv, dk] is the
-state: what it returns for a key is S k. A token lets it decay, sees how far its value is from what S returns for its key, and writes the
-share beta of the difference there; then its query reads.
+T tokens, C channels, H heads of keys, G of values, each of which reads the keys of head g * H // G, or g mod H where they are tiled,
+widths dk and dv. S [G, dv, dk] is the state: what it returns for a key is S k. A token lets it decay, sees how far its value is from what
+S returns for its key, and writes the share beta of the difference there; then its query reads.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def gates(a: np.ndarray, b: np.ndarray, decay: np.ndarray, dt: np.ndarray) -> tu
 
 
 def recur(q: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, beta: np.ndarray,
-          state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+          state: np.ndarray, tiled: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """q, k [T, H, dk], v [T, G, dv], decay and beta [T, G] -> (what was read [T, G, dv], the state behind the last token)."""
-    group = v.shape[1] // k.shape[1]
-    q, k = (np.repeat(unit(side.astype(np.float64)), group, axis=1) for side in (q, k))
+    heads, own = np.arange(v.shape[1]), k.shape[1]
+    reads = heads % own if tiled else heads * own // len(heads)
+    q, k = (unit(side.astype(np.float64))[:, reads] for side in (q, k))
     q, s, out = q * q.shape[-1] ** -0.5, state.astype(np.float64), np.zeros(v.shape)
     for t in range(len(v)):
         s = s * decay[t][:, None, None]

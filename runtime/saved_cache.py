@@ -46,8 +46,10 @@ DIFFERENCES = {
     "pages": ("pages of version {0}, this effllm has {1}", "the effllm that wrote it"),
 }
 NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings", "mtp_layers"}  # fields of a config
-# What came when sessions of models without it had been saved already: fields of a config, and of its mixture as it reads without them.
+# What came when sessions of models without it had been saved already: fields of a config, of its linear attention and its mixture as these
+# read without them.
 LATER = {"delta", "delta_layers", "gated_queries"}
+LATER_OF_DELTA = ", tiled=False"
 LATER_OF_MIXTURES = ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False"
 
 
@@ -97,6 +99,8 @@ def _of_config(config: ModelConfig) -> str:
     without = NOT_OF_PAGES if config.delta is not None else NOT_OF_PAGES | LATER
     values = {field.name: repr(getattr(config, field.name)) for field in fields(config) if field.name not in without}
     values["mixture"] = values["mixture"].replace(LATER_OF_MIXTURES, "")
+    if "delta" in values:
+        values["delta"] = values["delta"].replace(LATER_OF_DELTA, "")
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -22,7 +22,7 @@ from effllm.kernels.workspace import Dims
 from effllm.runtime.states import SLOTS, controls
 
 SHAPES = {"usual": DeltaShape(2, 4, 128, 128, 4), "odd": DeltaShape(3, 3, 24, 40, 2), "one head, narrow": DeltaShape(1, 2, 7, 5, 3),
-          "one tap": DeltaShape(1, 1, 16, 33, 1)}
+          "one tap": DeltaShape(1, 1, 16, 33, 1), "tiled": DeltaShape(2, 6, 24, 20, 4, tiled=True)}
 EPS = 1e-6
 
 
@@ -53,7 +53,7 @@ def expected(shape: DeltaShape, given: tuple[np.ndarray, ...]) -> tuple[np.ndarr
     heads = lambda x, count: x.reshape(len(x), count, -1)  # noqa: E731
     decay, beta = reference.gates(a, b, w.decay, w.dt)
     out, state = reference.recur(heads(q, shape.key_heads), heads(k, shape.key_heads), heads(v, shape.value_heads), decay, beta,
-                                 np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)))
+                                 np.zeros((shape.value_heads, shape.value_dim, shape.key_dim)), shape.tiled)
     return reference.gated_norm(out, heads(z, shape.value_heads), w.norm.weight, EPS).reshape(len(qkv), -1), state
 
 
@@ -112,6 +112,8 @@ def test_the_reference_is_what_transformers_computes(shape: DeltaShape) -> None:
     np.testing.assert_allclose(reference.convolve(qkv, np.zeros((shape.taps - 1, shape.channels)), w.conv), mixed, atol=1e-12)
     q, k, v = (side.unflatten(1, (heads, -1))[None] for side, heads in zip(mixed.split((shape.keys, shape.keys, shape.values), 1),
                                                                           (shape.key_heads, shape.key_heads, shape.value_heads)))
+    if shape.tiled:  # there heads of values that read one of keys lie side by side
+        q, k = (side.repeat(1, 1, shape.value_heads // shape.key_heads, 1) for side in (q, k))
     g = -t(w.decay) * torch.nn.functional.softplus(t(a) + t(w.dt))
     out, last = oracle.torch_recurrent_gated_delta_rule(q, k, v, g[None], t(b).sigmoid()[None], output_final_state=True,
                                                         use_qk_l2norm_in_kernel=True)

@@ -181,7 +181,8 @@ def test_a_folder_tells_another_model_and_other_weights(one, tmp_path):
 
 @pytest.mark.parametrize("more, model", [
     ({"model_type": "llama"}, "90bf880e5bd4ba609274a58950644285"),
-    ({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}, "9bf4152275b399c02f6ad4f7e4d85baf")])
+    ({"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}, "9bf4152275b399c02f6ad4f7e4d85baf"),
+    ({"model_type": "qwen3_5_text"}, "46c761938fa5bdbbca1182a368abd787")])
 def test_a_model_is_the_same_for_sessions_that_were_saved_before_configs_said_more(more, model, tmp_path):
     shutil.copy(FABLE / "model.safetensors", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **more}))

@@ -46,8 +46,8 @@ class LayerStates:
         self._gates = recent[2 * wide :][: 2 * REPEATED * heads].reshape(REPEATED, 2, heads)
         self._run = ops.registry.select(Call("delta")).candidate.run
         self.block = np.zeros(loops.SLOTS, np.int64)
-        self.block[loops.MEMORY : loops.TAPS + 1] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(told),
-                                                     shape.key_heads, heads, shape.key_dim, shape.value_dim, shape.taps)
+        self.block[loops.MEMORY : loops.TILED + 1] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(told),
+                                                     shape.key_heads, heads, shape.key_dim, shape.value_dim, shape.taps, shape.tiled)
         self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def mix(self, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta) -> np.ndarray:
@@ -152,5 +152,5 @@ def recur_reference(states: LayerStates, mixed: np.ndarray, gates: np.ndarray, o
     heads = out.reshape(len(out), shape.value_heads, -1)
     for end, slot in ((after, kept), (len(out), target)):
         if end > at:
-            heads[at:end], s = reference.recur(q[at:end], k[at:end], v[at:end], gates[at:end, 0], gates[at:end, 1], s)
+            heads[at:end], s = reference.recur(q[at:end], k[at:end], v[at:end], gates[at:end, 0], gates[at:end, 1], s, shape.tiled)
             states.state_of(slot)[:], at = s, end

@@ -25,9 +25,10 @@ EPS_OF_KEYS = np.float32(KEY_EPS)
 
 # Slots of the argument block, of all three kernels. X and RAW [TOKENS, channels], Z and OUT [TOKENS, values], B and A [TOKENS, value
 # heads], MIXED as X: the convolution's results; GATES [TOKENS, 2, value heads]. CONV [taps, channels], DECAY and DT [value heads], NORM
-# [value dim]. MEMORY: slots of SLOT bytes, S from STATE on; CONTROL: which of them. RAW: where X is kept, 0 for nowhere.
+# [value dim]. MEMORY: slots of SLOT bytes, S from STATE on; CONTROL: which of them. RAW: where X is kept, 0 for nowhere. TILED: 0 or 1, see
+# `DeltaShape`.
 (X, TOKENS, Z, B, A, MIXED, GATES, OUT, RAW, CONV, DECAY, DT, NORM, EPS, MEMORY, SLOT, STATE, CONTROL, KEY_HEADS, VALUE_HEADS, KEY_DIM,
- VALUE_DIM, TAPS, SLOTS) = range(24)
+ VALUE_DIM, TAPS, TILED, SLOTS) = range(25)
 
 
 @inlined()
@@ -169,7 +170,7 @@ def recur(args, worker, counter):
         rows, place = min(ROWS, width - first), a[STATE] + 4 * (head * width + first) * depth
         state = a[MEMORY] + target * a[SLOT] + place
         _copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
-        own = (head * a[KEY_HEADS] // heads) * depth
+        own = (head % a[KEY_HEADS] if a[TILED] != 0 else head * a[KEY_HEADS] // heads) * depth
         for t in range(tokens):
             row, gates = a[MIXED] + 4 * t * channels, f32_at(a[GATES] + 8 * t * heads)
             q, k, v = f32_at(row + 4 * own), f32_at(row + 4 * (keys + own)), f32_at(row + 4 * (2 * keys + head * width + first))

@@ -91,7 +91,8 @@ class TorchStates:
         shape = self.shape
         q, k, v = mixed.split((shape.keys, shape.keys, shape.values), dim=1)
         group = shape.value_heads // shape.key_heads
-        q, k = (_unit(side.unflatten(1, (shape.key_heads, -1))).repeat_interleave(group, dim=1) for side in (q, k))
+        q, k = (_unit(side.unflatten(1, (shape.key_heads, -1))) for side in (q, k))
+        q, k = (side.repeat(1, group, 1) if shape.tiled else side.repeat_interleave(group, dim=1) for side in (q, k))
         q, v = q * shape.key_dim**-0.5, v.unflatten(1, (shape.value_heads, -1))
         run: Callable = _one_by_one if len(mixed) <= REPEATED else _in_stretches
         return run(q, k, v, gates[:, 0], gates[:, 1], state)
