@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ..states import LayerStates
 
 KEYS_USED = frozenset({"attention_bias", "full_attention_interval", "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim",
-                       "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "partial_rotary_factor"})
-KEYS_HARMLESS = frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
-                           "unsloth_fixed_mtp"})
+                       "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "linear_value_heads_tiled",
+                       "mtp_num_hidden_layers", "partial_rotary_factor"})
+KEYS_HARMLESS = frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp"})
 REFUSED_UNLESS: Mapping[str, object] = {"attn_output_gate": True, "mlp_bias": False, "output_gate_type": "swish", "sliding_window": None}
 LINEAR, FULL = "linear_attention", "full_attention"
 ROTATED = 0.25  # of a head, where the config does not say
@@ -47,7 +47,8 @@ def hybrid_config(keys: Keys, base: Defaults, **features: object) -> ModelConfig
     sizes = {"key_heads": ("linear_num_key_heads", 16, 4096), "value_heads": ("linear_num_value_heads", 32, 4096),
              "key_dim": ("linear_key_head_dim", 128, 1024), "value_dim": ("linear_value_head_dim", 128, 1024),
              "taps": ("linear_conv_kernel_dim", 4, 64)}
-    shape = DeltaShape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in sizes.items()})
+    shape = DeltaShape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in sizes.items()},
+                       tiled=keys.flag("linear_value_heads_tiled", False))  # which folders made of GGUF files say
     if shape.value_heads % shape.key_heads:
         raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
                           f"{shape.key_heads}")
@@ -57,7 +58,8 @@ def hybrid_config(keys: Keys, base: Defaults, **features: object) -> ModelConfig
         return tuple(turned if kind == FULL else None for kind in kinds)
 
     made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True, delta=shape,
-                          delta_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), **features)
+                          delta_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+                          mtp_layers=keys.integer("mtp_num_hidden_layers", 0, low=0, high=MAX_LAYERS), **features)
     if made.hidden_act != "silu":
         raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
                           "this family runs only with hidden_act = silu: its linear attention uses it too")

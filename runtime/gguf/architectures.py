@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..families import FAMILIES, expert_of, kind_of, mixtral, qwen3_moe
+from . import linear_attention
 
 # The parts of a tensor's name: in the file -> in a checkpoint of the Hugging Face kind.
 OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -23,6 +24,7 @@ LAYER = {
 }
 # Of a mixture: the matrices of all experts, and the router; older files have `ffn_gate.3` instead, a tensor for every expert.
 EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
+JOINT_EXPERTS = {"ffn_gate_up_exps": ("gate", "up")}  # of each expert one after the other
 SINGLE_EXPERTS = {"ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
 ROUTER = "ffn_gate_inp"
 SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
@@ -53,7 +55,8 @@ class Architecture:
     -> the parts that lie in it one after the other, of q, k, v or of equal height; `fused_before` are those that older files have as well.
     `partial`: not all of a head need turn. `experts`: where a layer of a checkpoint has them, and what it calls their three matrices.
     `pattern`: a file may say which layers have a window. `roles` go before ROLES, `outer` are names beside OUTER. `epsilon`: the key of
-    the norms' one.
+    the norms' one. `required`: keys that must be there beside the usual ones, `optional` ones of these need not. `read`: keys that are
+    read, though not by translation. `whole`: parts of tensors' names with their kinds, where a checkpoint says no kind.
     """
 
     family: str
@@ -70,6 +73,14 @@ class Architecture:
     roles: Mapping[str, str] = field(default_factory=dict)
     outer: Mapping[str, str] = field(default_factory=dict)
     epsilon: str = RMS_NORM
+    required: tuple[str, ...] = ()
+    optional: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+    def offset(self, name: str) -> float:
+        """What was added to a tensor of a checkpoint."""
+        return self.norm_offset if "norm" in name and linear_attention.OWN_NORM not in name else 0.0
 
 
 _GEMMA_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
@@ -84,6 +95,11 @@ _GLM_NAMES = {CORRECTION: "mlp.gate.e_score_correction_bias",
               **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}
 _QKV, _GATE_UP = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}, {"ffn_up": ("ffn_gate", "ffn_up")}
 _COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN_WIDTHS = {"expert_feed_forward_length": "moe_intermediate_size",
+                "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_QWEN_SHARED = {**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}, SHARE: "mlp.shared_expert_gate"}
+_LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQUIRED, "whole": linear_attention.WHOLE,
+           "read": frozenset({linear_attention.SECTIONS, linear_attention.RECURRENT})}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 ARCHITECTURES = {
@@ -91,11 +107,12 @@ ARCHITECTURES = {
                           experts=("block_sparse_moe", mixtral.NAMES)),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
-                             keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size",
-                                   "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-                             layer_names={**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()},
-                                          SHARE: "mlp.shared_expert_gate"}),
+                             keys={**_COUNTS, **_QWEN_WIDTHS}, layer_names=_QWEN_SHARED),
     "qwen3": Architecture("qwen3"),
+    "qwen35": Architecture("qwen3_5_text", keys=linear_attention.KEYS, layer_names=linear_attention.NAMES, **_LINEAR),
+    "qwen35moe": Architecture("qwen3_5_moe_text", experts=("mlp", qwen3_moe.NAMES), optional=frozenset({"feed_forward_length"}),
+                              keys={**_COUNTS, **_QWEN_WIDTHS, **linear_attention.KEYS},
+                              layer_names={**_QWEN_SHARED, **linear_attention.NAMES}, **_LINEAR),
     "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
     # Neighbours turn together here as in the checkpoints, so that rows are as they are there.
     "ernie4_5-moe": Architecture("ernie4_5_moe", experts=("mlp", qwen3_moe.NAMES), layer_names={
@@ -158,6 +175,8 @@ def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ..
         return (OUTER.get(name) or found.outer[name],)
     first, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
+    if first == "blk" and index.isdecimal() and rest in found.whole:
+        return (f"model.layers.{int(index)}.{found.whole[rest]}",)
     part, _, kind = rest.rpartition(".")
     if experts and found.experts is not None:
         own = _of_experts(part, experts, *found.experts)
@@ -176,7 +195,8 @@ def _of_experts(part: str, experts: int, place: str, names: Mapping[str, str]) -
     base, _, number = part.partition(".")
     if number.isdecimal() and base in SINGLE_EXPERTS and int(number) < experts:
         return [f"{place}.experts.{int(number)}.{names[SINGLE_EXPERTS[base]]}"]
-    return [f"{place}.experts.{expert}.{names[EXPERTS[part]]}" for expert in range(experts)] if part in EXPERTS else []
+    kinds = JOINT_EXPERTS.get(part) or ((EXPERTS[part],) if part in EXPERTS else ())
+    return [f"{place}.experts.{expert}.{names[kind]}" for expert in range(experts) for kind in kinds]
 
 
 # Role of a tensor of a family -> the part of its name in a file.

@@ -19,7 +19,7 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import MAX_LAYERS, ModelConfig, parse_config
 from ..config_rope import GLOBAL, GROWTH, LOCAL
-from . import yarn
+from . import linear_attention, yarn
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHARED_WIDTH, SHORT, UNTURNED, Architecture, architecture
 
 # Below the architecture's name -> config.json.
@@ -85,6 +85,11 @@ def remark(header: GgufHeader, name: str, raw: Mapping[str, object]) -> str:
     return yarn.section(header.path, f"{name}.{SCALING}", header.metadata, raw["max_position_embeddings"])[1]
 
 
+def required(found: Architecture) -> tuple[str, ...]:
+    """The keys below an architecture's name without which there is no config."""
+    return (*(key for key in REQUIRED if key not in found.optional), found.epsilon, *found.required)
+
+
 def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     """What `config.json` would say."""
     data, path = header.metadata, header.path
@@ -93,7 +98,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     _refuse(header, name, found)
     raw: dict[str, object] = {"model_type": found.family, "hidden_act": "silu", **found.config}
     routed = () if found.experts is None or not data.get(f"{name}.expert_count") else ("expert_used_count",)
-    for key in (*REQUIRED, found.epsilon, *routed):
+    for key in (*required(found), *routed):
         if f"{name}.{key}" not in data:
             damaged(path, f"lacks key {name}.{key}")
     for theirs, ours in {**KEYS, **found.keys}.items():
@@ -165,6 +170,9 @@ def _family(header: GgufHeader, raw: dict[str, object]) -> None:
         raw.pop("num_experts_per_tok", None)
     if raw["model_type"] in ("dots1", "glm4_moe"):
         _glm(header, raw)
+    elif "linear_num_key_heads" in raw:
+        raw["sliding_window"] = window
+        linear_attention.add_linear_attention(header, header.metadata["general.architecture"], raw)
     elif raw["model_type"] == "ernie4_5_moe":
         width, count, inside = raw.pop(SHARED_WIDTH, None), raw.get("moe_num_shared_experts", 0), raw.get("moe_intermediate_size")
         raw |= {"moe_num_shared_experts": count, "rope_theta": raw.get("rope_theta", USUAL_THETA)}
@@ -271,7 +279,7 @@ def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
 def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
     data, path = header.metadata, header.path
     for key, neutral in NEUTRAL.items():
-        value = None if key in found.keys else data.get(f"{name}.{key}")
+        value = None if key in found.keys or key in found.read else data.get(f"{name}.{key}")
         if value is not None and (isinstance(value, np.ndarray | list) or value != neutral):
             raise CheckpointError(f"{path}: {name}.{key} = {shown_value(value)} is not supported for this architecture",
                                   "give the folder of the original checkpoint, if its family is supported")
@@ -279,7 +287,7 @@ def _refuse(header: GgufHeader, name: str, found: Architecture) -> None:
 
 def unknown_keys(header: GgufHeader, name: str, found: Architecture) -> Iterator[str]:
     """Keys of the architecture that nothing here reads."""
-    known = {*KEYS, *found.keys, *READ, *SCALING_KEYS, *NEUTRAL, *HARMLESS, *((PATTERN[1:],) if found.pattern else ())}
+    known = {*KEYS, *found.keys, *found.read, *READ, *SCALING_KEYS, *NEUTRAL, *HARMLESS, *((PATTERN[1:],) if found.pattern else ())}
     for key in header.metadata:
         if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known:
             yield key

@@ -36,6 +36,7 @@ from ..container import Container, StoredTensor
 from ..made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from .architectures import DIVISORS, ROUTER, Architecture, architecture, own_names
 from .config import Factors, model_config, rotary_divisors
+from .linear_attention import DECAY
 from .split import close_all, open_parts
 
 RAW = ("F32", "F16", "BF16")
@@ -44,13 +45,15 @@ RAW = ("F32", "F16", "BF16")
 @dataclass(frozen=True)
 class Source:
     """Where a tensor's rows come from: from row `first` of the file's tensor on, in its shape. `heads`: they are interleaved within so
-    many heads (0: they are not); `offset` is to be taken off."""
+    many heads (0: they are not); `offset` is to be taken off. `decay`: values are less than zero, their logarithms without the sign are
+    meant."""
 
     tensor: GgufTensor
     shape: tuple[int, ...]
     first: int = 0
     heads: int = 0
     offset: float = 0.0
+    decay: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +64,11 @@ class Source:
     def piece(self) -> int:
         """Rows that are read at once where a matrix is made again and again: a disk's full rate, or a block of them."""
         return min(self.shape[0], max(ROWS, READ_NBYTES // self.tensor.row_nbytes // ROWS * ROWS))
+
+    @property
+    def changed(self) -> bool:
+        """Are its values other ones than the file's?"""
+        return bool(self.offset) or self.decay
 
     @property
     def in_order(self) -> bool:
@@ -102,7 +110,7 @@ class GgufStore(MadeStore):
             if tensor.type not in DECODERS and tensor.type not in RAW:
                 raise CheckpointError(f"{self._path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported",
                                       f"known: {', '.join((*RAW, *DECODERS))}")
-            if wanted[names[0]] == (1, *tensor.shape):  # one row, which writers store as a vector
+            if len(names) == 1 and _squeezed(tensor.shape) == _squeezed(wanted[names[0]]):  # writers leave out what is one row or channel
                 tensor = replace(tensor, shape=wanted[names[0]])
             for name, source in self._parts(tensor, names, config, file.found):
                 self._sources[name] = source
@@ -110,7 +118,7 @@ class GgufStore(MadeStore):
                     stored[name] = StoredTensor(name, KEPT[tensor.type], source.shape, 0)
                     tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), tensor.file, tensor.offset, stored[name].nbytes)
                     continue
-                dtype = tensor.type if tensor.type in RAW and not source.offset else "F32" if len(tensor.shape) == 1 else wide.upper()
+                dtype = tensor.type if tensor.type in RAW and not source.changed else "F32" if len(tensor.shape) == 1 else wide.upper()
                 nbytes = prod(source.shape) * (4 if dtype == "F32" else 2)
                 tensors[name] = TensorInfo(name, dtype, source.shape, tensor.file, tensor.offset, nbytes)
         super().__init__(self._path, tensors, dict(file.opened))
@@ -133,7 +141,7 @@ class GgufStore(MadeStore):
             heads = _heads(name, config) if found.interleaved else 0
             if heads and rows % (2 * heads):
                 damaged(self._path, f"has tensor {shown(tensor.name)} of {rows} rows for {heads} heads")
-            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.norm_offset if "norm" in name else 0.0)
+            yield name, Source(tensor, (rows, *tensor.shape[1:]), first, heads, found.offset(name), name.endswith(DECAY))
             first += rows
 
     def _said(self, wide: str, stored: Mapping[str, StoredTensor]) -> Iterator[str]:
@@ -149,7 +157,7 @@ class GgufStore(MadeStore):
 
     def place(self, info: TensorInfo) -> int | None:
         source = self._sources[info.name]
-        if source.tensor.type not in RAW or source.heads or source.offset:
+        if source.tensor.type not in RAW or source.heads or source.changed:
             return None
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
@@ -199,7 +207,8 @@ class GgufStore(MadeStore):
         if len(tensor.shape) == 1 and tensor.type not in RAW:  # a vector of blocks has no rows to speak of
             raw = np.empty(tensor.nbytes, np.uint8)
             self.read_at(tensor.file, tensor.offset, memoryview(raw))
-            out[:] = self._dequantized(raw, tensor, tensor.shape[0]).reshape(-1)[begin:end].view(np.uint8)
+            values = self._dequantized(raw, tensor, tensor.shape[0]).reshape(-1)[begin:end]
+            out[:] = np.ascontiguousarray(self._meant(source, values)).view(np.uint8)
             return
         self._widen(info, self._rows(source, begin, end, nbytes), out)
 
@@ -209,9 +218,9 @@ class GgufStore(MadeStore):
         tensor = source.tensor
         if tensor.type not in RAW:
             values = self._dequantized(raw, tensor, tensor.shape[-1] if len(tensor.shape) > 1 else 1)
-        elif source.offset:
+        elif source.changed:
             scheme = tensor.type.lower()
-            values = to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme) - np.float32(source.offset)
+            values = self._meant(source, to_f32(raw.reshape(-1).view(RAW_NUMPY[scheme]), scheme))
         else:
             out[:] = raw.reshape(-1)
             return
@@ -219,6 +228,14 @@ class GgufStore(MadeStore):
         if info.dtype == "F16" and np.isinf(made.view(np.float16)).any() and np.isfinite(values).all():
             self._refuse(tensor, "weights beyond what 16 bits hold")
         out[:] = made.reshape(-1).view(np.uint8)
+
+    def _meant(self, source: Source, values: np.ndarray) -> np.ndarray:
+        """float32 values of a vector as the checkpoint has them."""
+        if source.decay:
+            if not (values < 0).all() or np.isinf(values).any():
+                self._refuse(source.tensor, "a decay that is not below zero")
+            return np.log(-values)
+        return values - np.float32(source.offset) if source.offset else values
 
     def _dequantized(self, raw: np.ndarray, tensor: GgufTensor, width: int) -> np.ndarray:
         """float32 [rows, width] of blocks."""
@@ -246,6 +263,10 @@ def _matrices(tensor: GgufTensor) -> GgufTensor:
     if len(tensor.shape) != 3:
         return tensor
     return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(each for each in shape if each != 1)
 
 
 def _names(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from ..convert_plan import MATRICES
 from ..expected import ExpectedStore
 from ..families import TensorRule, kind_of
 from ..gguf.architectures import architecture
-from ..gguf.config import REQUIRED, SCALING, config_json, parsed
+from ..gguf.config import SCALING, config_json, parsed, required
 from .client import Client, DownloadFailed, RemoteFile
 from .repository import Repository
 
@@ -58,9 +58,8 @@ def read_head(repository: Repository, files: Sequence[RemoteFile], client: Clien
     except CheckpointError as error:
         return GgufHead(unknown=error.message, nbytes_read=len(head))
     name, vocabulary = keys.get("general.architecture"), lengths.get(TOKENS)
-    if name is not None:
-        architecture(path, name)
-    if name is None or vocabulary is None or any(f"{name}.{key}" not in keys for key in REQUIRED):
+    needed = () if name is None else required(architecture(path, name))
+    if name is None or vocabulary is None or any(f"{name}.{key}" not in keys for key in needed):
         return GgufHead(unknown=f"{first.name} does not state its shape before its vocabulary", nbytes_read=len(head))
     nbytes = sum(file.size for file in files) - TOKEN_NBYTES * vocabulary
     config = _config(path, keys, vocabulary, repository.parameters)

@@ -1,0 +1,81 @@
+"""What GGUF files say otherwise of models with linear attention: where a checkpoint's config has it, and what text alone makes of the rest.
+
+Heads of values go around those of keys here (`DeltaShape.tiled`); their rows and columns stay where they are, because the columns of a
+matrix in blocks cannot be moved. Rotary positions have sections, one for time and two for places in an image, which are the same number in
+a text; a pair of channels in none of them would not turn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, shown_value
+from ...offload.header import CheckpointError, damaged
+from ..config import MAX_LAYERS
+
+SECTIONS, RECURRENT = "rope.dimension_sections", "attention.recurrent_layers"
+# Below the architecture's name -> config.json.
+KEYS = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "linear_value_head_dim",
+        "full_attention_interval": "full_attention_interval", "nextn_predict_layers": "mtp_num_hidden_layers"}
+REQUIRED = tuple(key for key in KEYS if key.startswith("ssm."))
+MOST = 1 << 16  # pairs of channels
+KINDS = ("full_attention", "linear_attention")
+# Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
+NAMES = {"post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+         "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
+         "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
+WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+DECAY, OWN_NORM = ".linear_attn.A_log", ".linear_attn.norm."
+
+
+def add_linear_attention(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
+    path, data = header.path, header.metadata
+    heads, keys, inner = (raw[key] for key in ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim"))
+    if type(heads) is type(inner) is int and heads > 0:
+        if inner % heads:
+            raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads, which it is no multiple of",
+                                  "the file is damaged or was converted wrongly: download it again, or another one")
+        raw["linear_value_head_dim"] = inner // heads
+    raw["linear_value_heads_tiled"] = heads != keys
+    attending = raw["num_attention_heads"]
+    raw.setdefault("num_key_value_heads", attending)  # these are what llama.cpp takes for granted, and not what transformers does
+    raw.setdefault("rope_theta", 10_000.0)
+    raw.setdefault("partial_rotary_factor", 1.0)
+    if isinstance(attending, int) and attending > 0:
+        raw.setdefault("head_dim", raw["hidden_size"] // attending)
+    behind, blocks = raw.setdefault("mtp_num_hidden_layers", 0), raw["num_hidden_layers"]
+    if type(behind) is type(blocks) is int and 0 < behind <= MAX_LAYERS:
+        _check_behind(header, f"{name}.nextn_predict_layers", blocks - behind, blocks)
+        raw["num_hidden_layers"] = blocks - behind  # files count them in
+    if (stated := data.get(f"{name}.{RECURRENT}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
+        if not isinstance(stated, np.ndarray) or len(stated) != blocks or not np.isin(stated, (0, 1)).all():
+            damaged(path, f"states {name}.{RECURRENT} {shown_value(stated)}, expected a truth for each of {blocks} layers")
+        raw["layer_types"] = [KINDS[int(each)] for each in stated[: raw["num_hidden_layers"]]]
+    if (stated := data.get(f"{name}.{SECTIONS}")) is not None and type(width := raw.get("head_dim")) is int:
+        _check_sections(path, f"{name}.{SECTIONS}", stated, round(width * raw["partial_rotary_factor"]) // 2)
+
+
+def _check_behind(header: GgufHeader, key: str, first: int, blocks: int) -> None:
+    """Blocks from `first` on are left out, so they must be what `key` says that they are."""
+    if first < 1:
+        damaged(header.path, f"states {key} {blocks - first} of {blocks} blocks")
+    held = {int(index) for kind, index, *_ in (name.split(".") for name in header.tensors) if kind == "blk" and index.isdecimal()}
+    for block in held & set(range(first, blocks)):
+        if not any(name.startswith(f"blk.{block}.nextn.") for name in header.tensors):
+            damaged(header.path, f"states {key} {blocks - first}, and its tensors of blk.{block} are of another kind of block")
+
+
+def _check_sections(path: Path, key: str, stated: object, pairs: int) -> None:
+    """Every third pair of channels is of a section, as long as that has some left."""
+    if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu" or not 3 <= len(stated) <= 4 \
+            or (stated < 0).any() or (stated > MOST).any():
+        damaged(path, f"states {key} {shown_value(stated)}, expected three or four whole numbers")
+    whole = int(stated.sum())
+    places = np.arange(min(pairs, MOST)) % max(whole, 1)
+    if not whole or (places >= 3 * stated[:3].astype(np.int64)[places % 3]).any():
+        raise CheckpointError(f"{path} states {key} {stated.tolist()} for {pairs} pairs of channels, which is not supported",
+                              "give the folder of the original checkpoint")
