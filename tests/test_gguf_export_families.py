@@ -27,6 +27,9 @@ from gguf_samples import FABLE, write_model
 SIZES = {"vocab_size": 4096, "intermediate_size": 96, "eos_token_id": None}
 GEMMA = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+# Three heads of values for each of keys, of one width.
+LINEAR = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
+          "linear_value_head_dim": 32}
 SU = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.4 * i for i in range(8)],
       "original_max_position_embeddings": 64}
 MODELS = {
@@ -74,6 +77,10 @@ MODELS = {
     "qwen3_moe": Case("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True}),
     "olmoe": Case("olmoe", {**EXPERTS, "num_key_value_heads": 4}),
     "qwen2_moe": Case("qwen2_moe", {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
+    "qwen3_5_text": Case("qwen3_5_text", {**LINEAR, "tie_word_embeddings": True}),
+    "qwen3_5_text, yarn": Case("qwen3_5_text", {**LINEAR, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        **rope("yarn", factor=8.0, original_max_position_embeddings=64, partial_rotary_factor=0.5)}),
+    "qwen3_5_moe_text": Case("qwen3_5_moe_text", {**LINEAR, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}),
     "glm4_moe": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, whole heads": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "partial_rotary_factor": 1.0}),
     "granitemoehybrid, no positions": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "shared_intermediate_size": 96,
@@ -128,8 +135,9 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
     assert np.abs(got - expected).max() < 2e-4 * np.abs(expected).max()
     fields = gguf.GGUFReader(path).fields
     assert fields["general.architecture"].contents() == BY_FAMILY[MODELS[name].family]
-    again = exported(path, tmp_path / "again.gguf")
-    np.testing.assert_array_equal(scores(again, ids), got)
+    there = scores(exported(path, tmp_path / "again.gguf"), ids)
+    within = 1e-5 if MODELS[name].family.startswith("qwen3_5") else 0  # whose decays are logarithms in between
+    assert np.abs(there - got).max() <= within * np.abs(got).max()
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -176,6 +184,10 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
       for family in ("dots1", "ernie4_5_moe", "glm4_moe", "qwen2_moe")),
     ("qwen2_moe", {"head_dim": 32}, "4 heads of 32"),
     ("ernie4_5_moe", {"moe_layer_end_index": 1}, "without experts"),
+    ("qwen3_5_text", {"attention_bias": True}, "biases on o"), ("qwen3_5_text", {"linear_value_head_dim": 16}, "values of 16 beside"),
+    ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"] * 2}, "elsewhere than in every 1th layer"),
+    ("qwen3_5_text, yarn", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+     "kind llama3"),
     ("dots1", {"num_key_value_heads": 2}, "fewer key-value heads"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
     ("granite", {"mlp_bias": True}, "biases"), ("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},

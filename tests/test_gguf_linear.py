@@ -18,6 +18,7 @@ from effllm.offload.header import CheckpointError
 from effllm.quant.imports.gguf import KEPT
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import open_engine
+from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
 
@@ -214,18 +215,41 @@ def test_a_card_answers_the_same(folders: dict[str, Path], tmp_path: Path, famil
     assert near(got, logits(tmp_path / "m.gguf"), 2e-3)
 
 
-def test_a_folder_made_of_a_file_keeps_its_order(folders: dict[str, Path], tmp_path: Path) -> None:
-    def words(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(["<unk>", "<s>", "</s>", *(f"word{i}" for i in range(297))])
-        writer.add_token_scores([0.0] * 300)
-        writer.add_token_types([2, 3, 3] + [1] * 297)
+def words(writer: gguf.GGUFWriter) -> None:
+    """A vocabulary."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"word{i}" for i in range(297))])
+    writer.add_token_scores([0.0] * 300)
+    writer.add_token_types([2, 3, 3] + [1] * 297)
 
+
+def test_a_folder_made_of_a_file_keeps_its_order(folders: dict[str, Path], tmp_path: Path) -> None:
     write(folders[DENSE], tmp_path / "m.gguf", change=words)
     run(tmp_path / "m.gguf", tmp_path / "folder", options("8bit"))
     run(folders[DENSE], tmp_path / "other", options("8bit"))
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["linear_value_heads_tiled"]
     assert near(logits(tmp_path / "folder"), logits(tmp_path / "other"), 1e-3)
+
+
+@pytest.mark.parametrize("source", ["folder", "8 bits", "file", "8 bits of a file"])
+def test_an_export_holds_what_the_converter_writes(folders: dict[str, Path], tmp_path: Path, source: str) -> None:
+    """Tensor by tensor, whatever order the source has its heads in."""
+    path = folders[DENSE]
+    if "file" in source:
+        write(path, path := tmp_path / "source.gguf", change=words)
+    if "8 bits" in source:
+        run(path, path := tmp_path / "8bit", options("8bit"))
+    list(export_gguf(path, tmp_path / "out.gguf", "F16", "a name", tokenizer={"tokenizer.ggml.model": "no_vocab"}))
+    write(folders[DENSE], tmp_path / "theirs.gguf")
+    ours, theirs = ({tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / name).tensors} for name in ("out.gguf", "theirs.gguf"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        got, wanted = np.asarray(ours[name].data, np.float32), np.asarray(tensor.data)
+        assert got.shape == wanted.shape and near(got, wanted, 1e-2 if "8 bits" in source else 1e-3), name
+    keys, others = (gguf.GGUFReader(tmp_path / name).fields for name in ("out.gguf", "theirs.gguf"))
+    for key in others.keys() - {"general.architecture"}:
+        if key.startswith("qwen35."):
+            assert np.allclose(keys[key].contents(), others[key].contents()), key
 
 
 @pytest.mark.peer

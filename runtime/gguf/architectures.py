@@ -99,6 +99,7 @@ _QWEN_WIDTHS = {"expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _QWEN_SHARED = {**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}, SHARE: "mlp.shared_expert_gate"}
 _LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQUIRED, "whole": linear_attention.WHOLE,
+           "roles": {"post_norm": "post_attention_norm"},
            "read": frozenset({linear_attention.SECTIONS, linear_attention.RECURRENT})}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
@@ -154,7 +155,7 @@ ARCHITECTURES = {
 # A model's family -> what its files are called.
 BY_FAMILY = {"ernie4_5_moe": "ernie4_5-moe", "gemma3_text": "gemma3", "glm": "chatglm", "glm4_moe": "glm4moe", "granitemoehybrid":
              "granite", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "qwen2_moe": "qwen2moe",
-             "qwen3_moe": "qwen3moe"} | {
+             "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"} | {
     name: name for name in ("arcee", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2", "glm4", "granite", "granitemoe", "llama", "olmo2",
                             "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2")}
 
@@ -204,7 +205,8 @@ ROLES = {
     "embed": "token_embd", "norm": "output_norm", "head": "output", "input_norm": "attn_norm", "post_norm": "ffn_norm", "q": "attn_q",
     "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "o_norm": "post_attention_norm",
     "down_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": ROUTER,
-    "shared.scale": SHARE, "correction": CORRECTION, **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
+    "shared.scale": SHARE, "correction": CORRECTION, **linear_attention.ROLES,
+    **{f"shared.{own.removesuffix('_proj')}": part for part, own in SHARED_EXPERT.items()},
 }
 
 

@@ -36,6 +36,7 @@ from ..outliers import check_outliers
 from ..source import is_rounded, licence_of, open_store
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
+from . import linear_attention
 from .architectures import BY_FAMILY, Architecture, file_part
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -63,12 +64,17 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor of the file and what lies in it, one after the other. `heads`: rows are interleaved within so many; `offset` is added."""
+    """A tensor of the file and what lies in it, one after the other. `heads`: rows are interleaved within so many; `offset` is added.
+    `rows` and `columns`: which one of the model each of the file is, None for its own order; `decay`: logarithms become what they are of,
+    below zero."""
 
     planned: PlannedTensor
     tensors: tuple[ModelTensor, ...]
     heads: int = 0
     offset: float = 0.0
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+    decay: bool = False
 
 
 def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = False,
@@ -170,7 +176,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
             own, end = file_part(role, found), "bias" if role.endswith("_bias") or role == "correction" else "weight"
-            grouped.setdefault(f"{parts.get(own, own)}.{end}", []).append((role, tensor))
+            grouped.setdefault(own if own in found.whole else f"{parts.get(own, own)}.{end}", []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
             matrix = kind_of(role)
@@ -183,9 +189,12 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = (len(members), *first.shape)
             elif role in VECTORS and len(shape) == 2:
                 shape = shape[1:]
+            elif role == "delta_conv":
+                shape = (shape[0], shape[-1])
             planned = PlannedTensor(name if key == "outer" else f"blk.{key}.{name}", own, shape)
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       found.norm_offset if "norm" in role else 0.0)
+                       found.norm_offset if "norm" in role and role != "delta_norm" else 0.0, *linear_attention.order(role, config.delta),
+                       role == "delta_decay")
 
 
 def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) -> Iterator[Notice]:
@@ -206,7 +215,8 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
         rows = tensor.shape[0]
         if not tensor.spec.is_raw:
             blob = store.read(tensor.info)
-            yield _encoded(Weight.low_bit(tensor.spec, tensor.shape, blob).to_f32(), job, tensor, rows)
+            values = Weight.low_bit(tensor.spec, tensor.shape, blob).to_f32()
+            yield _encoded(values if job.rows is None else values[job.rows], job, tensor, rows)
             continue
         step = max(1, BLOCK_NBYTES // 4 // max(1, prod(tensor.shape[1:])))
         if job.heads:  # whole heads, within which rows move
@@ -215,11 +225,15 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             with np.errstate(over="ignore"):  # looked for in what comes out
-                encoded = _encoded(_values(store, tensor, begin, end), job, tensor, end - begin)
+                encoded = _encoded(_values(store, tensor, begin, end, job.rows), job, tensor, end - begin)
             yield encoded
 
 
-def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int) -> np.ndarray:
+def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int, rows: np.ndarray | None) -> np.ndarray:
+    if rows is not None:
+        own = rows[begin:end]
+        runs = np.split(own, np.flatnonzero(np.diff(own) != 1) + 1)
+        return np.concatenate([_values(store, tensor, int(run[0]), int(run[-1]) + 1, None) for run in runs])
     scheme = tensor.spec.scheme
     return to_f32(store.read(tensor.info, begin, end).view(RAW_NUMPY[scheme]), scheme).reshape(end - begin, -1)
 
@@ -232,6 +246,10 @@ def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> n
         back = np.empty(rows, np.intp)
         back[separated(np.arange(rows), per)] = np.arange(rows)
         values = values[back]
+    if job.columns is not None:
+        values = np.ascontiguousarray(values[:, job.columns])
+    if job.decay:
+        values = -np.exp(values)
     if job.offset:
         values = values + np.float32(job.offset)
     own = job.planned.type

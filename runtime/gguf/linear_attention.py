@@ -7,13 +7,15 @@ a text; a pair of channels in none of them would not turn.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, shown_value
+from ...kernels.delta_shape import DeltaShape
+from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
-from ..config import MAX_LAYERS
+from ..config import MAX_LAYERS, ModelConfig
 
 SECTIONS, RECURRENT = "rope.dimension_sections", "attention.recurrent_layers"
 # Below the architecture's name -> config.json.
@@ -28,6 +30,9 @@ NAMES = {"post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_
          "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
          "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
 WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+# Role -> the same; the last two with their kind.
+ROLES = {"delta_qkv": "attn_qkv", "delta_z": "attn_gate", "delta_b": "ssm_beta", "delta_a": "ssm_alpha", "delta_conv": "ssm_conv1d",
+         "delta_norm": "ssm_norm", "delta_out": "ssm_out", "delta_decay": "ssm_a", "delta_dt": "ssm_dt.bias"}
 DECAY, OWN_NORM = ".linear_attn.A_log", ".linear_attn.norm."
 
 
@@ -79,3 +84,36 @@ def _check_sections(path: Path, key: str, stated: object, pairs: int) -> None:
     if not whole or (places >= 3 * stated[:3].astype(np.int64)[places % 3]).any():
         raise CheckpointError(f"{path} states {key} {stated.tolist()} for {pairs} pairs of channels, which is not supported",
                               "give the folder of the original checkpoint")
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of linear attention, below the architecture's name, of a model that has it."""
+    own, pairs = config.delta, int(config.head_dim * config.rope.partial_rotary_factor) // 2
+    return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
+            "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": interval(config),
+            SECTIONS: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)}
+
+
+def interval(config: ModelConfig) -> int:
+    """One layer in so many has keys and values, if it is as files say it."""
+    return config.attention_layers[0] + 1
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say) of a model with linear attention."""
+    every, own = interval(config), config.delta
+    yield config.attention_layers != tuple(range(every - 1, config.num_hidden_layers, every)), \
+        f"has attention elsewhere than in every {every}th layer"
+    yield own.key_dim != own.value_dim, f"has heads of values of {own.value_dim} beside heads of keys of {own.key_dim}"
+
+
+def order(role: str, shape: DeltaShape | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
+    if shape is None or shape.tiled or shape.value_heads == shape.key_heads:
+        return None, None
+    heads = np.arange(shape.value_heads).reshape(shape.key_heads, -1).T.reshape(-1)
+    channels = (heads[:, None] * shape.value_dim + np.arange(shape.value_dim)).reshape(-1)
+    behind = np.concatenate([np.arange(2 * shape.keys), 2 * shape.keys + channels])
+    rows = {"delta_qkv": behind, "delta_conv": behind, "delta_z": channels,
+            **dict.fromkeys(("delta_a", "delta_b", "delta_decay", "delta_dt"), heads)}
+    return rows.get(role), channels if role == "delta_out" else None
