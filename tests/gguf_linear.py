@@ -72,9 +72,12 @@ def meant(values: np.ndarray, raw: dict[str, int], name: str, shape: tuple[int, 
 
 
 def write(folder: Path, path: Path, kind: str = "F32", change: Callable[[gguf.GGUFWriter], None] | None = None,
-          joint: bool = False) -> dict[str, np.ndarray]:
-    """The model of `folder` with matrices of `kind`, gates and ups of experts in one tensor if `joint`; returns what its weights mean."""
+          joint: bool = False, moves: bool = True) -> dict[str, np.ndarray]:
+    """The model of `folder` with matrices of `kind`, gates and ups of experts in one tensor if `joint`; returns what its weights mean.
+    Heads stay in the checkpoint's order unless `moves`."""
     raw = json.loads((folder / "config.json").read_text())
+    one = {"linear_num_key_heads": 1, "linear_key_head_dim": raw["linear_num_key_heads"] * raw["linear_key_head_dim"]}
+    heads = raw if moves else raw | one  # all read the same head, so that none moves
     rope = raw.get("rope_parameters") or raw
     writer = gguf.GGUFWriter(path, ARCH[raw["model_type"]])
     writer.add_block_count(raw["num_hidden_layers"])
@@ -117,7 +120,7 @@ def write(folder: Path, path: Path, kind: str = "F32", change: Callable[[gguf.GG
         if each := EXPERT.fullmatch(name):
             experts.setdefault(f"blk.{each[1].rpartition('.')[2]}.{EXPERTS[each[3]]}.weight", {})[int(each[2])] = (name, values)
         else:
-            found[name] = meant(add(file_name(name), stored(values, raw, name)), raw, name, values.shape)
+            found[name] = meant(add(file_name(name), stored(values, heads, name)), heads, name, values.shape)
     for name, own in experts.items():
         if joint and "_up_" in name:
             continue

@@ -28,6 +28,9 @@ from family_models import oracle, written
 from gguf_linear import ARCH, CASES, write
 from gpu_runs import opened as with_card
 from gpu_runs import simulated
+from hub_server import Hub
+from pulls import Person
+from test_paged_models import paged, resident
 
 IDS = np.random.default_rng(4).integers(0, 300, 90).tolist()
 DENSE, MIXTURE = CASES
@@ -110,12 +113,25 @@ def test_matrices_in_blocks(folders: dict[str, Path], tmp_path: Path, family: st
     assert np.isfinite(logits(tmp_path / "m.gguf", exact=False)).all()
 
 
+def test_a_file_may_say_that_its_heads_were_not_moved(folders: dict[str, Path], tmp_path: Path) -> None:
+    write(folders[DENSE], tmp_path / "m.gguf", moves=False, change=lambda writer: changed(writer, "ssm.v_head_reordered", False))
+    assert read_config(tmp_path / "m.gguf", strict=True).delta == read_config(folders[DENSE]).delta
+    assert near(logits(tmp_path / "m.gguf"), logits(folders[DENSE]), 2e-5)
+
+
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_gates_and_ups_of_experts_in_one_tensor(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
     write(folders[MIXTURE], tmp_path / "joint.gguf", kind, joint=True)
     write(folders[MIXTURE], tmp_path / "parted.gguf", kind)
     assert any("ffn_gate_up_exps" in tensor.name for tensor in gguf.GGUFReader(tmp_path / "joint.gguf").tensors)
     np.testing.assert_array_equal(logits(tmp_path / "joint.gguf"), logits(tmp_path / "parted.gguf"))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_experts_come_from_the_file(folders: dict[str, Path], tmp_path: Path, joint: bool) -> None:
+    """One expert by itself, also where its gate and its up are parts of one tensor."""
+    write(folders[MIXTURE], tmp_path / "m.gguf", "Q8_0", joint=joint)
+    assert np.array_equal(paged(tmp_path / "m.gguf", 30), resident(tmp_path / "m.gguf"))
 
 
 def behind(writer: gguf.GGUFWriter) -> None:
@@ -129,7 +145,8 @@ def behind(writer: gguf.GGUFWriter) -> None:
 @pytest.mark.parametrize("change", [
     behind, lambda writer: changed(writer, "attention.recurrent_layers", [True, True, False, True, True]),
     lambda writer: changed(writer, "rope.dimension_sections", [11, 11, 10, 0]),
-    lambda writer: changed(writer, "rope.dimension_sections", None), lambda writer: changed(writer, "expert_gating_func", 1)])
+    lambda writer: changed(writer, "rope.dimension_sections", None), lambda writer: changed(writer, "ssm.v_head_reordered", True),
+    lambda writer: changed(writer, "expert_gating_func", 1)])
 @pytest.mark.parametrize("family", CASES)
 def test_what_changes_nothing(folders: dict[str, Path], tmp_path: Path, family: str, change: Callable[[gguf.GGUFWriter], None]) -> None:
     write(folders[family], tmp_path / "m.gguf", change=change)
@@ -167,6 +184,7 @@ def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(folders: dict
     ("attention.recurrent_layers", [True, False], "a truth for each of 5 layers"),
     ("attention.recurrent_layers", [1, 1, 2, 1, 1], "a truth for each"), ("attention.recurrent_layers", True, "a truth for each"),
     ("nextn_predict_layers", 1, "blk.4"), ("nextn_predict_layers", 5, "5 of 5 blocks"), ("nextn_predict_layers", 1 << 31, "nextn_predict"),
+    ("ssm.v_head_reordered", 1, "v_head_reordered 1, expected true or false"),
     ("block_count", 0, "block_count"), ("attention.sliding_window", 32, "sliding_window"), ("attention.head_count", 0, "head_count"),
     ("attention.clamp_kqv", 8.0, "clamp_kqv"), ("expert_count", 4, "expert_count")])
 def test_lies(folders: dict[str, Path], tmp_path: Path, key: str, value: object, said: str) -> None:
@@ -197,10 +215,17 @@ def test_tensors_that_no_such_model_has(folders: dict[str, Path], tmp_path: Path
     assert caught.value.hint and "\n" not in caught.value.message
 
 
-def test_a_mixture_need_not_state_the_width_that_it_does_not_have(folders: dict[str, Path], tmp_path: Path) -> None:
-    write(folders[MIXTURE], tmp_path / "m.gguf")
-    assert "qwen35moe.feed_forward_length" not in gguf.GGUFReader(tmp_path / "m.gguf").fields
-    prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=128)).store.close()
+@pytest.mark.parametrize("family", CASES)
+def test_what_a_pull_says_of_its_memory(folders: dict[str, Path], tmp_path: Path, hub: Hub, family: str) -> None:
+    """Before the download, from the keys; a mixture need not state the width of layers that it does not have."""
+    write(folders[family], tmp_path / "m.gguf", "Q8_0", change=lambda writer: (writer.add_file_type(7), words(writer)))
+    assert (family == MIXTURE) != (f"{ARCH[family]}.feed_forward_length" in gguf.GGUFReader(tmp_path / "m.gguf").fields)
+    hub.add("org/name", files={"m.gguf": (tmp_path / "m.gguf").read_bytes()})
+    plan = Person(tmp_path / "home", hub.endpoint).types("pull", "org/name:m.gguf", "--dry-run", "--json").json
+    prepared = prepare(tmp_path / "m.gguf", EngineOptions())
+    prepared.store.close()
+    assert plan["memory"]["weights_bytes"] == pytest.approx(prepared.placement.weights_bytes, rel=0.1)
+    assert plan["memory"]["kv_bytes"] == prepared.placement.kv_bytes
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])

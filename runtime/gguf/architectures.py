@@ -99,8 +99,7 @@ _QWEN_WIDTHS = {"expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _QWEN_SHARED = {**{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}, SHARE: "mlp.shared_expert_gate"}
 _LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQUIRED, "whole": linear_attention.WHOLE,
-           "roles": {"post_norm": "post_attention_norm"},
-           "read": frozenset({linear_attention.SECTIONS, linear_attention.RECURRENT})}
+           "roles": {"post_norm": "post_attention_norm"}, "read": linear_attention.READ}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 ARCHITECTURES = {

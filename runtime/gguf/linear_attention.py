@@ -18,6 +18,8 @@ from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 
 SECTIONS, RECURRENT = "rope.dimension_sections", "attention.recurrent_layers"
+REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
+READ = frozenset({SECTIONS, RECURRENT, REORDERED})
 # Below the architecture's name -> config.json.
 KEYS = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
         "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "linear_value_head_dim",
@@ -45,7 +47,10 @@ def add_linear_attention(header: GgufHeader, name: str, raw: dict[str, object]) 
             raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads, which it is no multiple of",
                                   "the file is damaged or was converted wrongly: download it again, or another one")
         raw["linear_value_head_dim"] = inner // heads
-    raw["linear_value_heads_tiled"] = heads != keys
+    reordered = data.get(f"{name}.{REORDERED}", True)
+    if not isinstance(reordered, bool):
+        damaged(path, f"states {name}.{REORDERED} {shown_value(reordered)}, expected true or false")
+    raw["linear_value_heads_tiled"] = reordered and heads != keys
     attending = raw["num_attention_heads"]
     raw.setdefault("num_key_value_heads", attending)  # these are what llama.cpp takes for granted, and not what transformers does
     raw.setdefault("rope_theta", 10_000.0)
