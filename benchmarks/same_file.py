@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""One GGUF file in effllm and in llama.cpp: decode and a prompt, both sides by turns, each in its own process.
+
+A round takes both sides in turns of a few tokens; ratios are taken within a round, figures are medians over rounds. Random weights serve:
+`effllm export FOLDER -o FILE.gguf --type Q4_0` makes a file of any model folder.
+
+    python benchmarks/same_file.py FILE.gguf [--name NAME] [--quick] [--no-results]
+
+Needs llama-cpp-python; wants the machine to itself for some minutes.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+
+from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
+from effllm.offload.hardware import cpu_threads
+from llamacpp_sides import Child, file_nbytes
+from report import Figure, publish
+
+OWN, PEER, FULL = "effllm", "llama.cpp", Schedule(6, 3)
+INTRO = "One file on both sides; 16-bit KV cache; batch 1; medians over rounds in which the sides alternate."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--name", help="of the result, by default that of the file")
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--no-results", action="store_true", help="print only")
+    asked = parser.parse_args()
+    schedule, roof = QUICK if asked.quick else FULL, Roof(asked.threads)
+    sides, figures = [Child(name, kind, asked.file, asked.threads) for name, kind in ((OWN, "own"), (PEER, "peer"))], []
+    for what, one_round, count, work in (("decode", decode_round, schedule.decode, TOKENS),
+                                         ("prefill", prefill_round, schedule.prefill, PROMPT)):
+        rounds = [one_round(sides, roof, turn) for turn in range(count + 1)][1:]  # the first round warms up
+        conditions = f"{len(rounds)} rounds of {work} tokens, {counted(asked.threads)}"
+        figures += [Figure(f"{what}_tps_{side.name.replace('.', '')}", f"{what}, {side.name}", conditions, work / middle(rounds, side.name),
+                           "tokens/s") for side in sides]
+        figures.append(Figure(f"{what}_ratio", f"{what}, {OWN} against {PEER}", conditions,
+                              median(each[PEER] / each[OWN] for each in rounds), "×"))
+    for side in (*sides, roof):
+        side.close()
+    figures.append(Figure("file_mb", "file", "", file_nbytes(asked.file) / 1e6, "MB"))
+    publish(f"same-file-{asked.name or asked.file.stem}", f"{asked.name or asked.file.stem} in effllm and llama.cpp", INTRO, figures,
+            keep=not asked.no_results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
