@@ -28,8 +28,8 @@ from effllm.runtime import sparsity, sparsity_file
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.tensors import check_tensors
 from effllm.runtime.text import Tokenizer
 from offload import evict
 from promised import promise

@@ -22,8 +22,8 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     from ..offload.size import format_size
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.hub import shown_licence
-    from ..runtime.model import check_tensors
     from ..runtime.source import licence_of
+    from ..runtime.tensors import check_tensors
     from ..runtime.tensors import parameters as count
     from ..runtime.text import Tokenizer
 

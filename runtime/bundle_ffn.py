@@ -35,8 +35,8 @@ from .events import Notice, Progress
 from .expected import RAW
 from .families import kind_of
 from .gate_thresholds import RULES, gate_thresholds
-from .model import ModelTensor, check_tensors
 from .source import folder_files, open_store
+from .tensors import ModelTensor, check_tensors
 
 COPY_NBYTES = 16 << 20
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..offload.checkpoint import TensorStore
     from .config import ModelConfig
     from .container import Container
-    from .model import ModelTensor
+    from .tensors import ModelTensor
 
 SUFFIX = ".bundles"
 ROLE, THRESHOLDS = "bundles", "thresholds"

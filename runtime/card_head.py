@@ -18,7 +18,7 @@ from ..quant.weight import Linear, Norm, Weight
 
 if TYPE_CHECKING:
     from .config import ModelConfig
-    from .model import ModelTensor
+    from .tensors import ModelTensor
 
 ROWS = 32  # tokens whose logits are on the card at once
 

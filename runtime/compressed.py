@@ -29,8 +29,8 @@ from .convert import check_target, copied
 from .events import Notice, Progress
 from .families import kind_of
 from .import_config import LINEARS
-from .model import ModelTensor, check_tensors
 from .source import folder_files, is_rounded, open_store
+from .tensors import ModelTensor, check_tensors
 from .tied_head import outer_rules
 
 KINDS = {"INT4": 4, "INT8": 8}

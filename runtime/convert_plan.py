@@ -22,8 +22,8 @@ from ..quant.spec import QuantSpec
 from .config import ModelConfig, read_config
 from .container import DTYPES, FORMAT, VERSION, read_container
 from .families import expert_of, kind_of
-from .model import ModelTensor, check_tensors
 from .source import is_low_bit, open_store
+from .tensors import ModelTensor, check_tensors
 
 # roles, in the order in which they are written
 MATRICES = ("delta_qkv", "delta_z", "delta_out", "q", "k", "v", "o", "gate", "up", "down", "embed", "head")

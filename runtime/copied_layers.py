@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..kernels.cuda.torch_ops import TorchOps
     from .cache import LayerCache
     from .families import LayerWeights
-    from .model import ModelTensor
+    from .tensors import ModelTensor
 
 Roles = Mapping[str, "ModelTensor"]
 Lease = Callable[[int], AbstractContextManager[Mapping[str, np.ndarray]]]

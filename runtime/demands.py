@@ -29,12 +29,13 @@ from .cache_parts import layer_codecs
 from .cache_shape import cache_nbytes, exact_nbytes
 from .config import ModelConfig
 from .kv_setting import AUTO, chosen, profile_for, refuse_broken
-from .model import ModelTensor, dims
+from .model import dims
 from .paged_experts import ExpertParts, PagedExperts, cut_experts, paged
 from .parts import Parts, cut
 from .sparsity_file import load as load_sparsity
 from .states import states_nbytes
 from .streamed import Streams
+from .tensors import ModelTensor
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ..kernels.threads import ThreadPool
     from ..offload.plan import Placement
     from .config import Mixture
-    from .model import ModelTensor
     from .prepare import EngineOptions
+    from .tensors import ModelTensor
 
 Tensors = Mapping[int | str, Mapping[str, "ModelTensor"]]
 DRIVER = Path("/dev/nvidiactl")

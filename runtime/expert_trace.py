@@ -21,7 +21,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.expert_pager import TRACE_TOKENS
 
 if TYPE_CHECKING:
-    from .model import ModelTensor
+    from .tensors import ModelTensor
 
 MOST_FILES = 64  # of models; the one that was not used for longest goes
 SAMPLE_NBYTES = 4096

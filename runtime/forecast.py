@@ -26,13 +26,13 @@ from .config import ModelConfig, read_config
 from .container import Container
 from .expected import ExpectedStore
 from .families import expert_of
-from .model import ModelTensor, check_tensors
 from .paged_experts import PagedExperts
 from .prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from .roofs import Roofs, Wanted, largest_file
 from .roofs import known as roofs_known
 from .sparsity_file import Sparsity
 from .sparsity_file import load as load_sparsity
+from .tensors import ModelTensor, check_tensors
 
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 PROMPT = 512

@@ -20,8 +20,9 @@ from ..kernels.layout import align
 from ..offload.notes import Fallback, refuse_fallbacks
 from .events import Notice, Progress
 from .families import kind_of
-from .model import Model, ModelTensor
+from .model import Model
 from .prepare import Prepared, worker_count
+from .tensors import ModelTensor
 
 ROLES = ("q", "k", "v", "o", "gate", "up", "down", "delta_qkv", "delta_z", "delta_out")  # what is only ever multiplied
 UNMEASURED = "nothing could be measured"

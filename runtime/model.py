@@ -7,37 +7,32 @@ that a pager that streams them changes nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 
 from .. import DoesNotFit
 from ..kernels.layout import REPEATED
-from ..kernels.reference_moe import ranks
 from ..kernels.workspace import Dims
 from ..offload.checkpoint import TensorStore
 from ..offload.memory import anonymous
-from ..offload.neurons import ResidentBundles
 from ..offload.notes import Fallback
 from ..offload.pager import ResidentPager
-from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight, to_f32
+from ..quant.weight import Norm, Weight, to_f32
 from . import card_head, families
-from .bundles import ROLE as BUNDLES
-from .bundles import THRESHOLDS, layout_of
 from .cache import KVCache
 from .config import ModelConfig
 from .container import Container
 from .copied_layers import BorderCache, Carrier
-from .delta_weights import delta_weights
-from .families import SHARED, LayerWeights, expert_of, expert_roles
+from .families import LayerWeights, expert_of
 from .outliers import check_outliers
 from .paged_experts import PagedExperts, Paging
 from .predictors import FEW, Predictors
 from .rope import rope_tables
 from .streamed import StreamedWeights, Streams
-from .tensors import ModelTensor, as_float32, check_tensors, parameters, typed
+from .tensors import as_float32, check_tensors, parameters, typed
+from .weight_records import OuterWeights, WeightRecords
 
 Tap = Callable[[str, int, object], None]
 
@@ -53,16 +48,6 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.delta, config.gated_queries)
-
-
-@dataclass(frozen=True)
-class OuterWeights:
-    """What surrounds the layers, on the host. `positions`: the table of learned ones."""
-
-    embed: Weight
-    positions: Weight | None
-    norm: Norm
-    head: Linear
 
 
 class Model:
@@ -81,6 +66,7 @@ class Model:
         self.pager = ResidentPager(store, host, mmap=mmap) if streams is None else streams.pager(store)
         self.streamed = None if streams is None else StreamedWeights(streams.parts, self.pager)
         self.paging = Paging(streams, self.pager) if isinstance(streams, PagedExperts) else None
+        self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging)
         self.block = families.get(config.family).block
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
@@ -125,19 +111,20 @@ class Model:
             if device != "cpu":
                 roles = self.tensors[layer]
                 raw = {tensor.name: self.store.read(tensor.info) for tensor in roles.values()}
-                self._on_device[layer] = self._layer_weights(layer, raw, self.backends[device])
+                self._on_device[layer] = self.records.layer(layer, raw, self.backends[device])
                 done += sum(info.nbytes for info in roles.values())
                 yield done, total
         if self._head_on_card:
             with self.pager.lease("outer") as raw:
                 head = card_head.tensor_of(self.tensors["outer"])
                 data = raw[head.name] if head.name in raw else self.store.read(head.info)
-                self.card_head = card_head.placed(self.backends["cuda"], self.config, head, typed(data, head.spec), self._last_norm(raw))
+                norm = self.records.last_norm(raw)
+                self.card_head = card_head.placed(self.backends["cuda"], self.config, head, typed(data, head.spec), norm)
         if self._copied_from is not None:
             hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
             try:
                 with self._within_memory("the system gives no more pinned memory"):
-                    self.carrier = Carrier(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self._layer_weights)
+                    self.carrier = Carrier(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self.records.layer)
             except DoesNotFit as error:
                 self._said.append(Fallback(f"the CPU's layers are not copied to the GPU but computed where they lie: {error.message}"))
 
@@ -165,55 +152,6 @@ class Model:
 
     # -- weights ---------------------------------------------------------------------------------------------------------------
 
-    def _layer_weights(self, key: int, raw: Mapping[str, np.ndarray], ops: object,
-                       place: Callable[[ModelTensor], object] | None = None, looked_up: Collection[str] = ()) -> LayerWeights:
-        """Wrap raw bytes as the records that a block takes; `place` says where a matrix lies that was brought to its backend otherwise."""
-        config, roles = self.config, self.tensors[key]
-
-        def vector(role: str) -> object | None:
-            return None if role not in roles else ops.put(as_float32(roles[role], raw), "f32")
-
-        def linear(role: str) -> Linear | None:
-            if role not in roles:
-                return None
-            tensor = roles[role]
-            if self.streamed is not None and self.streamed.holds(tensor):
-                return Linear(self.streamed.matrix(tensor, raw), vector(f"{role}_bias"))
-            data = ops.put(typed(raw[tensor.name], tensor.spec), tensor.spec.scheme) if place is None else place(tensor)
-            shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
-            return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}, tensor.name in looked_up), vector(f"{role}_bias"))
-
-        def norm(role: str) -> Norm | None:
-            return None if role not in roles else Norm(config.norm_kind, vector(role), vector(f"{role}_bias"), config.norm_eps)
-
-        router, post_norm, correction = linear("router"), norm("post_norm") or Norm("none"), vector("correction")
-        if router is not None and self.paging is not None and ops is self.backends["cpu"]:
-            experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), post_norm, router,
-                                        lambda logits: ranks(logits, config.mixture.routing, correction))
-        else:
-            experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
-        return LayerWeights(input_norm=norm("input_norm") or Norm("none"), q=linear("q"), k=linear("k"), v=linear("v"), o=linear("o"),
-                            q_norm=norm("q_norm"), k_norm=norm("k_norm"), post_norm=post_norm, gate=linear("gate"), up=linear("up"),
-                            down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),
-                            router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
-                            correction=correction, shared=SharedExpert(*map(linear, SHARED)) if SHARED[0] in roles else None,
-                            delta=delta_weights(config, roles, raw, ops, linear, vector))
-
-    def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
-                 vector: Callable[[str], object | None]) -> Bundles | None:
-        if BUNDLES not in roles:
-            return None
-        tensor = roles[BUNDLES]
-        layout = layout_of(tensor, self.config, "gate" in roles)
-        if ops is not self.backends["cpu"]:
-            holder = ops.put(typed(raw[tensor.name], tensor.spec), tensor.spec.scheme).reshape(tensor.shape)
-        elif tensor.name in raw:
-            holder = ResidentBundles(raw[tensor.name], layout.stride, tensor.shape[0])
-        else:
-            holder = self.pager.layers[next(key for key, own in self.tensors.items() if own is roles)]
-        biases = vector("up_bias") if layout.has_up else None, vector("down_bias")
-        return Bundles(layout.scheme, layout.width, layout.has_up, holder, *biases, vector(THRESHOLDS))
-
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerWeights]:
         """A layer's weights as a pass sees them, on its backend, for as long as the lease."""
@@ -228,12 +166,12 @@ class Model:
         raw = {tensor.name: anonymous(tensor.nbytes) for tensor in self.tensors[layer].values()}
         for tensor in self.tensors[layer].values():
             self.store.read_into(tensor.info, raw[tensor.name])
-        return self._layer_weights(layer, raw, self.backends["cpu"])
+        return self.records.layer(layer, raw, self.backends["cpu"])
 
     def read_norm(self) -> Norm:
         """The norm before the head, straight from the store."""
         tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
-        return self._last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
+        return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
     def read_states(self, windows: Sequence[np.ndarray]) -> np.ndarray:
         """The residual stream with which windows of text begin, straight from an unquantized store: float32 [tokens, D]."""
@@ -248,32 +186,11 @@ class Model:
         rows = np.concatenate([self.store.read(tensor.info, int(row), int(row) + 1) for row in distinct])
         return to_f32(typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
 
-    def _last_norm(self, raw: Mapping[str, np.ndarray]) -> Norm:
-        roles, host = self.tensors["outer"], self.backends["cpu"]
-        weight, bias = (host.put(as_float32(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
-        return Norm(self.config.norm_kind, weight, bias, self.config.norm_eps)
-
-    def _outer(self, raw: Mapping[str, np.ndarray]) -> OuterWeights:
-        roles = self.tensors["outer"]
-
-        def weight(role: str) -> Weight | None:
-            if role not in roles:
-                return None
-            tensor = roles[role]
-            if self.streamed is not None and self.streamed.holds(tensor):
-                return self.streamed.matrix(tensor, raw)
-            make = Weight.raw if tensor.spec.is_raw else Weight.low_bit
-            return make(tensor.spec.scheme if tensor.spec.is_raw else tensor.spec, tensor.shape, raw[tensor.name])
-
-        fetched = self.streamed is not None and self.streamed.parts.table == roles["embed"].name
-        embed = self.streamed.table(roles["embed"], self.store.place(roles["embed"].info), raw) if fetched else weight("embed")
-        head = weight("head") or (weight("embed") if fetched else embed)
-        return OuterWeights(embed, weight("positions"), self._last_norm(raw), Linear(head))
-
     def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
         """Records over leased memory; made once while the memory stays where it is."""
         if key not in self._wrapped or self._wrapped[key][0] is not raw:
-            made = self._outer(raw) if key == "outer" else self._layer_weights(key, raw, self.backends["cpu"], looked_up=self.looked_up)
+            host = self.backends["cpu"]
+            made = self.records.outer(raw) if key == "outer" else self.records.layer(key, raw, host, looked_up=self.looked_up)
             self._wrapped[key] = (raw, made)
         return self._wrapped[key][1]
 

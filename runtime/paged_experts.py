@@ -34,7 +34,7 @@ from .families import EXPERT, expert_of, expert_roles, kind_of
 from .parts import fixed_part
 
 if TYPE_CHECKING:  # the module that asks for weights
-    from .model import ModelTensor
+    from .tensors import ModelTensor
 
 RECORD_NBYTES = 4 << 10  # of memory for what is noted of an expert, wherever it lies
 

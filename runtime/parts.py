@@ -24,7 +24,7 @@ from .bundles import ROLE as BUNDLES
 from .families import expert_of
 
 if TYPE_CHECKING:  # the module that makes models of parts
-    from .model import ModelTensor
+    from .tensors import ModelTensor
 
 PART_NBYTES = 8 << 20
 LEAST_NBYTES = 16 << 10  # what is smaller stays

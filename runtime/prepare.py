@@ -30,7 +30,6 @@ from .demands import Asked, cache_form
 from .imported import ImportedStore
 from .kv_setting import AUTO
 from .made_store import MadeStore
-from .model import check_tensors
 from .paged_experts import PagedExperts
 from .parts import Parts
 from .passes import widest
@@ -40,6 +39,7 @@ from .predictors import load as load_predictors
 from .source import check_mapping, is_low_bit, open_weights, quantization_of
 from .speculation_plan import Speculating, decide
 from .streamed import Streams
+from .tensors import check_tensors
 from .unread import unread_notices
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from .bundles import Windows
 from .parts import Parts, fixed_name, sections
 
 if TYPE_CHECKING:  # the module that asks for weights
-    from .model import ModelTensor
+    from .tensors import ModelTensor
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..offload.shards import PAD
 from .config import ModelConfig
 from .families import COMPOSITE
 from .imported import IGNORED
-from .model import ModelTensor
+from .tensors import ModelTensor
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|decoder\.version|position_ids|"
                       rf"mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")

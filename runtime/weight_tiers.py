@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from .bundles import ROLE as BUNDLES
 from .families import expert_of
-from .model import ModelTensor, check_tensors
 from .paged_experts import PagedExperts
 from .parts import fixed_part
 from .prepare import Prepared
 from .streamed import Streams
+from .tensors import ModelTensor, check_tensors
 
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 

@@ -14,12 +14,12 @@ from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
-from effllm.runtime.model import check_tensors
 from effllm.runtime.paged_experts import PagedExperts, cut_experts
 from effllm.runtime.parts import cut
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.streamed import Streams
 from effllm.runtime.synthetic import SyntheticStore
+from effllm.runtime.tensors import check_tensors
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 

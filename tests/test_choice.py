@@ -148,7 +148,7 @@ def test_mapped_weights_stay_as_they_are(shape):
 
 
 def lookup_tensors(prepared):
-    from effllm.runtime.model import check_tensors
+    from effllm.runtime.tensors import check_tensors
 
     return check_tensors(prepared.config, prepared.store, prepared.container)
 

@@ -28,10 +28,11 @@ from effllm.runtime.config import read_config
 from effllm.runtime.demands import LOGIT_ROWS
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.families import FAMILIES
-from effllm.runtime.model import check_tensors, dims
+from effllm.runtime.model import dims
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import open_store
+from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, CONTEXT, TOLERANCE, Case, assert_close, oracle, share_angles, text, written

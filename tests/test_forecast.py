@@ -26,11 +26,11 @@ from effllm.runtime import outcome, roofs
 from effllm.runtime.bench import prepare_synthetic
 from effllm.runtime.engine import open_engine
 from effllm.runtime.forecast import NO_EXACT, forecast, kind_of_weight, prepare_at, suggest, wanted, work
-from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Counts
+from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import larger_than_memory, streaming

@@ -28,10 +28,11 @@ from effllm.runtime.draft_model import DraftModel
 from effllm.runtime.engine import Engine
 from effllm.runtime.forecast import work
 from effllm.runtime.gguf.export import export_gguf
-from effllm.runtime.model import check_tensors, dims
+from effllm.runtime.model import dims
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.states import SLOTS, TAIL, WAYS_BACK
+from effllm.runtime.tensors import check_tensors
 from effllm.runtime.unread import unread
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -258,8 +258,8 @@ def test_smoothing_keeps_the_models_answers(tmp_path: Path, monkeypatch: pytest.
     from effllm.runtime.config import read_config
     from effllm.runtime.engine import open_engine
     from effllm.runtime.families import llama
-    from effllm.runtime.model import check_tensors
     from effllm.runtime.prepare import EngineOptions
+    from effllm.runtime.tensors import check_tensors
 
     monkeypatch.setattr(smooth, "EXPONENTS", ((0.5, 0.5),))
     config = read_config(FABLE)

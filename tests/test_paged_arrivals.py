@@ -11,9 +11,9 @@ import pytest
 from effllm import DoesNotFit
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.size import format_size
-from effllm.runtime.model import check_tensors
 from effllm.runtime.paged_experts import RECORD_NBYTES, cut_experts
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import FEW_EXPERTS, Case, written

@@ -21,10 +21,10 @@ from effllm.runtime import bundle_ffn, forecast, sparsity, sparsity_file
 from effllm.runtime.bundle_ffn import bundle
 from effllm.runtime.bundles import Windows, places
 from effllm.runtime.calibrate import built_in_text
-from effllm.runtime.model import check_tensors
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.sparsity_file import Sparsity
+from effllm.runtime.tensors import check_tensors
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

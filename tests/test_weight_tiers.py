@@ -22,10 +22,10 @@ from effllm.offload.shards import PAD
 from effllm.runtime.bundles import Windows, places
 from effllm.runtime.engine import EngineOptions, prepare
 from effllm.runtime.forecast import forecast
-from effllm.runtime.model import check_tensors
 from effllm.runtime.paged_experts import PagedExperts, cut_experts
 from effllm.runtime.prepare import Prepared
 from effllm.runtime.roofs import Roofs
+from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weight_tiers import WeightTiers, weight_tiers
 
 ASKED = EngineOptions(device="cpu", ctx=256)

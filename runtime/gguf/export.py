@@ -31,9 +31,9 @@ from ..convert_plan import MATRICES
 from ..events import Notice, Progress
 from ..families import SHARED, expert_of, kind_of
 from ..generation_config import read_generation_config
-from ..model import ModelTensor, check_tensors
 from ..outliers import check_outliers
 from ..source import is_rounded, licence_of, open_store
+from ..tensors import ModelTensor, check_tensors
 from ..text import Tokenizer
 from ..written import demand_folder, what_lies_at
 from . import linear_attention
