@@ -93,6 +93,10 @@ def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None
 
         demand_format(wanted)
     elif isinstance(weights, WeightFlags) and weights.keep and "keep" not in weights.settled:
+        from ..runtime.model_name import names_format
+
+        if names_format(text):  # and is kept already
+            return None
         raise UsageError("--keep keeps what --bits makes", f"effllm run {typed(text)} --bits 4 --keep")
     return wanted
 

@@ -94,6 +94,7 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
         for name in ("kv_sink", "kv_window"):
             if name not in options.preset and getattr(options, name) is not None:
                 say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
+        options = replace(options, kv_sink=None, kv_window=None)  # nor where pages begin, by which a saved session is found again
     sinks, window = ends_of(options, profile if kv.is_packed else None, say)
     codecs = layer_codecs(kv, len(config.attention_layers), config.num_key_value_heads, config.head_dim, profile)
     layout = kv.layout(config.num_key_value_heads, config.head_dim)

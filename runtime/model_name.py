@@ -73,6 +73,11 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
     return Reference(text, name, None, revision, variant, file)
 
 
+def names_format(text: str) -> bool:
+    """Does a model's name end in a format? Where it was kept before, what is found by that name is its folder."""
+    return VARIANT.fullmatch(text) is not None
+
+
 def _as_path(text: str, env: Mapping[str, str]) -> Path | None:
     """The path that a text spells by its form; one that is also a name counts as a path if it has folders in it and exists."""
     spelled = text.startswith(("/", "./", "../", "~", ".\\")) or text in (".", "..") or text.endswith("/")

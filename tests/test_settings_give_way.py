@@ -137,6 +137,12 @@ def test_keep_alone_in_the_settings_keeps_nothing_and_breaks_nothing(place: Path
     assert ran.code == 2 and "--keep keeps what --bits makes" in ran.err
 
 
+def test_keep_of_a_format_that_is_kept_already_runs_it(place: Path) -> None:
+    for _ in range(2):
+        ran = Ran("run", "fable:4bit", STORY, "--keep", *FEW)
+        assert ran.code == 0, ran.err
+
+
 @pytest.mark.parametrize(("text", "typed", "said"), [
     ('kv = "4bit"\n', ("-ctk", "q8_0", "-ctv", "q8_0"), "8bit"), ('cache-type-k = "q8_0"\ncache-type-v = "q8_0"\n', ("--kv", "16bit"), ""),
     ("exact = true\n", ("--kernel", "lut"), ""), ('kernel = "lut"\n', ("--exact",), ""), (f'draft = "{FABLE}"\n', ("--spec", "off"), ""),
