@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import index
 from effllm.kernels.target import target
 from effllm.offload.hardware import cpu_name, cpu_threads, memory_total
 
@@ -76,6 +77,7 @@ def publish(name: str, title: str, intro: str, figures: list[Figure], keep: bool
     if keep:
         RESULTS.mkdir(exist_ok=True)
         path.write_text(f"{text}\n```json\n{line}\n```\n", encoding="utf-8")
+        index.write()
     sys.stdout.write(f"{text}\n{line}\n")
     return path if keep else None
 

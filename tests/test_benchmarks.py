@@ -112,3 +112,19 @@ def test_a_card_is_measured_by_turns_with_the_processor(script, tmp_path: Path, 
     said = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["figures"]
     assert {f"4bit_{of}_{side}_tps" for of in ("prompt", "token") for side in ("card", "torch", "cpu")} < said.keys()
     assert min(said.values()) > 0
+
+
+def test_the_page_of_results_says_what_the_results_say(script) -> None:
+    index = script("index")
+    assert (index.RESULTS / index.PAGE).read_text(encoding="utf-8") == index.page(), "python benchmarks/index.py"
+    linked = {line.partition("](")[2].partition(")")[0] for line in index.page().splitlines() if "](" in line}
+    assert {path.name for path in index.RESULTS.glob("*.md")} - {index.PAGE} <= linked
+
+
+def test_a_result_without_a_table_is_listed_and_one_without_a_line_is_none(script, tmp_path: Path) -> None:
+    index = script("index")
+    line = {"benchmark": "of-its-own", "date": "2026-01-02 03:04 UTC", "machine": "X (znver4), 2 cores", "commit": "c0ffee", "figures": {}}
+    (tmp_path / "of-its-own-x.md").write_text(f"# A title\n\n```json\n{json.dumps(line)}\n```\n")
+    (tmp_path / "words.md").write_text("# No figures\n")
+    assert "| A title | of-its-own | Zen 4 | [2026-01-02](of-its-own-x.md) |" in index.page(tmp_path)
+    assert "words.md" not in index.page(tmp_path) and "## A 1.1B shape" not in index.page(tmp_path)
