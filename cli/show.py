@@ -37,7 +37,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
     parameters, tensors = count(groups), [tensor for roles in groups.values() for tensor in roles.values()]
     stored = sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors})
     windows = sorted({window for window in config.windows if window is not None})
-    experts, delta = config.mixture, config.delta
+    experts, state = config.mixture, config.state
     bits = 8 * prepared.store.nbytes / parameters if container is None else container.bits_per_weight
     if json:
         screen.json({"model": model, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": licence,
@@ -49,7 +49,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                      "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token,
                                                               "width": experts.width, "layers": len(experts.layers),
                                                               "shared_width": experts.shared_width},
-                     "linear_attention_layers": len(config.delta_layers),
+                     "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)},
                      "windows": windows, "chat_template": tokenizer.template is not None, "thinks": tokenizer.thinks,
                      "warnings": list(config.warnings),
                      "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
@@ -72,8 +72,7 @@ def show(context: typer.Context, model: Model, json: Json = False) -> None:
                                                f"{len(experts.layers)} layers"
                                                + (f", beside a shared one of {experts.shared_width}" if experts.shared_width else "")),
         ("attention", f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"),
-        ("linear attention", "" if delta is None else f"{len(config.delta_layers)} layers, {delta.key_heads} key heads of {delta.key_dim} "
-                                                     f"and {delta.value_heads} value heads of {delta.value_dim}"),
+        ("" if state is None else state.title, "" if state is None else f"{len(config.state_layers)} layers, {state.described()}"),
         ("window", ", ".join(f"{window} tokens" for window in windows)),
         ("context", f"{config.context_length} tokens, " + (f"rotary positions {config.rope.kind}" if config.rope else "learned positions")),
         ("vocabulary", f"{config.vocab_size} tokens"),

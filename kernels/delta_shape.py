@@ -1,32 +1,26 @@
-"""How the state of a gated delta rule lies: the one definition, in float32. Pure arithmetic, no array is touched here.
+"""The state of a gated delta rule: for every value head a matrix S[value_dim, key_dim] that maps keys to values.
 
-A layer of linear attention remembers a text in two things of fixed size: the last inputs of its convolution, and for every value head a
-matrix that maps keys to values. Both lie in a slot, behind so many tokens of the text; a layer has a few slots:
-
-    x[taps - 1, channels]   then, on a cache line,   S[value_heads, value_dim, key_dim]
-
-Behind the slots lies what the last pass of few tokens went through, from which the state behind any of them can be made again: inputs of
-the convolution and its results, [REPEATED, channels] each, and decay and beta [REPEATED, 2, value_heads].
+Of a pass of few tokens inputs of the convolution and its results are kept, [REPEATED, channels] each, and decay and beta
+[REPEATED, 2, value_heads].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from .layout import ALIGN, REPEATED, align
-
-FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # what a pass is told, see `controls` in runtime/states.py
-NO_SLOT = -1  # the state of a text that has not begun: zeros
+from .state_shape import STRETCH, StateShape
 
 
 @dataclass(frozen=True)
-class DeltaShape:
+class DeltaShape(StateShape):
     """Heads of keys (and queries) and of values, the width of one of each, and the taps of the convolution over all of them.
 
     Heads of values that read the keys of one head lie side by side; `tiled`: once around all heads of keys instead, again and again, as
     GGUF files have them.
     """
 
+    title: ClassVar[str] = "linear attention"
     key_heads: int
     value_heads: int
     key_dim: int
@@ -48,22 +42,28 @@ class DeltaShape:
         return 2 * self.keys + self.values
 
     @property
-    def state_offset(self) -> int:
-        """Floats of a slot before S."""
-        return align(4 * (self.taps - 1) * self.channels) // 4
+    def products(self) -> tuple[int, ...]:
+        """What is convolved, the gates of what is read, and of betas and decays."""
+        return self.channels, self.values, self.value_heads, self.value_heads
+
+    @property
+    def gates(self) -> int:
+        return 2 * self.value_heads
 
     @property
     def state_floats(self) -> int:
         return self.value_heads * self.value_dim * self.key_dim
 
     @property
-    def slot_floats(self) -> int:
-        return align(4 * (self.state_offset + self.state_floats)) // 4
+    def recent(self) -> int:
+        return 2 * (self.channels + self.value_heads)
 
-    @property
-    def recent_floats(self) -> int:
-        return align(4 * REPEATED * 2 * (self.channels + self.value_heads), ALIGN) // 4
+    def card_floats(self, tokens: int) -> int:
+        """What is convolved, before and after, heads of keys for every head of values, and a stretch."""
+        heads = tokens * self.value_heads
+        made = 6 * tokens * self.channels + 8 * heads * self.key_dim + 8 * tokens * self.values + 8 * heads
+        stretch = self.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (self.key_dim + self.value_dim))
+        return made + stretch + 5 * self.state_floats
 
-    def nbytes(self, slots: int) -> int:
-        """Bytes of a layer."""
-        return 4 * (slots * self.slot_floats + self.recent_floats)
+    def described(self) -> str:
+        return f"{self.key_heads} key heads of {self.key_dim} and {self.value_heads} value heads of {self.value_dim}"

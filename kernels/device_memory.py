@@ -16,7 +16,6 @@ OPENED = 1 << 22  # low-bit weights opened at once, each OPENED_NBYTES on the wa
 OPENED_NBYTES = 24
 MOST_OPEN = 64  # packed pages opened at once
 FLOAT = 4
-STRETCH = 64  # tokens that linear attention takes together
 SMALL = 8 << 20  # positions, block tables, angles
 
 
@@ -28,7 +27,7 @@ def allocation(nbytes: int) -> int:
 def card_workspace(dims: Dims, widest: int, opened: int) -> int:
     """Bytes at most. `widest`, `opened`: values of the largest matrix in a stored type, and of the largest low-bit one."""
     # A recorded pass (`cuda/repeated.py`) has memory of its own, which nothing else is given.
-    recorded = 0 if dims.packed_kv or dims.experts or dims.delta else _pass(dims, min(dims.chunk, REPEATED), widest, opened)
+    recorded = 0 if dims.packed_kv or dims.experts or dims.state else _pass(dims, min(dims.chunk, REPEATED), widest, opened)
     return SMALL + _pass(dims, dims.chunk, widest, opened) + recorded
 
 
@@ -48,18 +47,12 @@ def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
         visits = tokens * dims.top_k
         mlp += FLOAT * visits * (4 * dims.expert_ffn + 4 * dims.hidden) + FLOAT * tokens * dims.experts * 4
     stream = FLOAT * 2 * tokens * dims.hidden
-    return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product, _delta(dims, tokens, product))
+    return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product, _state(dims, tokens, product))
 
 
-def _delta(dims: Dims, tokens: int, product: int) -> int:
-    """Of a layer of linear attention: what is convolved, before and after, heads of keys for every head of values, and a stretch."""
-    shape = dims.delta
-    if shape is None:
-        return 0
-    heads = tokens * shape.value_heads
-    made = 6 * tokens * shape.channels + 8 * heads * shape.key_dim + 8 * tokens * shape.values + 8 * heads
-    stretch = shape.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (shape.key_dim + shape.value_dim))
-    return FLOAT * (2 * tokens * dims.hidden + made + stretch + 5 * shape.state_floats) + product
+def _state(dims: Dims, tokens: int, product: int) -> int:
+    """Of a layer that remembers in a fixed size."""
+    return 0 if dims.state is None else FLOAT * (2 * tokens * dims.hidden + dims.state.card_floats(tokens)) + product
 
 
 def _attention(dims: Dims, tokens: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from .delta_shape import DeltaShape
+    from .state_shape import StateShape
 
 MOST_VIEWS = 256
 
@@ -21,7 +21,7 @@ class Dims:
 
     Of a mixture also how many experts there are, how many a token visits, and the width inside one; `ffn` covers that width too.
     `packed_kv`: sealed pages of the KV cache are packed. `bundled`: `up` and `down` lie neuron by neuron. `spilled_kv`: some sealed pages
-    lie on a disk. `delta`: heads of linear attention. `gated_queries`: a gate beside every query.
+    lie on a disk. `state`: of layers that remember in a fixed size. `gated_queries`: a gate beside every query.
     """
 
     hidden: int
@@ -39,18 +39,18 @@ class Dims:
     packed_kv: bool = False
     bundled: bool = False
     spilled_kv: bool = False
-    delta: DeltaShape | None = None
+    state: StateShape | None = None
     gated_queries: bool = False
 
     @property
     def projected(self) -> int:
         """Values of a token that the first product of a layer makes, at most."""
-        return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), 0 if self.delta is None else self.delta.channels)
+        return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), 0 if self.state is None else self.state.products[0])
 
     @property
     def attended(self) -> int:
-        """Values of a token that attention gives, of either kind, at most."""
-        return max(self.heads * self.head_dim, 0 if self.delta is None else self.delta.values)
+        """Values of a token that attention or a state gives, at most."""
+        return max(self.heads * self.head_dim, 0 if self.state is None else self.state.values)
 
 
 def address(array: np.ndarray | None) -> int:

@@ -155,22 +155,6 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Delta:
-    """Linear attention's parameters: what is convolved, gates, decays and betas are read from, and where the result goes. `conv` [taps, C],
-    `decay` and `dt` [G] (see `kernels/reference_delta.py`), `norm` over a head's values; float32."""
-
-    qkv: Linear
-    z: Linear
-    b: Linear
-    a: Linear
-    conv: object
-    decay: object
-    dt: object
-    norm: Norm
-    out: Linear
-
-
-@dataclass(frozen=True)
 class Expert:
     """One gated MLP of a mixture: `gate` and `up` are [F, D], `down` is [D, F]."""
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..kernels.delta_shape import DeltaShape
 from ..offload.memory import anonymous
 from ..offload.pages import DiskTier, PagePool
 from ..quant.kv import PackedCodec, PackedFormat, RawCodec
 from .cache import KVCache
 from .cache_parts import layer_codecs, sealers, selective
 from .cache_probes import Probes
-from .cache_shape import CacheShape, LayerSpec, exact_nbytes
+from .cache_shape import AttnSpec, CacheShape, LayerSpec, exact_nbytes
 from .policy import open_policy
 from .states import SLOTS, LayerStates, States, controls
 
@@ -52,11 +51,11 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
 def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tuple[States | None, dict[int, LayerStates]]:
     """The states of layers that have no pages, together and by layer."""
     told = controls()
-    shapes = {index: spec for index, spec in enumerate(specs) if isinstance(spec, DeltaShape)}
+    shapes = {index: spec for index, spec in enumerate(specs) if not isinstance(spec, AttnSpec)}
     stateful = {index: backends[index].state_layer(spec, SLOTS, anonymous(spec.nbytes(SLOTS)), told) for index, spec in shapes.items()}
     return (States([*stateful.values()], next(iter(shapes.values())), told) if shapes else None), stateful
 
 
 def _without_pages(states: States, stateful: Mapping[int, LayerStates], shape: CacheShape, kv: RawCodec | PackedFormat) -> KVCache:
-    """A cache of layers of linear attention alone, as a text runs through one by itself."""
+    """A cache of layers with states alone, as a text runs through one by itself."""
     return KVCache([], [], open_policy("", 0.0), shape, kv.layout(1, 64), states=states, stateful=stateful)

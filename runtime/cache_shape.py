@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from ..kernels.delta_shape import DeltaShape
 from ..kernels.layout import PAGE, PageLayout
 from ..quant.kv import PackedCodec, RawCodec
 
@@ -27,7 +26,7 @@ class AttnSpec:
     softcap: float | None = None
 
 
-LayerSpec = AttnSpec | DeltaShape  # what a layer remembers a text in: pages of keys and values, or a state
+LayerSpec = "AttnSpec | StateShape"  # what a layer remembers a text in: pages of keys and values, or a state
 
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
@@ -40,7 +39,7 @@ def attention_specs(config: ModelConfig) -> list[AttnSpec]:
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     """What each layer remembers a text in."""
     paged = iter(attention_specs(config))
-    return [config.delta if layer in config.delta_layers else next(paged) for layer in range(config.num_hidden_layers)]
+    return [config.state if layer in config.state_layers else next(paged) for layer in range(config.num_hidden_layers)]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from .timing import turns
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
-READS = {"block_in": ("q", "k", "v", "delta_qkv", "delta_z"), "attn_out": ("o",), "delta_out": ("delta_out",), "mlp_in": ("gate", "up"),
+READS = {"block_in": ("q", "k", "v", "state_in", "state_gate"), "attn_out": ("o",), "state_out": ("state_out",), "mlp_in": ("gate", "up"),
          "mlp_hidden": ("down",)}  # tap -> roles
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "mlp_in": "post_norm"}  # a tap before a norm

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import UsageError
-from ..kernels.delta_shape import DeltaShape
 from ..offload.header import is_gguf
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 
 if TYPE_CHECKING:
     from ..kernels.reference_moe import Routing
+    from ..kernels.state_shape import StateShape
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
         "relu2": "relu2"}
@@ -112,8 +112,8 @@ class ModelConfig:
     head_dim ** -0.5.
     `experts_stored`: the low-bit format in which the checkpoint holds its experts, None for that of all else.
     `position_offset`: the row of the learned positions' table that position 0 has, None for no such table. `mtp_layers`: layers behind the
-    last, for multi-token prediction, which are not read. `delta`: heads of linear attention, which `delta_layers` have in the place of keys
-    and values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query.
+    last, for multi-token prediction, which are not read. `state`: what `state_layers` remember a text in, in the place of keys and
+    values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query.
     """
 
     family: str
@@ -149,15 +149,15 @@ class ModelConfig:
     mtp_layers: int = 0
     mixture: Mixture | None = None
     experts_stored: str | None = None
-    delta: DeltaShape | None = None
-    delta_layers: tuple[int, ...] = ()
+    state: StateShape | None = None
+    state_layers: tuple[int, ...] = ()
     gated_queries: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Those that have keys and values."""
-        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.delta_layers)
+        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.state_layers)
 
     @property
     def rope(self) -> RopeConfig | None:

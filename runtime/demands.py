@@ -213,7 +213,7 @@ class Asked:
                 kv_page=sum(pages[:layers]) if above else per_page)
 
         def copied() -> Copied | None:
-            if options.load != "ram" or self.bundled or config.delta is not None or self.link is None:
+            if options.load != "ram" or self.bundled or config.state is not None or self.link is None:
                 return None  # states stay where their layers are computed
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 

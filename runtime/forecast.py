@@ -112,8 +112,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
         parts=tuple(Part(kind, round(nbytes[kind, last, routed]), round(products[kind, last, routed]), last, routed)
                     for kind, last, routed in nbytes),
         attention_width=2 * config.num_attention_heads * config.head_dim, kv=options.kv,
-        windows=tuple(config.windows[layer] for layer in config.attention_layers), stateful=len(config.delta_layers),
-        state_bytes=0 if config.delta is None else STATE_TRAFFIC * config.delta.state_floats * len(config.delta_layers),
+        windows=tuple(config.windows[layer] for layer in config.attention_layers), stateful=len(config.state_layers),
+        state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
         kv_bytes=placement.kv_bytes_per_token, streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
         # What streams is counted with its alignment: where all of it does, that is more than the weights are.
         load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None

@@ -24,7 +24,7 @@ from .model import Model
 from .prepare import Prepared, worker_count
 from .tensors import ModelTensor
 
-ROLES = ("q", "k", "v", "o", "gate", "up", "down", "delta_qkv", "delta_z", "delta_out")  # what is only ever multiplied
+ROLES = ("q", "k", "v", "o", "gate", "up", "down", "state_in", "state_gate", "state_out")  # what is only ever multiplied
 UNMEASURED = "nothing could be measured"
 LEAST_NBYTES = 32 << 20  # a model with less of such weights answers at once either way
 

@@ -47,7 +47,7 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
     own = config.mixture
     mixture = (own.experts, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.widest,
-                config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.delta, config.gated_queries)
+                config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries)
 
 
 class Model:
@@ -278,7 +278,7 @@ class Model:
         """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where, how a
         packed page is opened and in which slot a state lies is decided on the host."""
         few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:]
-        return few and self.config.mixture is None and self.config.delta is None and not any(self.config.windows) and not cache.is_packed
+        return few and self.config.mixture is None and self.config.state is None and not any(self.config.windows) and not cache.is_packed
 
     def _on_card(self, x: object, cache: KVCache, first: int) -> object:
         """The blocks from `first` on, all of them on the card."""

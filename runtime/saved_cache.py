@@ -48,7 +48,8 @@ DIFFERENCES = {
 NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings", "mtp_layers"}  # fields of a config
 # What came when sessions of models without it had been saved already: fields of a config, of its linear attention and its mixture as these
 # read without them.
-LATER = {"delta", "delta_layers", "gated_queries"}
+LATER = {"state", "state_layers", "gated_queries"}
+FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
 LATER_OF_DELTA = ", tiled=False"
 LATER_OF_MIXTURES = ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False"
 
@@ -96,8 +97,9 @@ def _kernels(devices: str, chunk: int, copied_from: int | None) -> str:
 
 
 def _of_config(config: ModelConfig) -> str:
-    without = NOT_OF_PAGES if config.delta is not None else NOT_OF_PAGES | LATER
-    values = {field.name: repr(getattr(config, field.name)) for field in fields(config) if field.name not in without}
+    without = NOT_OF_PAGES if config.state is not None else NOT_OF_PAGES | LATER
+    values = {FIRST_CALLED.get(field.name, field.name): repr(getattr(config, field.name)) for field in fields(config)
+              if field.name not in without}
     values["mixture"] = values["mixture"].replace(LATER_OF_MIXTURES, "")
     if "delta" in values:
         values["delta"] = values["delta"].replace(LATER_OF_DELTA, "")

@@ -1,4 +1,4 @@
-"""States of linear attention beside the pages of a cache: of fixed size, whatever the length of a text, and without a way back.
+"""States of linear attention and its like beside the pages of a cache: of fixed size, whatever the length of a text, without a way back.
 
 Where keys and values of a token can be forgotten one by one, a state has taken in every token before it. So states lie in slots, each
 behind so many tokens, the same slot in every layer: a pass reads one and writes another, and what it read stays until the next pass has
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..kernels.delta_shape import AFTER, CONTROLS, FROM, KEPT, NO_SLOT, TO, DeltaShape
 from ..kernels.layout import REPEATED
+from ..kernels.state_shape import AFTER, CONTROLS, FROM, KEPT, NO_SLOT, TO
 
 if TYPE_CHECKING:
+    from ..kernels.state_shape import StateShape
     from .config import ModelConfig
 
 WAYS_BACK = 2  # slots that are kept
@@ -29,9 +30,9 @@ TAIL = 32  # tokens before the end of a prompt, more than any kernel takes as to
 
 
 class LayerStates(Protocol):
-    """A backend's states of one layer (`kernels/cpu/delta.py`, `kernels/cuda/delta.py`)."""
+    """A backend's states of one layer (`kernels/cpu/states.py`, `kernels/cuda/states.py`)."""
 
-    def mix(self, qkv: object, z: object, b: object, a: object, w: object) -> object: ...
+    def mix(self, products: Sequence[object], w: object) -> object: ...
     def again(self, source: int, target: int, tokens: int) -> None: ...
     def read_slot(self, slot: int) -> np.ndarray: ...
     def write_slot(self, slot: int, data: np.ndarray) -> None: ...
@@ -39,7 +40,7 @@ class LayerStates(Protocol):
 
 def states_nbytes(config: ModelConfig) -> tuple[int, ...]:
     """Bytes of the state of every layer, 0 of one that has keys and values."""
-    return tuple(config.delta.nbytes(SLOTS) if layer in config.delta_layers else 0 for layer in range(config.num_hidden_layers))
+    return tuple(config.state.nbytes(SLOTS) if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
 
 
 def controls() -> np.ndarray:
@@ -49,9 +50,9 @@ def controls() -> np.ndarray:
 
 
 class States:
-    """Of all linear layers of a model, which are of one `shape`. `told` is `controls`, which the layers' kernels read."""
+    """Of all layers of a model that have one, which are of one `shape`. `told` is `controls`, which the layers' kernels read."""
 
-    def __init__(self, layers: Sequence[LayerStates], shape: DeltaShape, told: np.ndarray) -> None:
+    def __init__(self, layers: Sequence[LayerStates], shape: StateShape, told: np.ndarray) -> None:
         self.layers, self._told = layers, told
         self.guesses = False  # are answers guesses, which will be taken back?
         self.nbytes, self.saved_nbytes = len(layers) * shape.nbytes(SLOTS), 4 * len(layers) * shape.slot_floats

@@ -1,10 +1,12 @@
-"""A small random model with layers of linear attention beside others, and what tests ask of its engines."""
+"""Small random models of which some layers remember in a state, as fixtures, and what tests ask of their engines."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from conversions import options, run
-from family_models import CASES, Case
+from family_models import CASES, Case, written
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
@@ -17,6 +19,26 @@ GREEDY = SamplerSettings(temperature=0)
 CASE = Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, "head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX,
                              "vocab_size": 300, "attention_bias": False})
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hybrid") / "model"
+    written(CASE, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same at 4 bits."""
+    return quantized(folder, tmp_path_factory.mktemp("hybrid") / "4bit")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
+    made = of_kind(request.param, folder, small)
+    yield made
+    made.close()
 
 
 def quantized(folder: Path, out: Path) -> Path:

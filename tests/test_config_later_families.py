@@ -241,7 +241,7 @@ def test_qwen3_5_is_read_as_its_text_part() -> None:
     config = parse_config({**written, "architectures": ["Qwen3_5ForConditionalGeneration"]}, strict=True)
     assert replace(config, warnings=()) == parse_config(json.loads(text.to_json_string()), strict=True)
     assert config.warnings == ("'qwen3_5' takes images too: effllm reads its text part, qwen3_5_text",)
-    assert config.attention_layers == (3,) and config.delta_layers == (0, 1, 2) and not config.tie_word_embeddings
+    assert config.attention_layers == (3,) and config.state_layers == (0, 1, 2) and not config.tie_word_embeddings
     assert config.rope.partial_rotary_factor == 0.25 and [rope is None for rope in config.ropes] == [True, True, True, False]
     unsaid = {key: value for key, value in written.items() if key != "tie_word_embeddings"}
     assert not parse_config(unsaid, strict=True).tie_word_embeddings, "as in transformers, the outer object decides"

@@ -15,8 +15,9 @@ from effllm.kernels import reference_delta as reference
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
-from effllm.kernels.delta_shape import AFTER, FROM, KEPT, NO_SLOT, TO, DeltaShape
+from effllm.kernels.delta_shape import DeltaShape
 from effllm.kernels.layout import REPEATED
+from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.runtime.states import SLOTS, controls
@@ -73,7 +74,7 @@ class Layer:
         target = 1 if self.slot == 0 else 0
         self.told[FROM], self.told[TO], self.told[AFTER], self.told[KEPT] = self.slot, target, after, 3
         there = [x.copy() if self.ops.name == "cpu" else torch.from_numpy(x) for x in given]
-        out = np.array(self.ops.to_host(self.states.mix(*there, self.w)))
+        out = np.array(self.ops.to_host(self.states.mix(there, self.w)))
         self.slot = target if hold else self.slot
         return out
 
@@ -85,7 +86,7 @@ class Layer:
 
 
 def cpu(shape: DeltaShape, threads: int = 2, only: str | None = None) -> CpuOps:
-    dims = Dims(64, 2, 1, 16, 64, 64, 128, 128, 4, delta=shape)
+    dims = Dims(64, 2, 1, 16, 64, 64, 128, 128, 4, state=shape)
     return CpuOps(ThreadPool(threads), dims, default_registry(only))
 
 

@@ -115,7 +115,7 @@ def test_what_is_stored_and_where(source: Path, tmp_path: Path) -> None:
         for job in plan.jobs:
             stored, values = made.tensors[job.name], whole(plan.store, job)
             raw = store.read(store.tensors[job.name])
-            matrix = job.role in ("q", "k", "v", "o", "gate", "up", "down", "embed", "head", "delta_qkv", "delta_z", "delta_out")
+            matrix = job.role in ("q", "k", "v", "o", "gate", "up", "down", "embed", "head", "state_in", "state_gate", "state_out")
             assert stored.spec.is_raw != matrix, job.name
             if matrix:
                 error = dequantize(unpack(raw, stored.spec, stored.shape), stored.spec) - values
@@ -158,7 +158,7 @@ def test_smoothing_changes_no_answer(source: Path, engine: Engine) -> None:
             if isinstance(found, LayerStats) and found.key != "outer":
                 changed = converter._equalised(found)
                 roles = {job.role for job in plan.jobs if job.name in changed}
-                assert roles == (MLP if found.key in plan.config.delta_layers else SMOOTHED.get(source.name, PLAIN))
+                assert roles == (MLP if found.key in plan.config.state_layers else SMOOTHED.get(source.name, PLAIN))
                 with engine.model.pager.lease(found.key) as raw:
                     for name, values in changed.items():
                         moved = max(moved, np.abs(raw[name].view(np.float32) - values.reshape(-1)).max())

@@ -4,8 +4,10 @@ That they compute what transformers does is in `test_families.py`, what a state 
 becomes of their caches outside a run in `test_hybrid_caches.py`.
 """
 
+# Fixtures come from a module, and tests take them as arguments of their names.
+# ruff: noqa: F811
+
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,32 +38,11 @@ from effllm.runtime.tensors import check_tensors
 from effllm.runtime.unread import unread
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import written
 from gpu_runs import logits, simulated
 from gpu_runs import opened as with_card
-from hybrid_models import CASE, CTX, IDS, KINDS, anew, answer, of_kind, opened, quantized, read
+from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
 from streamed_models import streaming
 from test_speculation import Guesser, Ticks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("hybrid") / "model"
-    written(CASE, made)
-    return made
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
-    made = of_kind(request.param, folder, small)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same at 4 bits."""
-    return quantized(folder, tmp_path_factory.mktemp("hybrid") / "4bit")
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
@@ -94,7 +75,7 @@ def test_a_chat_that_goes_on_is_one_text(engine: Engine) -> None:
         assert engine.reused >= len(text) - more, "the turn before is held"
         if not engine.cache.is_packed:
             there = anew(engine, text)
-            near = 1e-3 if engine.model.tensors[0]["delta_qkv"].spec.is_raw else 0.05  # activations are rounded in other groups
+            near = 1e-3 if engine.model.tensors[0]["state_in"].spec.is_raw else 0.05  # activations are rounded in other groups
             assert np.abs(here - there).max() < near * np.abs(there).max()
             read(engine, text[:-more])
             here = read(engine, text)
@@ -187,9 +168,9 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
     try:
         cache, config, placement = engine.cache, engine.config, engine.placement
         paged = len(config.attention_layers)
-        assert (paged, len(config.delta_layers)) == (1, 3)
+        assert (paged, len(config.state_layers)) == (1, 3)
         states = sum(layer._slots.nbytes + layer._raw.nbytes + layer._mixed.nbytes + layer._gates.nbytes for layer in cache.states.layers)
-        assert 0 <= cache.states.nbytes - states < 3 * 64 and cache.states.nbytes == 3 * config.delta.nbytes(SLOTS)
+        assert 0 <= cache.states.nbytes - states < 3 * 64 and cache.states.nbytes == 3 * config.state.nbytes(SLOTS)
         exact, sealed = sum(map(len, cache._exact)), cache.shape.pages * cache.sealed_nbytes
         assert placement.kv_bytes == exact + sealed + cache.states.nbytes
         assert placement.kv_bytes_per_token == -(-cache.sealed_nbytes // PAGE)
@@ -209,8 +190,8 @@ def test_layers_of_both_kinds_on_a_card(folder: Path, small: Path) -> None:
             engine, said = with_card(path, simulated(512 << 20), gpu_layers=layers, kv="32bit", ctx=CTX, exact=True)
             placement, config = engine.placement, engine.config
             on_card = [layer for layer in range(config.num_hidden_layers) if placement.devices[layer] == "cuda"]
-            states = sum(layer in config.delta_layers for layer in on_card) * config.delta.nbytes(SLOTS)
-            pages = sum(layer in config.attention_layers for layer in on_card) * (placement.kv_bytes - 3 * config.delta.nbytes(SLOTS))
+            states = sum(layer in config.state_layers for layer in on_card) * config.state.nbytes(SLOTS)
+            pages = sum(layer in config.attention_layers for layer in on_card) * (placement.kv_bytes - 3 * config.state.nbytes(SLOTS))
             assert len(on_card) == layers and placement.card.kv_bytes == states + pages
             found = logits(engine)
             assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
@@ -303,7 +284,7 @@ def test_a_forecast_counts_states_beside_attention(folder: Path) -> None:
     prepared = prepare(folder, EngineOptions(device="cpu", ctx=CTX))
     asked = work(prepared, check_tensors(prepared.config, prepared.store))
     prepared.store.close()
-    delta = prepared.config.delta
+    delta = prepared.config.state
     assert asked.windows == (None,) and asked.layers == 4 and asked.state_bytes == 3 * 12 * delta.state_floats
     assert asked.bytes_per_token == sum(part.nbytes for part in asked.parts)
     rates = Rates(1e6, 0.0, 0.0, {part.kind: KindRate(1e6, 1e12) for part in asked.parts}, {asked.kv: KindRate(1e12, 1e12)})

@@ -1,8 +1,10 @@
 """Caches of models of which some layers have pages and the others a state: policies, pages on the disk, profiles, sessions."""
 
+# Fixtures come from a module, and tests take them as arguments of their names.
+# ruff: noqa: F811
+
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,28 +22,7 @@ from effllm.runtime.saved_prefix import lend
 from effllm.runtime.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import written
-from hybrid_models import CASE, CTX, IDS, KINDS, anew, of_kind, opened, quantized, read
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("hybrid") / "model"
-    written(CASE, made)
-    return made
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
-    made = of_kind(request.param, folder, small)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same at 4 bits."""
-    return quantized(folder, tmp_path_factory.mktemp("hybrid") / "4bit")
+from hybrid_models import CTX, IDS, anew, engine, folder, opened, read, small  # noqa: F401
 
 
 @pytest.fixture

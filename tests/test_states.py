@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.kernels.delta_shape import AFTER, FROM, KEPT, NO_SLOT, TO, DeltaShape
+from effllm.kernels.delta_shape import DeltaShape
 from effllm.kernels.layout import F16, PAGE, REPEATED, PageLayout
+from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from effllm.runtime.cache import KVCache
 from effllm.runtime.cache_shape import CacheShape
 from effllm.runtime.policy.keep import Keep

@@ -7,54 +7,38 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import reference_delta as reference
-from ..delta_shape import AFTER, FROM, KEPT, NO_SLOT, TO, DeltaShape
+from ..delta_shape import DeltaShape
 from ..layout import REPEATED
-from ..registry import Call
-from ..workspace import Dims, address
+from ..state_shape import NO_SLOT
+from ..workspace import address
 from . import delta_loops as loops
+from .conv_loops import BIAS, MIXED, X
 from .rows import SHARE_FROM
+from .states import Slots
 
 if TYPE_CHECKING:
-    from ...quant.weight import Delta
+    from ...quant.state_weights import Delta
     from .ops import CpuOps
 
 
-def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers for what follows q, and what a layer's first product or its convolution makes."""
-    kv, shape = dims.kv_heads * dims.head_dim, dims.delta
-    if shape is None:
-        return {"y1": chunk * kv, "y2": chunk * kv, "queries": chunk * dims.heads * dims.head_dim * dims.gated_queries}
-    return {"y1": chunk * max(kv, shape.values), "y2": chunk * max(kv, shape.value_heads), "y3": chunk * shape.value_heads,
-            "queries": chunk * dims.heads * dims.head_dim * dims.gated_queries, "mixed": chunk * shape.channels,
-            "gates": 2 * chunk * shape.value_heads}
-
-
-def state_layer(ops: CpuOps, shape: DeltaShape, slots: int, memory: np.ndarray, told: np.ndarray) -> LayerStates:
-    """The states of one layer in uint8 memory (`shape.nbytes(slots)`), in `slots` slots of which `told` says those of a pass."""
-    return LayerStates(ops, shape, slots, memory, told)
-
-
-class LayerStates:
+class DeltaStates(Slots):
     """See the module and `runtime/states.py`."""
 
+    shape: DeltaShape
+
     def __init__(self, ops: CpuOps, shape: DeltaShape, slots: int, memory: np.ndarray, told: np.ndarray) -> None:
-        self.ops, self.shape, self._told = ops, shape, told
-        memory = memory.view(np.float32)
-        self._slots, recent = memory[: slots * shape.slot_floats].reshape(slots, -1), memory[slots * shape.slot_floats :]
-        wide, heads = REPEATED * shape.channels, shape.value_heads
+        super().__init__(ops, shape, slots, memory, told, "delta", loops.SLOTS)
+        wide, heads, recent = REPEATED * shape.channels, shape.value_heads, self.recent
         self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
         self._gates = recent[2 * wide :][: 2 * REPEATED * heads].reshape(REPEATED, 2, heads)
-        self._run = ops.registry.select(Call("delta")).candidate.run
-        self.block = np.zeros(loops.SLOTS, np.int64)
-        self.block[loops.MEMORY : loops.TILED + 1] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(told),
-                                                     shape.key_heads, heads, shape.key_dim, shape.value_dim, shape.taps, shape.tiled)
+        self.block[loops.KEY_HEADS : loops.TILED + 1] = shape.key_heads, heads, shape.key_dim, shape.value_dim, shape.tiled
         self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def mix(self, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta) -> np.ndarray:
-        """What the layer's heads read of the text, [T, values], gated by z [T, values] and normed; the state goes on. qkv [T, channels],
-        b and a [T, value heads]."""
-        out = self.ops.workspace.take("attend", len(qkv), self.shape.values)
-        self._run(self, qkv, z, b, a, w, out)
+    def mix(self, products: list[np.ndarray], w: Delta) -> np.ndarray:
+        """What the layer's heads read of the text, [T, values], gated by z [T, values] and normed; the state goes on. Products are qkv
+        [T, channels], z, b and a [T, value heads]."""
+        out = self.ops.workspace.take("attend", len(products[0]), self.shape.values)
+        self.run(self, *products, w, out)
         return out
 
     def passing(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
@@ -66,59 +50,30 @@ class LayerStates:
             self._recent[tokens] = self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens]
         return self._recent[tokens]
 
-    def again(self, source: int, target: int, tokens: int) -> None:
-        """Slot `target` becomes the state behind the first `tokens` of the last pass, which was of few and began with `source`."""
-        ops, told = self.ops, self._told
-        before = tuple(told)
-        told[FROM], told[TO], told[AFTER], told[KEPT] = source, target, 0, NO_SLOT
-        try:
-            self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
-            self._run_again(tokens, ops.workspace.take("attend", tokens, self.shape.values))
-        finally:
-            told[:] = before
-
-    def _run_again(self, tokens: int, out: np.ndarray) -> None:
+    def run_again(self, source: int, target: int, tokens: int) -> None:
+        """As `again`, which has told it."""
+        self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
+        out = self.ops.workspace.take("attend", tokens, self.shape.values)
         _, mixed, gates = self.passing(tokens)
-        if self._run is run_reference:
+        if self.run is run_reference:
             recur_reference(self, mixed, gates, out)
             return
-        self.block[loops.TOKENS], self.block[loops.MIXED : loops.OUT + 1] = tokens, (address(mixed), address(gates), self.ops.at(out))
-        self.ops.run(loops.recur, address(self.block), True, self.block)
-
-    # -- slots -----------------------------------------------------------------------------------------------------------------
-
-    def inputs_of(self, slot: int) -> np.ndarray:
-        """The last inputs [taps - 1, channels] of a slot."""
-        shape = self.shape
-        return self._slots[slot][: (shape.taps - 1) * shape.channels].reshape(shape.taps - 1, shape.channels)
+        block = self.block
+        block[loops.TOKENS], block[MIXED], block[loops.GATES], block[loops.OUT] = tokens, address(mixed), address(gates), self.ops.at(out)
+        self.ops.run(loops.recur, address(block), True, block)
 
     def state_of(self, slot: int) -> np.ndarray:
         """S [value heads, value dim, key dim] of a slot."""
         shape = self.shape
-        return self._slots[slot][shape.state_offset :][: shape.state_floats].reshape(shape.value_heads, shape.value_dim, shape.key_dim)
-
-    def last_inputs(self, source: int, x: np.ndarray) -> np.ndarray:
-        """[taps - 1, channels], a copy: of what came before and x [T, channels]."""
-        before = np.zeros_like(self.inputs_of(0)) if source == NO_SLOT else self.inputs_of(source)
-        return np.concatenate([before, x])[len(x) :]
-
-    def told(self) -> tuple[int, ...]:
-        """The slots of the pass."""
-        return tuple(int(each) for each in self._told)
-
-    def read_slot(self, slot: int) -> np.ndarray:
-        """Its bytes, a copy: what `write_slot` of another backend's layer of this shape takes."""
-        return self._slots[slot].view(np.uint8).copy()
-
-    def write_slot(self, slot: int, data: np.ndarray) -> None:
-        self._slots[slot].view(np.uint8)[:] = data
+        return self.state_in(slot).reshape(shape.value_heads, shape.value_dim, shape.key_dim)
 
 
-def run(states: LayerStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
+def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(qkv)
     raw, mixed, gates = states.passing(tokens)
-    block[: loops.EPS] = (ops.at(qkv), tokens, ops.at(z), ops.at(b), ops.at(a), ops.at(mixed), ops.at(gates), ops.at(out),
-                          0 if raw is None else ops.at(raw), address(w.conv), address(w.decay), address(w.dt), address(w.norm.weight))
+    block[X:BIAS] = ops.at(qkv), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv)
+    block[loops.Z : loops.EPS] = (ops.at(z), ops.at(b), ops.at(a), ops.at(gates), ops.at(out), address(w.decay), address(w.dt),
+                                  address(w.norm.weight))
     block.view(np.float64)[loops.EPS] = w.norm.eps
     at = address(block)
     ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
@@ -126,24 +81,21 @@ def run(states: LayerStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: n
     ops.run(loops.gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
 
 
-def run_reference(states: LayerStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
+def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
     states.ops.flush()
     shape, tokens = states.shape, len(qkv)
-    source, target, after, kept = states.told()
     raw, mixed, gates = states.passing(tokens)
     if raw is not None:
         raw[:] = qkv
-    mixed[:] = reference.convolve(qkv, states.last_inputs(source, qkv[:0]), w.conv.reshape(shape.taps, -1))
+    mixed[:] = reference.convolve(qkv, states.last_inputs(states.told()[0], qkv[:0]), w.conv.reshape(shape.taps, -1))
     gates[:, 0], gates[:, 1] = reference.gates(a, b, w.decay, w.dt)
-    states.inputs_of(target)[:] = states.last_inputs(source, qkv)
-    if after:
-        states.inputs_of(kept)[:] = states.last_inputs(source, qkv[:after])
+    states.keep_inputs(qkv)
     recur_reference(states, mixed, gates, out)
     heads = out.reshape(tokens, shape.value_heads, -1)
     heads[:] = reference.gated_norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)
 
 
-def recur_reference(states: LayerStates, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
+def recur_reference(states: DeltaStates, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
     """The recurrence, from slot to slot as the pass was told."""
     shape, (source, target, after, kept) = states.shape, states.told()
     q, k, v = (part.reshape(len(mixed), heads, -1) for part, heads in zip(np.split(mixed, (shape.keys, 2 * shape.keys), axis=1),

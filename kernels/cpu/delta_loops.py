@@ -14,64 +14,19 @@ from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
-from ..delta_shape import AFTER, FROM, KEPT, TO
 from ..layout import NORM_RMS, SILU
 from ..reference_delta import KEY_EPS
+from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ONE, ZERO, activate, exp, normalise_here
+from .conv_loops import CHANNELS, CONTROL, MEMORY, MIXED, OWN, RAW, SLOT, STATE, TOKENS, X, convolve, copy, keep_inputs
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 ROWS = 32  # of a state, for one thread at a time: 16 KiB where keys are 128 wide
 EPS_OF_KEYS = np.float32(KEY_EPS)
 
-# Slots of the argument block, of all three kernels. X and RAW [TOKENS, channels], Z and OUT [TOKENS, values], B and A [TOKENS, value
-# heads], MIXED as X: the convolution's results; GATES [TOKENS, 2, value heads]. CONV [taps, channels], DECAY and DT [value heads], NORM
-# [value dim]. MEMORY: slots of SLOT bytes, S from STATE on; CONTROL: which of them. RAW: where X is kept, 0 for nowhere. TILED: 0 or 1, see
-# `DeltaShape`.
-(X, TOKENS, Z, B, A, MIXED, GATES, OUT, RAW, CONV, DECAY, DT, NORM, EPS, MEMORY, SLOT, STATE, CONTROL, KEY_HEADS, VALUE_HEADS, KEY_DIM,
- VALUE_DIM, TAPS, TILED, SLOTS) = range(25)
-
-
-@inlined()
-def _channels(a):
-    return 2 * a[KEY_HEADS] * a[KEY_DIM] + a[VALUE_HEADS] * a[VALUE_DIM]
-
-
-@inlined()
-def _input(a, row):
-    """Where the inputs of token `row` lie, those before the pass as negative ones; 0 before the text began."""
-    if row >= 0:
-        return a[X] + 4 * row * _channels(a)
-    source = i64_at(a[CONTROL])[FROM]
-    return 0 if source < 0 else a[MEMORY] + source * a[SLOT] + 4 * (a[TAPS] - 1 + row) * _channels(a)
-
-
-@inlined()
-def _copy(source, target, count):
-    """`count` float32; zeros where there is no source."""
-    y = f32_at(target)
-    if source == 0:
-        for i in range(count):
-            y[i] = ZERO
-    else:
-        x = f32_at(source)
-        for i in range(count):
-            y[i] = x[i]
-
-
-@inlined()
-def _keep_inputs(a, slot, tokens):
-    """The last inputs of the first `tokens` into a slot."""
-    channels, before = _channels(a), a[TAPS] - 1
-    for i in range(before):
-        _copy(_input(a, tokens - before + i), a[MEMORY] + slot * a[SLOT] + 4 * i * channels, channels)
-
-
-@inlined({"contract"})
-def _add_tap(y, weight, x, count):
-    """y += weight * x; all addresses."""
-    sums, w, values = f32_at(y), f32_at(weight), f32_at(x)
-    for i in range(count):
-        sums[i] += w[i] * values[i]
+# Slots of all three kernels' argument block behind those of `conv_loops`. Z and OUT [TOKENS, values], B and A [TOKENS, value heads],
+# GATES [TOKENS, 2, value heads], DECAY and DT [value heads], NORM [value dim]. TILED: 0 or 1, see `DeltaShape`.
+Z, B, A, GATES, OUT, DECAY, DT, NORM, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILED, SLOTS = range(OWN, OWN + 15)
 
 
 @inlined(REASSOCIATE)
@@ -92,18 +47,9 @@ def _unit(row, count, factor):
 
 
 @inlined()
-def _convolve(a, t):
+def _mix(a, t):
     """Token t's queries, keys and values."""
-    channels, depth, taps = _channels(a), a[KEY_DIM], a[TAPS]
-    out = a[MIXED] + 4 * t * channels
-    _copy(0, out, channels)
-    for tap in range(taps):
-        source = _input(a, t - (taps - 1) + tap)
-        if source != 0:
-            _add_tap(out, a[CONV] + 4 * tap * channels, source, channels)
-    y = f32_at(out)
-    for i in range(channels):
-        y[i] = activate(y[i], SILU)
+    out, depth = convolve(a, t), a[KEY_DIM]
     for head in range(a[KEY_HEADS]):
         _unit(out + 4 * head * depth, depth, ONE / np.sqrt(float32(depth)))
         _unit(out + 4 * (a[KEY_HEADS] + head) * depth, depth, ONE)
@@ -127,20 +73,20 @@ def _gates(a, t):
 def mix_inputs(args, worker, counter):
     """Blocks are tokens, and one that keeps the last inputs."""
     a = i64_at(args)
-    control, channels = i64_at(a[CONTROL]), _channels(a)
+    control, channels = i64_at(a[CONTROL]), a[CHANNELS]
     while True:
         t = fetch_add(counter, 1)
         if t > a[TOKENS]:
             return
         if t == a[TOKENS]:
-            _keep_inputs(a, control[TO], t)
+            keep_inputs(a, control[TO], t)
             if control[AFTER] > 0:
-                _keep_inputs(a, control[KEPT], control[AFTER])
+                keep_inputs(a, control[KEPT], control[AFTER])
             continue
-        _convolve(a, t)
+        _mix(a, t)
         _gates(a, t)
         if a[RAW] != 0:
-            _copy(a[X] + 4 * t * channels, a[RAW] + 4 * t * channels, channels)
+            copy(a[X] + 4 * t * channels, a[RAW] + 4 * t * channels, channels)
 
 
 @inlined(REASSOCIATE)
@@ -158,7 +104,7 @@ def _write_and_read(s, k, q, count, decay, difference):
 def recur(args, worker, counter):
     """Blocks are ROWS rows of a head's state."""
     a = i64_at(args)
-    control, channels, depth = i64_at(a[CONTROL]), _channels(a), a[KEY_DIM]
+    control, channels, depth = i64_at(a[CONTROL]), a[CHANNELS], a[KEY_DIM]
     heads, width, keys = a[VALUE_HEADS], a[VALUE_DIM], a[KEY_HEADS] * a[KEY_DIM]
     source, target, after, kept, tokens = control[FROM], control[TO], control[AFTER], control[KEPT], a[TOKENS]
     cuts = (width + ROWS - 1) // ROWS
@@ -169,7 +115,7 @@ def recur(args, worker, counter):
         head, first = block // cuts, (block % cuts) * ROWS
         rows, place = min(ROWS, width - first), a[STATE] + 4 * (head * width + first) * depth
         state = a[MEMORY] + target * a[SLOT] + place
-        _copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
+        copy(0 if source < 0 else a[MEMORY] + source * a[SLOT] + place, state, rows * depth)
         own = (head % a[KEY_HEADS] if a[TILED] != 0 else head * a[KEY_HEADS] // heads) * depth
         for t in range(tokens):
             row, gates = a[MIXED] + 4 * t * channels, f32_at(a[GATES] + 8 * t * heads)
@@ -179,7 +125,7 @@ def recur(args, worker, counter):
                 s = f32_at(state + 4 * j * depth)
                 out[j] = _write_and_read(s, k, q, depth, decay, (v[j] - decay * _dot(s, k, depth)) * beta)
             if t + 1 == after:
-                _copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
+                copy(state, a[MEMORY] + kept * a[SLOT] + place, rows * depth)
 
 
 @kernel({"contract"})

@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, attention_few, bundled, delta, in_parts, linear, low_bit, moe, packed, rows
+from . import attention, attention_few, bundled, in_parts, linear, low_bit, moe, packed, rows, states
 from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
 from .kv_many import packed_scratch
@@ -52,7 +52,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     # Where attention takes turns, every token of a few has its own partials, and a prompt's tiles wait between two turns.
     calls, state = FEW if dims.spilled_kv else 1, attention.attend_many_state(chunk, dims) if dims.spilled_kv else 0
     # y0 takes the queries, and later in a layer a branch on its way to the stream
-    return {"x": chunk * dims.hidden, "y0": chunk * max(dims.projected, dims.hidden), **delta.plan_workspace(dims, chunk),
+    return {"x": chunk * dims.hidden, "y0": chunk * max(dims.projected, dims.hidden), **states.plan_workspace(dims, chunk),
             "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": calls * dims.kv_heads * blocks * group * (dims.head_dim + 2), "state": state, **moe.plan_workspace(dims, chunk),
@@ -176,7 +176,7 @@ class CpuOps(Jobs):
     bundled_mlp = bundled.bundled_mlp
     part_queries = rows.part_queries
     gate_heads = rows.gate_heads
-    state_layer = delta.state_layer
+    state_layer = states.state_layer
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""

@@ -15,39 +15,35 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..delta_shape import NO_SLOT, DeltaShape
-from ..device_memory import STRETCH
+from ..delta_shape import DeltaShape
 from ..layout import REPEATED
 from ..reference_delta import KEY_EPS
+from ..state_shape import NO_SLOT, STRETCH
+from .states import TorchSlots
 
 if TYPE_CHECKING:
-    from ...quant.weight import Delta
+    from ...quant.state_weights import Delta
 
 
-class TorchStates:
-    """See the module and `runtime/states.py`. `memory` uint8 on the device, as `DeltaShape` lays it out; `told` is on the host."""
+class TorchDelta(TorchSlots):
+    """See the module and `runtime/states.py`."""
+
+    shape: DeltaShape
 
     def __init__(self, shape: DeltaShape, slots: int, memory: torch.Tensor, told: np.ndarray) -> None:
-        self.shape, self._told = shape, told
-        memory = memory.view(torch.float32)
-        self._slots, recent = memory[: slots * shape.slot_floats].view(slots, -1), memory[slots * shape.slot_floats :]
-        wide, heads = REPEATED * shape.channels, shape.value_heads
+        super().__init__(shape, slots, memory, told)
+        wide, heads, recent = REPEATED * shape.channels, shape.value_heads, self.recent
         self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
         self._gates = recent[2 * wide :][: 2 * REPEATED * heads].view(REPEATED, 2, heads)
 
-    def mix(self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor, w: Delta) -> torch.Tensor:
+    def mix(self, products: list[torch.Tensor], w: Delta) -> torch.Tensor:
         """As `kernels/cpu/delta.py`."""
-        shape, tokens = self.shape, len(qkv)
-        source, target, after, kept = (int(each) for each in self._told)
-        before = self._last_inputs(source, qkv[:0])
-        whole, taps = torch.cat([before, qkv]), w.conv.view(shape.taps, -1)
-        mixed = functional.silu(sum(taps[tap] * whole[tap : tap + tokens] for tap in range(shape.taps)))
+        (qkv, z, b, a), (source, target, after, kept) = products, self.told()
+        tokens = len(qkv)
+        mixed = functional.silu(self.convolve(qkv, w.conv))
         gates = torch.stack([torch.exp(-w.decay * functional.softplus(a + w.dt, threshold=80.0)), torch.sigmoid(b)], dim=1)
         if tokens <= REPEATED:
             self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = qkv, mixed, gates
-        if after:
-            self._inputs(kept).copy_(self._last_inputs(source, qkv[:after]))
-        self._inputs(target).copy_(self._last_inputs(source, qkv))
         state, parts, at = self._begun(source), [], 0
         for end, slot in ((after, kept), (tokens, target)):
             if end > at:
@@ -60,31 +56,16 @@ class TorchStates:
         return out.flatten(1).mul_(functional.silu(z))
 
     def again(self, source: int, target: int, tokens: int) -> None:
-        """As `kernels/cpu/delta.py`."""
-        self._inputs(target).copy_(self._last_inputs(source, self._raw[:tokens]))
+        """As `kernels/cpu/states.py`."""
+        self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
         self._state(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self._begun(source))[1])
-
-    def read_slot(self, slot: int) -> np.ndarray:
-        """Its bytes, uint8 on the host: what `write_slot` of another backend's layer of this shape takes."""
-        return self._slots[slot].view(torch.uint8).cpu().numpy().copy()
-
-    def write_slot(self, slot: int, data: np.ndarray) -> None:
-        self._slots[slot].view(torch.uint8).copy_(torch.from_numpy(np.array(data)))
-
-    def _inputs(self, slot: int) -> torch.Tensor:
-        shape = self.shape
-        return self._slots[slot][: (shape.taps - 1) * shape.channels].view(shape.taps - 1, shape.channels)
 
     def _state(self, slot: int) -> torch.Tensor:
         shape = self.shape
-        return self._slots[slot][shape.state_offset :][: shape.state_floats].view(shape.value_heads, shape.value_dim, shape.key_dim)
+        return self.state_in(slot).view(shape.value_heads, shape.value_dim, shape.key_dim)
 
     def _begun(self, source: int) -> torch.Tensor:
         return torch.zeros_like(self._state(0)) if source == NO_SLOT else self._state(source)
-
-    def _last_inputs(self, source: int, x: torch.Tensor) -> torch.Tensor:
-        before = torch.zeros_like(self._inputs(0)) if source == NO_SLOT else self._inputs(source)
-        return torch.cat([before, x])[len(x) :]
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Results of the convolution [T, channels], gates [T, 2, G] -> (what was read [T, G, dv], the state behind them)."""

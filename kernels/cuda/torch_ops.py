@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..delta_shape import DeltaShape
 from ..device_memory import TILE
 from ..layout import STORED_TYPES, PageLayout
 from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
-from .delta import TorchStates
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
@@ -28,10 +26,12 @@ from .pages import TorchLayerPages
 from .products import Into, Products, tiled
 from .repeated import Repeats
 from .stages import Stages, activated
+from .states import TorchSlots, state_layer
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
     from ...quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight
     from ...runtime.rope import RopeTable
+    from ..state_shape import StateShape
 
 UPLOADS = 4  # index arrays of one step, and one to spare
 NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -214,9 +214,9 @@ class TorchOps:
             return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec, self.one)
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.one, self.places)
 
-    def state_layer(self, shape: DeltaShape, slots: int, memory: np.ndarray, told: np.ndarray) -> TorchStates:
+    def state_layer(self, shape: StateShape, slots: int, memory: np.ndarray, told: np.ndarray) -> TorchSlots:
         """One layer's states on this device, in as much memory as the host's that stands for them."""
-        return TorchStates(shape, slots, self.on.take(memory.nbytes), told)
+        return state_layer(shape, slots, self.on.take(memory.nbytes), told)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """An index array on this device. The last few are remembered, since every layer of a step passes the same ones: by what they hold,

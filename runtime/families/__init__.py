@@ -7,8 +7,9 @@ Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gat
 post_norm come before attention and MLP, `<matrix>_norm` after that matrix; sinks are logits of attention, one a query head. In a mixture
 router and `experts.<number>.<role>` take the place of gate, up and down, and `shared.<role>` are those of the expert that every token
 visits, with shared.scale its share; correction is added to a router's scores. In a bundled folder `bundles` is up and down. Outside the
-layers: embed, positions (learned ones), norm, head (absent where it is the embedding). Layers of linear attention have in the place of
-q, k, v and o delta_qkv, delta_z, delta_b, delta_a, delta_conv, delta_decay, delta_dt, delta_norm and delta_out.
+layers: embed, positions (learned ones), norm, head (absent where it is the embedding). Layers that remember a text in a state have in the
+place of q, k, v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and
+state_beta, what decays and shares are read from, state_conv, state_decay, state_dt and state_norm, as far as a kind has them.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -26,11 +27,12 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Bundles, Delta, Expert, Linear, Norm, SharedExpert
+    from ...quant.weight import Bundles, Expert, Linear, Norm, SharedExpert
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
     from ..rope import RopeTable
+    from ..state_weights import StateWeights
     from ..states import LayerStates
 
 FAMILIES = ("arcee", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
@@ -79,7 +81,7 @@ class LayerWeights:
     """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
 
     A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
-    has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `delta`
+    has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state`
     that of q, k, v and o.
     """
 
@@ -102,7 +104,7 @@ class LayerWeights:
     correction: object | None = None
     shared: SharedExpert | None = None
     bundles: Bundles | None = None
-    delta: Delta | None = None
+    state: StateWeights | None = None
 
 
 def expert_role(expert: int, role: str) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable
+    from ..states import LayerStates
 
 KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
 KEYS_HARMLESS = frozenset()
@@ -64,11 +65,15 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
+          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the
     rotation, attn_out and mlp_hidden before `o` and `down`; of experts the visits (`Routed`) instead of mlp_hidden."""
-    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
+    if w.state is not None:
+        x = state_layer(ops, w, x, kv, config, layer, tap)
+    else:
+        x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    return feed_forward(ops, w, x, config, layer, tap)
 
 
 def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
@@ -110,3 +115,13 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         attended = ops.gate_heads(attended, gated, config.num_attention_heads, config.head_dim)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)
+
+
+def state_layer(ops: BlockOps, w: LayerWeights, x: object, states: LayerStates, config: ModelConfig, layer: int,
+                tap: Callable[[str, int, object], None]) -> object:
+    """The first half of a block that remembers in a state. A tap sees state_out, before that matrix, in the place of q, k, v and
+    attn_out."""
+    tap("block_in", layer, x)
+    mixed = states.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)  # [T, values]
+    tap("state_out", layer, mixed)
+    return ops.linear_add(mixed, w.state.out, x, None, config.residual_multiplier)

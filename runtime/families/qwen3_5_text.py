@@ -9,23 +9,16 @@ predict several tokens ahead (`mtp`) are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from ...kernels.delta_shape import DeltaShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, inside_others, llama
-from .llama import attention, feed_forward
+from . import TensorRule, inside_others, llama
+from .llama import block
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
-    from ..states import LayerStates
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "full_attention_interval", "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim",
                        "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "linear_value_heads_tiled",
@@ -57,8 +50,8 @@ def hybrid_config(keys: Keys, base: Defaults, **features: object) -> ModelConfig
         turned = rope_config(keys, head_dim, positions, partial=True, share=ROTATED)
         return tuple(turned if kind == FULL else None for kind in kinds)
 
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True, delta=shape,
-                          delta_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True, state=shape,
+                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
                           mtp_layers=keys.integer("mtp_num_hidden_layers", 0, low=0, high=MAX_LAYERS), **features)
     if made.hidden_act != "silu":
         raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
@@ -84,40 +77,19 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def hybrid_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of linear attention in the place of attention's where it has that."""
-    own = config.delta
-    if layer in config.delta_layers:
+    own = config.state
+    if layer in config.state_layers:
         prefix, hidden = f"model.layers.{layer}.linear_attn.", config.hidden_size
         rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
         for role, (name, *shape) in {
-                "delta_qkv": ("in_proj_qkv.weight", own.channels, hidden), "delta_z": ("in_proj_z.weight", own.values, hidden),
-                "delta_b": ("in_proj_b.weight", own.value_heads, hidden), "delta_a": ("in_proj_a.weight", own.value_heads, hidden),
-                "delta_conv": ("conv1d.weight", own.channels, 1, own.taps), "delta_decay": ("A_log", own.value_heads),
-                "delta_dt": ("dt_bias", own.value_heads), "delta_norm": ("norm.weight", own.value_dim),
-                "delta_out": ("out_proj.weight", hidden, own.values)}.items():
+                "state_in": ("in_proj_qkv.weight", own.channels, hidden), "state_gate": ("in_proj_z.weight", own.values, hidden),
+                "state_beta": ("in_proj_b.weight", own.value_heads, hidden), "state_rate": ("in_proj_a.weight", own.value_heads, hidden),
+                "state_conv": ("conv1d.weight", own.channels, 1, own.taps), "state_decay": ("A_log", own.value_heads),
+                "state_dt": ("dt_bias", own.value_heads), "state_norm": ("norm.weight", own.value_dim),
+                "state_out": ("out_proj.weight", hidden, own.values)}.items():
             rules[role] = TensorRule(prefix + name, tuple(shape))
     return inside_others(rules)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return inside_others(llama.outer_tensors(config))
-
-
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """As `llama.block`; of linear attention a tap sees delta_out, before `delta_out`, in the place of q, k, v and attn_out."""
-    if layer in config.delta_layers:
-        x = linear_attention(ops, w, x, kv, layer, tap)
-    else:
-        x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
-    return feed_forward(ops, w, x, config, layer, tap)
-
-
-def linear_attention(ops: BlockOps, w: LayerWeights, x: object, states: LayerStates, layer: int,
-                     tap: Callable[[str, int, object], None]) -> object:
-    """The first half of a block without keys and values."""
-    tap("block_in", layer, x)
-    own = w.delta
-    qkv, z, b, a = ops.norm_linear(x, w.input_norm, [own.qkv, own.z, own.b, own.a])  # [T, channels], [T, values], [T, value heads] twice
-    mixed = states.mix(qkv, z, b, a, own)  # [T, values]
-    tap("delta_out", layer, mixed)
-    return ops.linear_add(mixed, own.out, x)

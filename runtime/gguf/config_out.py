@@ -89,7 +89,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
     yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
-    if config.delta is not None:
+    if config.state is not None:
         yield from linear_attention.departures(config)
     if family in UNDIVIDED:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
@@ -150,7 +150,7 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
                  "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
-    if config.delta is not None:
+    if config.state is not None:
         keys |= linear_attention.stated(config)
     if config.mixture is not None:
         keys |= {"expert_count": config.mixture.experts, "expert_used_count": config.mixture.per_token}

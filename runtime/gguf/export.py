@@ -189,12 +189,12 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = (len(members), *first.shape)
             elif role in VECTORS and len(shape) == 2:
                 shape = shape[1:]
-            elif role == "delta_conv":
+            elif role == "state_conv":
                 shape = (shape[0], shape[-1])
             planned = PlannedTensor(name if key == "outer" else f"blk.{key}.{name}", own, shape)
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       found.norm_offset if "norm" in role and role != "delta_norm" else 0.0, *linear_attention.order(role, config.delta),
-                       role == "delta_decay")
+                       found.norm_offset if "norm" in role and role != "state_norm" else 0.0, *linear_attention.order(role, config.state),
+                       role == "state_decay")
 
 
 def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) -> Iterator[Notice]:

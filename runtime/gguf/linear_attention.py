@@ -33,8 +33,8 @@ NAMES = {"post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_
          "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
 WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 # Role -> the same; the last two with their kind.
-ROLES = {"delta_qkv": "attn_qkv", "delta_z": "attn_gate", "delta_b": "ssm_beta", "delta_a": "ssm_alpha", "delta_conv": "ssm_conv1d",
-         "delta_norm": "ssm_norm", "delta_out": "ssm_out", "delta_decay": "ssm_a", "delta_dt": "ssm_dt.bias"}
+ROLES = {"state_in": "attn_qkv", "state_gate": "attn_gate", "state_beta": "ssm_beta", "state_rate": "ssm_alpha", "state_conv": "ssm_conv1d",
+         "state_norm": "ssm_norm", "state_out": "ssm_out", "state_decay": "ssm_a", "state_dt": "ssm_dt.bias"}
 DECAY, OWN_NORM = ".linear_attn.A_log", ".linear_attn.norm."
 
 
@@ -93,7 +93,7 @@ def _check_sections(path: Path, key: str, stated: object, pairs: int) -> None:
 
 def stated(config: ModelConfig) -> dict[str, Value]:
     """The keys of linear attention, below the architecture's name, of a model that has it."""
-    own, pairs = config.delta, int(config.head_dim * config.rope.partial_rotary_factor) // 2
+    own, pairs = config.state, int(config.head_dim * config.rope.partial_rotary_factor) // 2
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
             "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": interval(config),
             SECTIONS: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)}
@@ -106,7 +106,7 @@ def interval(config: ModelConfig) -> int:
 
 def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say) of a model with linear attention."""
-    every, own = interval(config), config.delta
+    every, own = interval(config), config.state
     yield config.attention_layers != tuple(range(every - 1, config.num_hidden_layers, every)), \
         f"has attention elsewhere than in every {every}th layer"
     yield own.key_dim != own.value_dim, f"has heads of values of {own.value_dim} beside heads of keys of {own.key_dim}"
@@ -119,6 +119,6 @@ def order(role: str, shape: DeltaShape | None) -> tuple[np.ndarray | None, np.nd
     heads = np.arange(shape.value_heads).reshape(shape.key_heads, -1).T.reshape(-1)
     channels = (heads[:, None] * shape.value_dim + np.arange(shape.value_dim)).reshape(-1)
     behind = np.concatenate([np.arange(2 * shape.keys), 2 * shape.keys + channels])
-    rows = {"delta_qkv": behind, "delta_conv": behind, "delta_z": channels,
-            **dict.fromkeys(("delta_a", "delta_b", "delta_decay", "delta_dt"), heads)}
-    return rows.get(role), channels if role == "delta_out" else None
+    rows = {"state_in": behind, "state_conv": behind, "state_gate": channels,
+            **dict.fromkeys(("state_rate", "state_beta", "state_decay", "state_dt"), heads)}
+    return rows.get(role), channels if role == "state_out" else None

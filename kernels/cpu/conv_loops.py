@@ -1,0 +1,71 @@
+"""The causal convolution of layers with a state, channel by channel over the last tokens, and the inputs that stay behind a pass.
+
+Every token is convolved for itself and tap by tap in one order, so neither threads nor the cut of a prompt change a bit.
+"""
+
+from __future__ import annotations
+
+from ..deferred import inlined
+from ..layout import SILU
+from ..state_shape import FROM
+from .arithmetic import ZERO, activate
+from .intrinsics import f32_at, i64_at
+
+# First slots of the argument blocks of these layers' kernels; those of a kind begin at OWN. X, MIXED (results) and RAW (where X is kept, 0
+# for nowhere) [TOKENS, CHANNELS], CONV [TAPS, CHANNELS], BIAS [CHANNELS], 0 for none. MEMORY: slots of SLOT bytes, the state from STATE on;
+# CONTROL: which of them.
+X, TOKENS, MIXED, RAW, CONV, BIAS, MEMORY, SLOT, STATE, CONTROL, TAPS, CHANNELS, OWN = range(13)
+
+
+@inlined()
+def copy(source, target, count):
+    """`count` float32; zeros where there is no source."""
+    y = f32_at(target)
+    if source == 0:
+        for i in range(count):
+            y[i] = ZERO
+    else:
+        x = f32_at(source)
+        for i in range(count):
+            y[i] = x[i]
+
+
+@inlined()
+def input_of(a, row):
+    """Where the inputs of token `row` lie, those before the pass as negative ones; 0 before the text began."""
+    if row >= 0:
+        return a[X] + 4 * row * a[CHANNELS]
+    source = i64_at(a[CONTROL])[FROM]
+    return 0 if source < 0 else a[MEMORY] + source * a[SLOT] + 4 * (a[TAPS] - 1 + row) * a[CHANNELS]
+
+
+@inlined()
+def keep_inputs(a, slot, tokens):
+    """The last inputs of the first `tokens` into a slot."""
+    channels, before = a[CHANNELS], a[TAPS] - 1
+    for i in range(before):
+        copy(input_of(a, tokens - before + i), a[MEMORY] + slot * a[SLOT] + 4 * i * channels, channels)
+
+
+@inlined({"contract"})
+def add_tap(y, weight, x, count):
+    """y += weight * x; all addresses."""
+    sums, w, values = f32_at(y), f32_at(weight), f32_at(x)
+    for i in range(count):
+        sums[i] += w[i] * values[i]
+
+
+@inlined()
+def convolve(a, t):
+    """MIXED of token t: silu of its convolution; returns where it lies."""
+    channels, taps = a[CHANNELS], a[TAPS]
+    out = a[MIXED] + 4 * t * channels
+    copy(a[BIAS], out, channels)
+    for tap in range(taps):
+        source = input_of(a, t - (taps - 1) + tap)
+        if source != 0:
+            add_tap(out, a[CONV] + 4 * tap * channels, source, channels)
+    y = f32_at(out)
+    for i in range(channels):
+        y[i] = activate(y[i], SILU)
+    return out

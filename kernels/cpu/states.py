@@ -1,0 +1,98 @@
+"""What layers keep of a text in a fixed size on the CPU, whatever its kind: slots of memory, and which class runs one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ..delta_shape import DeltaShape
+from ..registry import Call
+from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
+from ..workspace import Dims, address
+from . import conv_loops as loops
+
+if TYPE_CHECKING:
+    from .ops import CpuOps
+
+
+class LayerStates(Protocol):
+    """The states of one layer of a kind. `products`: what its first products are of T tokens, [T, width] each."""
+
+    def mix(self, products: list[np.ndarray], w: object) -> np.ndarray: ...
+    def again(self, source: int, target: int, tokens: int) -> None: ...
+    def read_slot(self, slot: int) -> np.ndarray: ...
+    def write_slot(self, slot: int, data: np.ndarray) -> None: ...
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers for what follows the first product of a layer, and for what is made of a token on the way to its state."""
+    kv, shape = dims.kv_heads * dims.head_dim, dims.state
+    own = () if shape is None else shape.products[1:]
+    widths = [max(pair) for pair in zip((kv, kv, *own[2:]), (*own, 0, 0))]
+    buffers = {f"y{i}": chunk * width for i, width in enumerate(widths, 1)}
+    queries = {"queries": chunk * dims.heads * dims.head_dim * dims.gated_queries}
+    return buffers | queries | ({} if shape is None else {"mixed": chunk * shape.channels, "gates": chunk * shape.gates})
+
+
+def state_layer(ops: CpuOps, shape: StateShape, slots: int, memory: np.ndarray, told: np.ndarray) -> LayerStates:
+    """The states of one layer in uint8 memory (`shape.nbytes(slots)`), in `slots` slots of which `told` says those of a pass."""
+    from .delta import DeltaStates
+
+    kinds = {DeltaShape: DeltaStates}
+    return kinds[type(shape)](ops, shape, slots, memory, told)
+
+
+class Slots:
+    """The slots of a layer, the argument block of its kernels, and the inputs of its convolution. `op`: the name of its candidates; `size`:
+    slots of the block; behind `self.recent` lies what a kind keeps of a pass of few tokens."""
+
+    def __init__(self, ops: CpuOps, shape: StateShape, slots: int, memory: np.ndarray, told: np.ndarray, op: str, size: int) -> None:
+        self.ops, self.shape, self._told = ops, shape, told
+        memory = memory.view(np.float32)
+        self._slots, self.recent = memory[: slots * shape.slot_floats].reshape(slots, -1), memory[slots * shape.slot_floats :]
+        self.run = ops.registry.select(Call(op)).candidate.run
+        self.block = np.zeros(size, np.int64)
+        self.block[loops.MEMORY : loops.OWN] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(told),
+                                               shape.taps, shape.channels)
+
+    def inputs_of(self, slot: int) -> np.ndarray:
+        """The last inputs [taps - 1, channels] of a slot."""
+        shape = self.shape
+        return self._slots[slot][: (shape.taps - 1) * shape.channels].reshape(shape.taps - 1, shape.channels)
+
+    def state_in(self, slot: int) -> np.ndarray:
+        """The rest of a slot, flat."""
+        return self._slots[slot][self.shape.state_offset :][: self.shape.state_floats]
+
+    def last_inputs(self, source: int, x: np.ndarray) -> np.ndarray:
+        """[taps - 1, channels], a copy: of what came before and x [T, channels]."""
+        before = np.zeros_like(self.inputs_of(0)) if source == NO_SLOT else self.inputs_of(source)
+        return np.concatenate([before, x])[len(x) :]
+
+    def keep_inputs(self, x: np.ndarray) -> None:
+        """The last inputs into the slots that the pass was told of."""
+        source, target, after, kept = self.told()
+        self.inputs_of(target)[:] = self.last_inputs(source, x)
+        if after:
+            self.inputs_of(kept)[:] = self.last_inputs(source, x[:after])
+
+    def told(self) -> tuple[int, ...]:
+        """The slots of the pass."""
+        return tuple(int(each) for each in self._told)
+
+    def again(self, source: int, target: int, tokens: int) -> None:
+        """Slot `target` becomes the state behind the first `tokens` of the last pass, which was of few and began with `source`."""
+        told, before = self._told, tuple(self._told)
+        told[FROM], told[TO], told[AFTER], told[KEPT] = source, target, 0, NO_SLOT
+        try:
+            self.run_again(source, target, tokens)
+        finally:
+            told[:] = before
+
+    def read_slot(self, slot: int) -> np.ndarray:
+        """Its bytes, a copy: what `write_slot` of another backend's layer of this shape takes."""
+        return self._slots[slot].view(np.uint8).copy()
+
+    def write_slot(self, slot: int, data: np.ndarray) -> None:
+        self._slots[slot].view(np.uint8)[:] = data

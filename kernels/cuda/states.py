@@ -1,0 +1,61 @@
+"""What layers keep of a text in a fixed size on torch tensors, whatever its kind: slots of memory, and which class runs one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..delta_shape import DeltaShape
+from ..state_shape import NO_SLOT, StateShape
+
+
+def state_layer(shape: StateShape, slots: int, memory: torch.Tensor, told: np.ndarray) -> TorchSlots:
+    """The states of one layer in uint8 `memory` on the device, as `shape` lays it out; `told` is on the host."""
+    from .delta import TorchDelta
+
+    kinds = {DeltaShape: TorchDelta}
+    return kinds[type(shape)](shape, slots, memory, told)
+
+
+class TorchSlots:
+    """The slots of a layer and the inputs of its convolution; behind `self.recent` lies what a kind keeps of a pass of few tokens."""
+
+    def __init__(self, shape: StateShape, slots: int, memory: torch.Tensor, told: np.ndarray) -> None:
+        self.shape, self._told = shape, told
+        memory = memory.view(torch.float32)
+        self._slots, self.recent = memory[: slots * shape.slot_floats].view(slots, -1), memory[slots * shape.slot_floats :]
+
+    def told(self) -> tuple[int, ...]:
+        """The slots of the pass."""
+        return tuple(int(each) for each in self._told)
+
+    def read_slot(self, slot: int) -> np.ndarray:
+        """Its bytes, uint8 on the host: what `write_slot` of another backend's layer of this shape takes."""
+        return self._slots[slot].view(torch.uint8).cpu().numpy().copy()
+
+    def write_slot(self, slot: int, data: np.ndarray) -> None:
+        self._slots[slot].view(torch.uint8).copy_(torch.from_numpy(np.array(data)))
+
+    def inputs_of(self, slot: int) -> torch.Tensor:
+        """The last inputs [taps - 1, channels] of a slot."""
+        shape = self.shape
+        return self._slots[slot][: (shape.taps - 1) * shape.channels].view(shape.taps - 1, shape.channels)
+
+    def state_in(self, slot: int) -> torch.Tensor:
+        """The rest of a slot, flat."""
+        return self._slots[slot][self.shape.state_offset :][: self.shape.state_floats]
+
+    def last_inputs(self, source: int, x: torch.Tensor) -> torch.Tensor:
+        """[taps - 1, channels]: of what came before and x [T, channels]."""
+        before = torch.zeros_like(self.inputs_of(0)) if source == NO_SLOT else self.inputs_of(source)
+        return torch.cat([before, x])[len(x) :]
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [T, channels] behind what came before it, by `weight` [taps, channels], channel by channel; the last inputs are kept."""
+        source, target, after, kept = self.told()
+        taps, whole = weight.view(self.shape.taps, -1), torch.cat([self.last_inputs(source, x[:0]), x])
+        made = sum(taps[tap] * whole[tap : tap + len(x)] for tap in range(self.shape.taps))
+        if after:
+            self.inputs_of(kept).copy_(self.last_inputs(source, x[:after]))
+        self.inputs_of(target).copy_(self.last_inputs(source, x))
+        return made

@@ -1,0 +1,20 @@
+"""Parameters of layers that remember a text in a fixed size, one record a kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .weight import Norm
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Linear attention by a gated delta rule: `conv` [taps, C], `decay` and `dt` [G] (see `kernels/reference_delta.py`), `norm` over a
+    head's values; float32."""
+
+    conv: object
+    decay: object
+    dt: object
+    norm: Norm

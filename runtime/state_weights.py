@@ -1,0 +1,68 @@
+"""The parameters of a layer that remembers a text in a fixed size, as its kernels read them: one function a kind.
+
+Roles are the same for all kinds where the parameters are (see `families`), so that nothing else asks which kind a layer is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..kernels.delta_shape import DeltaShape
+from ..quant.state_weights import Delta
+from ..quant.weight import Linear, Norm
+from .tensors import ModelTensor, as_float32
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+
+
+@dataclass(frozen=True)
+class StateWeights:
+    """`products`: what reads the layer's input, in the order in which its kernels take the results; `out` reads what they give. `own`: all
+    else, a record of `quant/state_weights.py`."""
+
+    products: tuple[Linear, ...]
+    out: Linear
+    own: object
+
+
+@dataclass(frozen=True)
+class Source:
+    """A layer's tensors by role and their bytes; `linear` and `vector` make a role's matrix and vector on the backend `ops`."""
+
+    config: ModelConfig
+    roles: Mapping[str, ModelTensor]
+    raw: Mapping[str, np.ndarray]
+    ops: object
+    linear: Callable[[str], Linear]
+    vector: Callable[[str], object]
+
+    def values(self, role: str) -> np.ndarray:
+        """float32, flat, on the host."""
+        return as_float32(self.roles[role], self.raw)
+
+    def put(self, values: np.ndarray) -> object:
+        return self.ops.put(np.ascontiguousarray(values), "f32")
+
+    def conv(self) -> object:
+        """Taps of the convolution, which go tap by tap along the channels there."""
+        return self.put(self.values("state_conv").reshape(-1, self.config.state.taps).T)
+
+
+def delta(found: Source) -> StateWeights:
+    """Decays are stored as logarithms."""
+    norm = Norm("rms", found.vector("state_norm"), None, found.config.norm_eps)
+    own = Delta(found.conv(), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"), norm)
+    return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_beta", "state_rate"))), found.linear("state_out"), own)
+
+
+KINDS = {DeltaShape: delta}
+
+
+def state_weights(found: Source) -> StateWeights | None:
+    """Of a layer that has a state."""
+    return KINDS[type(found.config.state)](found) if "state_in" in found.roles else None
