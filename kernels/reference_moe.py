@@ -35,12 +35,17 @@ class Routed:
 @dataclass(frozen=True)
 class Routing:
     """How a token's `per_token` experts are found and weighed: those of the largest scores, which are the softmax of the router's logits or
-    with `sigmoid` the sigmoid of each. A share is its expert's score, with `renormalise` over the sum of those chosen, times `factor`."""
+    with `sigmoid` the sigmoid of each. A share is its expert's score, with `renormalise` over the sum of those chosen, times `factor`.
+
+    Experts lie in `groups`, one behind the other; where fewer are kept, a token's experts are in the `kept_groups` of the largest: of a
+    choice by corrected scores those with the largest sum of two, else those with the largest one."""
 
     per_token: int
     renormalise: bool
     sigmoid: bool = False
     factor: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
@@ -52,8 +57,17 @@ def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
 
 
 def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> np.ndarray:
-    """What the choice goes by, [..., E]: without a correction logits, which tell apart what scores no longer do."""
-    return logits if correction is None else scores(logits, routing) + correction
+    """What the choice goes by, [..., E]: without a correction logits, which tell apart what scores no longer do; -inf of experts in groups
+    that are not kept."""
+    by = logits if correction is None else scores(logits, routing) + correction
+    if routing.kept_groups == routing.groups:
+        return by
+    grouped = by.reshape(*by.shape[:-1], routing.groups, -1)
+    of_group = np.sort(grouped, -1)[..., -1 if correction is None else -2 :].sum(-1)
+    left_out = np.argsort(-of_group, -1, kind="stable")[..., routing.kept_groups :]
+    kept = np.ones(of_group.shape, bool)
+    np.put_along_axis(kept, left_out, False, -1)
+    return np.where(kept[..., None], grouped, -np.inf).reshape(by.shape)
 
 
 def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:

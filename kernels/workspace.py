@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from .latent_shape import LatentShape
     from .state_shape import StateShape
 
 MOST_VIEWS = 256
@@ -21,7 +22,8 @@ class Dims:
 
     Of a mixture also how many experts there are, how many a token visits, and the width inside one; `ffn` covers that width too.
     `packed_kv`: sealed pages of the KV cache are packed. `bundled`: `up` and `down` lie neuron by neuron. `spilled_kv`: some sealed pages
-    lie on a disk. `state`: of layers that remember in a fixed size. `gated_queries`: a gate beside every query.
+    lie on a disk. `state`: of layers that remember in a fixed size. `gated_queries`: a gate beside every query. `latent`: the widths of
+    latent attention.
     """
 
     hidden: int
@@ -41,16 +43,24 @@ class Dims:
     spilled_kv: bool = False
     state: StateShape | None = None
     gated_queries: bool = False
+    latent: LatentShape | None = None
 
     @property
     def projected(self) -> int:
         """Values of a token that the first product of a layer makes, at most."""
+        if self.latent is not None:
+            return max(self.heads * self.latent.query, self.latent.key)
         return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), 0 if self.state is None else self.state.products[0])
 
     @property
     def attended(self) -> int:
         """Values of a token that attention or a state gives, at most."""
         return max(self.heads * self.head_dim, 0 if self.state is None else self.state.values)
+
+    @property
+    def multiplied(self) -> int:
+        """Values of a token that a product of attention reads, at most."""
+        return self.attended if self.latent is None else max(self.heads * self.latent.value, self.latent.query_rank or 0)
 
 
 def address(array: np.ndarray | None) -> int:

@@ -155,6 +155,19 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Latent attention's parameters (`kernels/latent_shape.py`): queries come from `q_down` and its norm, where there are such, and then
+    `q`; latents from `kv_down` and its norm; `expand` [heads * (nope + value), rank] is a raw matrix."""
+
+    q_down: Linear | None
+    q_norm: Norm | None
+    q: Linear
+    kv_down: Linear
+    kv_norm: Norm
+    expand: Weight
+
+
+@dataclass(frozen=True)
 class Expert:
     """One gated MLP of a mixture: `gate` and `up` are [F, D], `down` is [D, F]."""
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
-    from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert
+    from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight
     from .rope import RopeTable
 
 See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
@@ -38,6 +39,16 @@ class BlockOps(Protocol):
 
     def gate_heads(self, x: object, y: object, heads: int, head_dim: int) -> object:
         """x [T, heads * head_dim] times the sigmoid of y's gates, in place."""
+
+    def latent_keys(self, y: object, shape: LatentShape, norm: Norm) -> object:
+        """[T, rope + rank]: what is cached of y [T, rank + rope] once it is rotated, the latent normed."""
+
+    def latent_queries(self, y: object, heads: int, shape: LatentShape, expand: Weight) -> object:
+        """[T, heads * (rope + rank)]: queries for latents from y [T, heads * (nope + rope)] and `expand`
+        [heads * (nope + value), rank], a raw matrix; all heads at once."""
+
+    def latent_values(self, x: object, heads: int, shape: LatentShape, expand: Weight) -> object:
+        """[T, heads * value] from x [T, heads * (rope + rank)], what was attended to, and `expand`."""
 
     def gated_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, see: See = None,
                   after: Norm | None = None, factor: float = 1.0) -> object:

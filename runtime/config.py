@@ -20,6 +20,7 @@ from .config_reader import REQUIRED, ConfigError, Keys, read_json, show
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 
 if TYPE_CHECKING:
+    from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
     from ..kernels.state_shape import StateShape
 
@@ -82,7 +83,8 @@ REASONS = {
 class Mixture:
     """The experts of a mixture: how many, how many a token visits, the width inside one, whether a token's shares add up to 1, and which
     layers have them; `sigmoid` and `factor` as in `Routing`. `shared_width`: of the expert that every token visits beside them, None where
-    there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores."""
+    there is none; `shared_scaled`: it has a share of its own. `corrected`: the choice is by corrected scores. Experts lie in `groups`, of
+    which a token's are in `kept_groups`."""
 
     experts: int
     per_token: int
@@ -94,13 +96,15 @@ class Mixture:
     corrected: bool = False
     shared_width: int | None = None
     shared_scaled: bool = False
+    groups: int = 1
+    kept_groups: int = 1
 
     @cached_property
     def routing(self) -> Routing:
         """What the ops are told of it."""
         from ..kernels.reference_moe import Routing
 
-        return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor)
+        return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,8 @@ class ModelConfig:
     `experts_stored`: the low-bit format in which the checkpoint holds its experts, None for that of all else.
     `position_offset`: the row of the learned positions' table that position 0 has, None for no such table. `mtp_layers`: layers behind the
     last, for multi-token prediction, which are not read. `state`: what `state_layers` remember a text in, in the place of keys and
-    values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query.
+    values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query. `latent`: the widths of latent
+    attention; num_key_value_heads and head_dim are then those of what is cached.
     """
 
     family: str
@@ -152,6 +157,7 @@ class ModelConfig:
     state: StateShape | None = None
     state_layers: tuple[int, ...] = ()
     gated_queries: bool = False
+    latent: LatentShape | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -163,6 +169,11 @@ class ModelConfig:
     def rope(self) -> RopeConfig | None:
         """The rotary positions of the layers that see furthest."""
         return next((rope for rope, window in sorted(zip(self.ropes, self.windows), key=lambda each: each[1] is not None) if rope), None)
+
+    @property
+    def rotary_width(self) -> int:
+        """The width of what rotary positions turn all or a share of: a head, or the part of one that latent attention sets apart."""
+        return self.head_dim if self.latent is None else self.latent.rope
 
     @property
     def widest(self) -> int:
@@ -228,6 +239,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
         return _text_part(raw, strict)
+    raw = {**raw, "model_type": families.RENAMED.get(str(raw.get("model_type")), raw.get("model_type"))}
     keys = Keys(raw)
     family = families.get(keys.text("model_type"))
     own = family.KEYS_USED | family.KEYS_HARMLESS
@@ -265,9 +277,10 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     """
     from . import families
 
-    known = families.COMPOSITE.get(str(raw.get("model_type")))
+    kind = str(raw.get("model_type"))
+    known = families.COMPOSITE.get(kind)
     if known is None:
-        return dict(raw)
+        return {**raw, "model_type": families.RENAMED[kind]} if kind in families.RENAMED else dict(raw)
     inner = Keys(raw).section("text_config") or {}
     family = inner.get("model_type", known[0])
     if family not in known:

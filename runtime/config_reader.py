@@ -68,6 +68,12 @@ class Keys:
         self.raw, self.where = raw, where
         self.asked: set[str] = set()
 
+    def saying(self, **others: object) -> Keys:
+        """The same keys with these values for some; what is asked of either is asked of both."""
+        made = Keys({**self.raw, **others}, self.where)
+        made.asked = self.asked
+        return made
+
     def _get(self, name: str, default: object) -> object:
         self.asked.add(name)
         value = self.raw.get(name)

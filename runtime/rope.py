@@ -142,5 +142,5 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     made: list[tuple[RopeConfig, RopeTable]] = []
     for rope in config.ropes:
         if rope is not None and not any(rope is known for known, _ in made):
-            made.append((rope, rope_table(rope, config.head_dim, ctx, config.max_position_embeddings)))
+            made.append((rope, rope_table(rope, config.rotary_width, ctx, config.max_position_embeddings)))
     return [next((table for known, table in made if rope is known), None) for rope in config.ropes]

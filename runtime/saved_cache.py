@@ -50,8 +50,9 @@ NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_posit
 # read without them.
 LATER = {"state", "state_layers", "gated_queries"}
 FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
+LATER_WITHOUT_LATENTS = {"latent"}
 LATER_OF_DELTA = ", tiled=False"
-LATER_OF_MIXTURES = ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False"
+LATER_OF_MIXTURES = (", groups=1, kept_groups=1", ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
 
 
 def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:
@@ -97,10 +98,12 @@ def _kernels(devices: str, chunk: int, copied_from: int | None) -> str:
 
 
 def _of_config(config: ModelConfig) -> str:
-    without = NOT_OF_PAGES if config.state is not None else NOT_OF_PAGES | LATER
+    without = (NOT_OF_PAGES | (LATER if config.state is None else frozenset())
+               | (LATER_WITHOUT_LATENTS if config.latent is None else frozenset()))
     values = {FIRST_CALLED.get(field.name, field.name): repr(getattr(config, field.name)) for field in fields(config)
               if field.name not in without}
-    values["mixture"] = values["mixture"].replace(LATER_OF_MIXTURES, "")
+    for later in LATER_OF_MIXTURES:
+        values["mixture"] = values["mixture"].replace(later, "")
     if "delta" in values:
         values["delta"] = values["delta"].replace(LATER_OF_DELTA, "")
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]

@@ -14,6 +14,7 @@ from ..quant.weight import Bundles, Expert, Linear, Norm, SharedExpert, Weight
 from .bundles import ROLE as BUNDLES
 from .bundles import THRESHOLDS, layout_of
 from .families import SHARED, LayerWeights, expert_roles
+from .latent_weights import latent_weights
 from .state_weights import Source, state_weights
 from .tensors import ModelTensor, as_float32, typed
 
@@ -76,7 +77,8 @@ class WeightRecords:
                             down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
                             correction=correction, shared=SharedExpert(*map(linear, SHARED)) if SHARED[0] in roles else None,
-                            state=state_weights(Source(config, roles, raw, ops, linear, vector)))
+                            state=state_weights(Source(config, roles, raw, ops, linear, vector)),
+                            latent=latent_weights(roles, linear, vector))
 
     def _bundles(self, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
                  vector: Callable[[str], object | None]) -> Bundles | None:

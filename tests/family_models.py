@@ -59,6 +59,11 @@ FEW_EXPERTS = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_si
 DELTA = {"num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
          "linear_value_head_dim": 20}
 
+# Latent attention: no two widths are the same.
+LATENT = {**GLM_EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
+          "v_head_dim": 28, "first_k_dense_replace": 1}
+SHARPENED = rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
+
 CASES = {
     "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),
     "llama, biases": Case("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "num_key_value_heads": 4, "hidden_act":
@@ -168,6 +173,18 @@ CASES = {
     "glm4_moe": Case("glm4_moe", {**GLM_EXPERTS, "attention_bias": True, "use_qk_norm": True, "head_dim": 32}),
     "glm4_moe, no sum of 1, bfloat16": Case("glm4_moe", {**GLM_EXPERTS, "norm_topk_prob": False, "n_shared_experts": 1,
                                                          "tie_word_embeddings": True}, dtype="bfloat16"),
+    "deepseek_v2": Case("deepseek_v2", {**LATENT, **SHARPENED, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2, queries at once, bfloat16": Case("deepseek_v2", {
+        **LATENT, "q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "tie_word_embeddings": True}, dtype="bfloat16"),
+    "deepseek_v3": Case("deepseek_v3", {**LATENT, **SHARPENED, "n_group": 4, "topk_group": 2, "attention_bias": True}),
+    "deepseek_v3, one group, halves, shards, float16": Case("deepseek_v3", {
+        **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "kv_lora_rank": 134, "norm_topk_prob": False}, dtype="float16", shard="60KB"),
+    "glm4_moe_lite": Case("glm4_moe_lite", {**LATENT, "rms_norm_eps": 1e-2, "num_attention_heads": 20, "num_key_value_heads": 20}),
+    "glm4_moe_lite, older dialect, bfloat16": Case("glm4_moe_lite", {
+        **LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"], "attention_bias": True, "tie_word_embeddings": True,
+        **rope("yarn", factor=8.0, original_max_position_embeddings=64)}, dtype="bfloat16", older=True),
     "dots1": Case("dots1", {**GLM_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "sliding_window": 40, "max_window_layers": 1}),
     "dots1, no windows, bfloat16": Case("dots1", {**GLM_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 0,
                                                       "sliding_window": None, "attention_bias": True}, dtype="bfloat16"),

@@ -58,6 +58,7 @@ from config_samples import LLAMA, SMALL, in_a_file, refused
 
 # What transformers has no numbers for.
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 
@@ -150,6 +151,7 @@ def test_both_dialects_give_the_same_config() -> None:
 def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     module = families.get(family)
     some = {"layer_types": ["attention"] * 4, "num_local_experts": 0} if family == "granitemoehybrid" else {}
+    some |= {"num_key_value_heads": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2} if family in LATENT else {}
     keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, **some, "model_type": family})
     module.config(keys)
     listed = config_module.KEYS_USED - module.KEYS_HARMLESS | module.KEYS_USED

@@ -135,6 +135,11 @@ PECULIAR = {
     "qwen2_moe": [{"mixture": {"renormalise": True}}, {"mixture": {"shared_scaled": False}}, {"mixture": {"shared_width": None}}],
     "glm4_moe": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"corrected": False},
                                                 {"shared_width": None})] + [{"qk_norm": False}],
+    "deepseek_v2": [{"mixture": each} for each in ({"factor": 1.0}, {"groups": 1, "kept_groups": 1}, {"shared_width": None},
+                                                   {"renormalise": True})] + [{"attn_scale": 1 / 6}, {"ropes": {"neighbours": False}}],
+    "deepseek_v3": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"groups": 1, "kept_groups": 1},
+                                                   {"corrected": False})] + [{"attn_scale": 1 / 6}, {"ropes": {"neighbours": False}}],
+    "glm4_moe_lite": [{"norm_eps": 1e-5}, {"ropes": {"neighbours": False}}, {"mixture": {"factor": 1.0}}],
     "dots1": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"windows": (None,) * 3}],
     "gpt_oss": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"hidden_act": "silu"}, {"mixture": {"renormalise": False}},
                 {"mixture": {"per_token": 1}}],
@@ -167,8 +172,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3",
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",
-                                  "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "qwen3_5_text",
-                                  "qwen3_5_text, other layers", "qwen3_5_moe_text"])
+                                  "exaone4", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "deepseek_v2", "deepseek_v3",
+                                  "glm4_moe_lite", "qwen3_5_text", "qwen3_5_text, other layers", "qwen3_5_moe_text"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

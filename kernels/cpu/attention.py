@@ -38,6 +38,7 @@ STATE, ATTEND_SLOTS = 26, 27  # where `attend_many` keeps what it has so far, wh
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
 SKIPPED = -1  # for SEALED: a row whose partial stays what it is
 QUERY_TILE = 32
+WIDE_QUERY, WIDE_ROWS = 4096, 192  # from how many numbers of a token's queries on a prompt's tiles are lower, and the rows they have then
 
 
 @inlined()
@@ -186,16 +187,24 @@ def _with_sink(a, head, m, l):
 
 
 @inlined()
-def query_tile(job, kv_heads, tokens):
-    """Of a block of work of a prompt's chunk the KV head, the tile of QUERY_TILE tokens, its first token and how many it has. Later tiles
+def query_tile(job, kv_heads, tokens, height=QUERY_TILE):
+    """Of a block of work of a prompt's chunk the KV head, the tile of `height` tokens, its first token and how many it has. Later tiles
     see more blocks: handing them out first keeps the threads even."""
-    tile = (tokens + QUERY_TILE - 1) // QUERY_TILE - 1 - job // kv_heads
-    return job % kv_heads, tile, tile * QUERY_TILE, min(QUERY_TILE, tokens - tile * QUERY_TILE)
+    tile = (tokens + height - 1) // height - 1 - job // kv_heads
+    return job % kv_heads, tile, tile * height, min(height, tokens - tile * height)
+
+
+def _height_of(group: int, depth: int) -> int:
+    """Tokens of a tile: fewer where a KV head has so many queries that QUERY_TILE of them would fill the caches and leave threads idle."""
+    return QUERY_TILE if group * depth <= WIDE_QUERY else max(1, min(QUERY_TILE, WIDE_ROWS // group))
+
+
+tile_height = inlined()(_height_of)
 
 
 @kernel({"contract"})
 def attend_many(args, worker, counter):
-    """A tile of QUERY_TILE tokens of one KV head at a time, all blocks in order.
+    """A tile of tokens of one KV head at a time, all blocks in order.
 
     Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D],
     (m, l)[rows] of all blocks so far, (m, l)[rows] of the last. In turns, the last three lie in STATE, for every tile.
@@ -205,18 +214,19 @@ def attend_many(args, worker, counter):
     group = heads // kv_heads
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
     broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-    capacity = (QUERY_TILE * group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    height = tile_height(group, depth)
+    capacity = (height * group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     keys = query + 4 * capacity * depth
     values = keys + 4 * depth * PAGE
     scores = values + 4 * PAGE * broad
     part = scores + 4 * capacity * PAGE
-    tiles = (tokens + QUERY_TILE - 1) // QUERY_TILE
+    tiles = (tokens + height - 1) // height
     while True:
         job = fetch_add(counter, 1)
         if job >= kv_heads * tiles:
             return
-        kv, tile, begin_token, here = query_tile(job, kv_heads, tokens)
+        kv, tile, begin_token, here = query_tile(job, kv_heads, tokens, height)
         rows = here * group
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         o = part + 4 * capacity * broad
@@ -260,15 +270,16 @@ def attend_many(args, worker, counter):
 
 def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_many`."""
-    broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
-    capacity = -(-QUERY_TILE * (heads // kv_heads) // TILE_ROWS) * TILE_ROWS
+    broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
+    capacity = -(-_height_of(group, head_dim) * group // TILE_ROWS) * TILE_ROWS
     return capacity * (2 * head_dim + broad + PAGE + 4) + PAGE * (head_dim + broad)
 
 
 def attend_many_state(tokens: int, dims: Dims) -> int:
     """Floats that a prompt's chunk of `tokens` tokens needs between turns, here or in `kv_many.attend_packed_many`."""
-    tiles, unit = -(-tokens // QUERY_TILE), TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS
-    capacity = -(-QUERY_TILE * (dims.heads // dims.kv_heads) // unit) * unit
+    group, unit = dims.heads // dims.kv_heads, TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS
+    height = QUERY_TILE if dims.packed_kv else _height_of(group, dims.head_dim)
+    tiles, capacity = -(-tokens // height), -(-height * group // unit) * unit
     return dims.kv_heads * tiles * capacity * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
 
 

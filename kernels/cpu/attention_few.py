@@ -159,25 +159,25 @@ def attend_few(args, worker, counter):
 
 @kernel()
 def merge_few(args, worker, counter):
-    """Merge `attend_few`'s partials in table order into OUT[t, head, :]. Blocks of work: KV heads."""
+    """Merge `attend_few`'s partials in table order into OUT[t, head, :]. Blocks of work: rows of a KV head."""
     a = i64_at(args)
     tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
     group = heads // kv_heads
     rows = tokens * group
     while True:
-        kv = fetch_add(counter, 1)
-        if kv >= kv_heads:
+        job = fetch_add(counter, 1)
+        if job >= kv_heads * rows:
             return
-        for r in range(rows):
-            t, g = r // group, r % group
-            o = f32_at(a[OUT] + 4 * (t * heads + kv * group + g) * depth)
-            m, l = MINUS_INF, ZERO
-            for block in range(blocks):
-                part = f32_at(a[PARTIALS] + 4 * ((kv * blocks + block) * rows + r) * (depth + 2))
-                m, l = _merge(o, m, l, part, part[depth], part[depth + 1], depth)
-            l = _with_sink(a, kv * group + g, m, l)
-            for i in range(depth):
-                o[i] = o[i] / l
+        kv, r = job // rows, job % rows
+        t, g = r // group, r % group
+        o = f32_at(a[OUT] + 4 * (t * heads + kv * group + g) * depth)
+        m, l = MINUS_INF, ZERO
+        for block in range(blocks):
+            part = f32_at(a[PARTIALS] + 4 * ((kv * blocks + block) * rows + r) * (depth + 2))
+            m, l = _merge(o, m, l, part, part[depth], part[depth + 1], depth)
+        l = _with_sink(a, kv * group + g, m, l)
+        for i in range(depth):
+            o[i] = o[i] / l
 
 
 def attend_few_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import ACTIVATIONS, STORED_TYPES
 from ..registry import Call, Candidate, Registry
-from . import delta, low_bit, moe, packed, rows
+from . import delta, latent, low_bit, moe, packed, rows
 from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .ops import FEW, LOW_BIT, CpuOps
@@ -32,6 +32,9 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "add": (rows.add, rows.add_reference, "native code for branches that are scaled or normed before they join"),
         "part": (rows.part, rows.part_reference, "native code for queries with a gate behind each"),
         "gate heads": (rows.gate_attended, rows.gate_attended_reference, "native code, head by head"),
+        "latent keys": (latent.keys, latent.keys_reference, "native code, the latent normed where it lies"),
+        "latent queries": (latent.queries, latent.queries_reference, "native code, the matrices of all heads as one job"),
+        "latent values": (latent.values, latent.values_reference, "native code, the matrices of all heads as one job"),
         "delta": (delta.run, delta.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass")}
 
 

@@ -7,6 +7,7 @@ expert that is visited, and nothing of the others is read.
 
 from __future__ import annotations
 
+import numpy as np
 from numpy import float32, int64
 
 from ..compile import kernel
@@ -22,35 +23,37 @@ from .sharing import COUNTERS_NBYTES, clear_regions
 # Slots. X is the residual stream [T, DEPTH]; int64 CHOSEN, PLACES [T, TOP] and OWNERS [T TOP] (a visit's token), OFFSETS [EXPERTS + 1];
 # float32 LOGITS [T, EXPERTS], SHARES [T, TOP], ROWS [T TOP, DEPTH] (inputs of the visits, then their results), HIDDEN [T TOP, WIDTH].
 # Where the products are to be prepared: GATED and DOWN, records of every expert (below), HEADS, what their argument blocks begin with,
-# LISTS for `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, CORRECTION float32 [EXPERTS] or 0, and FACTOR, a
-# float64.
+# LISTS for `each_product`, BLOCKS and COUNTERS. How tokens are routed: SIGMOID or not, CORRECTION float32 [EXPERTS] or 0, FACTOR, a
+# float64, and KEPT of GROUPS.
 (X, COUNT, DEPTH, EXPERTS, TOP, RENORMALISE, LOGITS, CHOSEN, SHARES, OFFSETS, PLACES, OWNERS, ROWS, HIDDEN, WIDTH, GATED, DOWN, HEADS,
- LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR) = range(24)
+ LISTS, BLOCKS, COUNTERS, SIGMOID, CORRECTION, FACTOR, GROUPS, KEPT) = range(26)
 SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
 # Records: the kernel's address, then the fields of its matrices; OUT is filled in here.
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
 BLOCK = FIRST + 2 * FIELDS  # int64 slots of an argument block
 COUNTS = COUNTERS_NBYTES // 8  # int64 that a product counts with
-LEAST = float32(SMALLEST_SUM)
+LEAST, NONE = float32(SMALLEST_SUM), float32(-np.inf)
 
 
 @kernel()
 def route_tokens(args, worker, counter):
-    """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With CORRECTION LOGITS become
-    scores."""
+    """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With CORRECTION, or where only
+    some GROUPS are kept, LOGITS become scores, -inf in the others."""
     a = i64_at(args)
     experts, top, correction, factor = a[EXPERTS], a[TOP], a[CORRECTION], float32(f64_at(args)[FACTOR])
+    scored = correction != 0 or a[KEPT] < a[GROUPS]
     while True:
         t = fetch_add(counter, 1)
         if t >= a[COUNT]:
             return
         logit, chosen, share = f32_at(a[LOGITS] + 4 * t * experts), i64_at(a[CHOSEN] + 8 * t * top), f32_at(a[SHARES] + 4 * t * top)
-        if correction != 0:  # else logits choose, which tell apart what scores no longer do
+        if scored:  # else logits choose, which tell apart what scores no longer do
             if a[SIGMOID] != 0:
                 for e in range(experts):
                     logit[e] = _sigmoid(logit[e])
             else:
                 _softmax(logit, experts)
+            _keep_groups(logit, experts // a[GROUPS], a[GROUPS], a[KEPT], correction)
         for j in range(top):
             best, highest = int64(-1), float32(0.0)
             for e in range(experts):
@@ -69,10 +72,10 @@ def route_tokens(args, worker, counter):
                 chosen[at] = chosen[at - 1]
                 at -= 1
             chosen[at] = best
-        if a[SIGMOID] != 0 or correction != 0:
+        if a[SIGMOID] != 0 or scored:
             total = float32(0.0)
             for j in range(top):
-                share[j] = logit[chosen[j]] if correction != 0 else _sigmoid(logit[chosen[j]])
+                share[j] = logit[chosen[j]] if scored else _sigmoid(logit[chosen[j]])
                 total += share[j]
             total = max(total, LEAST)
             for j in range(top):
@@ -96,6 +99,30 @@ def route_tokens(args, worker, counter):
 @inlined()
 def _sigmoid(x):
     return float32(1.0) / (float32(1.0) + exp(-x))
+
+
+@inlined()
+def _keep_groups(score, size, groups, kept, correction):
+    """Scores of a token -> -inf in all but the `kept` groups of `size` experts that are largest, of equal ones the lower; how large a group
+    is, `Routing` says."""
+    for _ in range(groups - kept):
+        worst, lowest = int64(-1), float32(0.0)
+        for group in range(groups):
+            first, second = NONE, NONE
+            for e in range(group * size, (group + 1) * size):
+                own = score[e]
+                if correction != 0:
+                    own += f32_at(correction)[e]
+                if own > first:
+                    first, second = own, first
+                elif own > second:
+                    second = own
+            if correction != 0:
+                first += second
+            if score[group * size] != NONE and (worst < 0 or first <= lowest):
+                worst, lowest = group, first
+        for e in range(max(worst, 0) * size, (worst + 1) * size):
+            score[e] = NONE
 
 
 @inlined()

@@ -194,7 +194,7 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     block = np.array([ops.at(x), tokens, depth, count, top_k, routing.renormalise, ops.at(logits), address(chosen), ops.at(shares),
                       address(offsets), address(places), address(owners), ops.at(rows), ops.at(hidden), width,
                       address(table.gated) * few, address(table.down), address(heads), products, blocks, counters, routing.sigmoid,
-                      address(correction), 0], np.int64)
+                      address(correction), 0, routing.groups, routing.kept_groups], np.int64)
     block.view(np.float64)[kernels.FACTOR] = routing.factor
     where = address(block)
     jobs = [(kernels.route_tokens, where, not few), (kernels.group_visits, where, False)]

@@ -19,7 +19,7 @@ from ..layout import ACTIVATIONS, NORMS, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, attention_few, bundled, in_parts, linear, low_bit, moe, packed, rows, states
+from . import attention, attention_few, bundled, in_parts, latent, latent_loops, linear, low_bit, moe, packed, rows, states
 from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
 from .kv_many import packed_scratch
@@ -40,12 +40,13 @@ LOW_BIT = "low-bit matrix"
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     """Floats of every buffer the ops take: exact, because the same table sizes the buffers."""
     chunk = max(dims.chunk, dims.rows)
-    wide = max(dims.hidden, dims.ffn, dims.attended)
+    wide = max(dims.hidden, dims.ffn, dims.multiplied)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
                   attention_few.attend_few_scratch(1, dims.heads, dims.kv_heads, dims.head_dim), low_bit.scratch_floats(dims, chunk, wide),
+                  0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0)
     blocks = dims.ctx // attention.PAGE + 3
@@ -56,7 +57,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn, "panels": columns * wide,
             "low_panels": low_bit.panel_floats(chunk, wide), "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": calls * dims.kv_heads * blocks * group * (dims.head_dim + 2), "state": state, **moe.plan_workspace(dims, chunk),
-            **bundled.plan_workspace(dims, chunk)}
+            **bundled.plan_workspace(dims, chunk), **latent.plan_workspace(dims, chunk)}
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,9 @@ class CpuOps(Jobs):
     bundled_mlp = bundled.bundled_mlp
     part_queries = rows.part_queries
     gate_heads = rows.gate_heads
+    latent_keys = latent.latent_keys
+    latent_queries = latent.latent_queries
+    latent_values = latent.latent_values
     state_layer = states.state_layer
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..device_memory import TILE
+from ..latent_shape import LatentShape
 from ..layout import STORED_TYPES, PageLayout
 from ..reference_moe import SMALLEST_SUM, Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
@@ -175,6 +176,21 @@ class TorchOps:
         """See `BlockOps`."""
         return x.mul_(torch.sigmoid(y.view(len(y), heads, 2, head_dim)[:, :, 1].flatten(1)))
 
+    def latent_keys(self, y: torch.Tensor, shape: LatentShape, norm: Norm) -> torch.Tensor:
+        """See `BlockOps`."""
+        return torch.cat([y[:, shape.rank :], self.stages.normalise(y[:, : shape.rank].contiguous(), norm)], 1)
+
+    def latent_queries(self, y: torch.Tensor, heads: int, shape: LatentShape, expand: Weight) -> torch.Tensor:
+        """See `BlockOps`."""
+        split, own = y.view(len(y), heads, shape.query), expand.parts["data"].view(heads, shape.made, shape.rank)
+        taken = torch.bmm(split[..., : shape.nope].transpose(0, 1), own[:, : shape.nope].float())  # [heads, T, rank]
+        return torch.cat([split[..., shape.nope :], taken.transpose(0, 1)], 2).view(len(y), -1)
+
+    def latent_values(self, x: torch.Tensor, heads: int, shape: LatentShape, expand: Weight) -> torch.Tensor:
+        """See `BlockOps`."""
+        split, own = x.view(len(x), heads, shape.key)[..., shape.rope :], expand.parts["data"].view(heads, shape.made, shape.rank)
+        return torch.bmm(split.transpose(0, 1), own[:, shape.nope :].float().mT).transpose(0, 1).flatten(1)
+
     def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
         """A parameter in its stored type (16-bit types arrive as uint16 patterns, low-bit weights as their blob) on this device. The host's
         array stays its own. Raises DoesNotFit where the device has no room."""
@@ -278,6 +294,12 @@ def _routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | N
     """`reference_moe.route` on tensors."""
     scores = logits.sigmoid() if routing.sigmoid else logits.softmax(1)
     by = logits if correction is None else scores + correction
+    if routing.kept_groups < routing.groups:
+        grouped = by.view(len(by), routing.groups, -1)
+        of_group = grouped.amax(2) if correction is None else grouped.topk(2, 2).values.sum(2)
+        left_out = of_group.sort(dim=1, descending=True, stable=True).indices[:, routing.kept_groups :]
+        dropped = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, left_out, True)
+        by = grouped.masked_fill(dropped[..., None], -torch.inf).view(by.shape)
     chosen = by.sort(dim=1, descending=True, stable=True).indices[:, : routing.per_token].sort(dim=1).values
     shares = scores.gather(1, chosen)
     return chosen, routing.factor * (shares / shares.sum(1, keepdim=True).clamp_min(SMALLEST_SUM) if routing.renormalise else shares)

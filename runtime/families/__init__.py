@@ -9,7 +9,8 @@ router and `experts.<number>.<role>` take the place of gate, up and down, and `s
 visits, with shared.scale its share; correction is added to a router's scores. In a bundled folder `bundles` is up and down. Outside the
 layers: embed, positions (learned ones), norm, head (absent where it is the embedding). Layers that remember a text in a state have in the
 place of q, k, v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and
-state_beta, what decays and shares are read from, state_conv, state_decay, state_dt and state_norm, as far as a kind has them.
+state_beta, what decays and shares are read from, state_conv, state_decay, state_dt and state_norm, as far as a kind has them. Latent
+attention has kv_a, kv_a_norm and kv_b in the place of k and v, and before q it may have q_a and q_a_norm.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -27,7 +28,7 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.weight import Bundles, Expert, Linear, Norm, SharedExpert
+    from ...quant.weight import Bundles, Expert, Latent, Linear, Norm, SharedExpert
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
@@ -35,12 +36,13 @@ if TYPE_CHECKING:
     from ..state_weights import StateWeights
     from ..states import LayerStates
 
-FAMILIES = ("arcee", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
-            "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3", "olmoe",
-            "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "seed_oss", "smollm3",
-            "starcoder2")
+FAMILIES = ("arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm",
+            "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "llama", "ministral3", "mistral",
+            "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
+            "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"),
                                             "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",)}
+RENAMED: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}  # a `model_type` -> the family that it is
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")  # of checkpoints that take images: older, newer, no head
 HEADS = ("language_model.lm_head.weight",)
 EXPERT = ("gate", "up", "down")  # roles of a gated MLP
@@ -82,7 +84,7 @@ class LayerWeights:
 
     A norm of kind none stands for an input_norm or post_norm that the family lacks. `gate` None: the MLP has none. A layer with experts
     has neither gate, up nor down. `sinks`: float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state`
-    that of q, k, v and o.
+    that of q, k, v and o, `latent` that of q, k and v.
     """
 
     input_norm: Norm
@@ -105,6 +107,7 @@ class LayerWeights:
     shared: SharedExpert | None = None
     bundles: Bundles | None = None
     state: StateWeights | None = None
+    latent: Latent | None = None
 
 
 def expert_role(expert: int, role: str) -> str:
@@ -144,5 +147,6 @@ class Family(Protocol):
 def get(model_type: str) -> Family:
     """The family of a `model_type`. Raises ConfigError naming it and those that are known."""
     if model_type not in FAMILIES:
-        raise ConfigError(f"model type {show(model_type)} is not supported", f"known: {', '.join(sorted((*FAMILIES, *COMPOSITE)))}")
+        known = ", ".join(sorted((*FAMILIES, *COMPOSITE, *RENAMED)))
+        raise ConfigError(f"model type {show(model_type)} is not supported", f"known: {known}")
     return import_module(f".{model_type}", __name__)

@@ -4,6 +4,7 @@ beside one that every token visits, in all layers but the first ones."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, Keys
@@ -13,7 +14,8 @@ from .llama import block, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "corrected", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "corrected", "layer_tensors", "outer_tensors",
+           "shared_mixture"]
 
 KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts",
                        "norm_topk_prob", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "routed_scaling_factor",
@@ -36,15 +38,24 @@ def config(keys: Keys) -> ModelConfig:
                           mtp_layers=keys.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS))
 
 
-def corrected(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool) -> Mixture:
-    """The mixture that DeepSeek V3 brought (arXiv:2412.19437), with one group of experts; `experts`, `per_token` and `dense`, the
-    first layers without experts, are defaults."""
-    width = keys.integer("moe_intermediate_size", 1408, high=2**22)
+def corrected(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool, factor: float = 1.0,
+              width: int = 1408) -> Mixture:
+    """The mixture that DeepSeek V3 brought (arXiv:2412.19437), with one group of experts; `experts`, `per_token`, `dense`, the first layers
+    without experts, `factor` and `width` are defaults."""
+    made = shared_mixture(keys, layers, experts, per_token, dense, keys.flag("norm_topk_prob", renormalise), width,
+                          REQUIRED if experts is REQUIRED else 1, factor)
+    return replace(made, sigmoid=True, corrected=True)
+
+
+def shared_mixture(keys: Keys, layers: int, experts: object, per_token: object, dense: int, renormalise: bool, width: int, shared: object,
+                   factor: float = 1.0) -> Mixture:
+    """Experts in all layers but the first ones, beside some that every token visits, which are one; as in `corrected`, and the defaults of
+    a width inside an expert and of how many are `shared`."""
+    width = keys.integer("moe_intermediate_size", width, high=2**22)
     first = keys.integer("first_k_dense_replace", dense, low=0, high=layers)
-    shared = keys.integer("n_shared_experts", REQUIRED if experts is REQUIRED else 1, high=MOST_EXPERTS)
-    return mixture(keys, experts, per_token, width, keys.flag("norm_topk_prob", renormalise), range(first, layers), "n_routed_experts",
-                   sigmoid=True, factor=keys.number("routed_scaling_factor", 1.0), corrected=True,
-                   shared_width=width * shared)
+    shared = keys.integer("n_shared_experts", shared, high=MOST_EXPERTS)
+    return mixture(keys, experts, per_token, width, renormalise, range(first, layers), "n_routed_experts",
+                   factor=keys.number("routed_scaling_factor", factor), shared_width=width * shared)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -1,0 +1,164 @@
+"""Kernels of latent attention: a product of every head with a matrix of its own, before attention and behind it (`latent_shape.py`).
+
+Queries: rows of a strip of a head's matrix are widened once and multiplied by all tokens of a pass; every element is one chain of fused
+multiply-adds in the order of the depth, whether a tile of one or of many tokens made it. Values: for a few tokens rows are multiplied as
+they are stored, for more a strip of them is widened and turned first. Bits depend on neither threads nor the tokens beside, but for that.
+"""
+
+from __future__ import annotations
+
+from numpy import float32
+
+from ..compile import kernel
+from ..deferred import inlined
+from ..layout import F32
+from .arithmetic import ZERO, dot, expand, normalise_here
+from .inner_loops import FEW_ROWS, LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, product
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+# Slots of `latent_keys`: Y [TOKENS, RANK + ROPE] -> OUT [TOKENS, ROPE + RANK], the latents normed.
+K_Y, K_OUT, K_TOKENS, K_RANK, K_ROPE, K_NORM, K_WEIGHT, K_EPS = range(8)
+# Slots of the products: X and OUT [TOKENS, HEADS, ...], WEIGHT [HEADS * (NOPE + VALUE), RANK] of the stored type DTYPE.
+X, OUT, TOKENS, HEADS, NOPE, ROPE, VALUE, RANK, WEIGHT, DTYPE, SCRATCH, STRIDE, SLOTS = range(13)
+STRIP = 128  # columns of a block of work for queries
+TURNED = 64  # and for values
+TURN_ROWS = 16  # rows that are turned at once
+
+
+@kernel()
+def latent_keys(args, worker, counter):
+    """What is cached of a token. Blocks are tokens."""
+    a = i64_at(args)
+    rank, rope, eps = a[K_RANK], a[K_ROPE], float32(f64_at(args)[K_EPS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[K_TOKENS]:
+            return
+        y, out = f32_at(a[K_Y] + 4 * t * (rank + rope)), f32_at(a[K_OUT] + 4 * t * (rank + rope))
+        for i in range(rope):
+            out[i] = y[rank + i]
+        for i in range(rank):
+            out[rope + i] = y[i]
+        normalise_here(a[K_OUT] + 4 * (t * (rank + rope) + rope), rank, a[K_NORM], a[K_WEIGHT], 0, eps)
+
+
+@inlined()
+def _tiles(x, x_stride, b, b_stride, out, out_stride, rows, columns, depth, left, made):
+    """OUT[rows, columns] = X[rows, depth] @ B[depth, columns], float32, strides in bytes; B is zero up to whole tiles. `left`
+    [TILE_ROWS, depth] and `made` [TILE_ROWS, whole tiles of columns] are for rows that fill no tile."""
+    wide = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    whole = rows // TILE_ROWS * TILE_ROWS if wide == columns else 0
+    product(x, x_stride, b, b_stride, out, out_stride, whole, columns, depth)
+    for r in range(whole, rows, TILE_ROWS):
+        here = min(TILE_ROWS, rows - r)
+        padded = LOW_ROWS if here <= LOW_ROWS else TILE_ROWS
+        for row in range(padded):
+            source, target = f32_at(x + (r + row) * x_stride), f32_at(left + 4 * row * depth)
+            for i in range(depth):
+                target[i] = source[i] if row < here else ZERO
+        if padded == LOW_ROWS:
+            for j in range(0, wide, TILE_COLUMNS):
+                low_tile_product(left, 4 * depth, b + 4 * j, b_stride, made + 4 * j, 4 * wide, depth, 0)
+        else:
+            product(left, 4 * depth, b, b_stride, made, 4 * wide, TILE_ROWS, wide, depth)
+        for row in range(here):
+            source, target = f32_at(made + 4 * row * wide), f32_at(out + (r + row) * out_stride)
+            for i in range(columns):
+                target[i] = source[i]
+
+
+@kernel()
+def latent_queries(args, worker, counter):
+    """Of every head's query [NOPE | ROPE] -> [ROPE | RANK]: the last as it is, the first times the rows of WEIGHT that make keys. Blocks
+    are strips of RANK of a head.
+
+    Scratch per worker, float32: B[NOPE, STRIP], left[TILE_ROWS, NOPE], made[TILE_ROWS, STRIP].
+    """
+    a = i64_at(args)
+    tokens, heads, nope, rope, rank = a[TOKENS], a[HEADS], a[NOPE], a[ROPE], a[RANK]
+    item, query, key = 4 if a[DTYPE] == F32 else 2, nope + rope, rope + rank
+    strips = (rank + STRIP - 1) // STRIP
+    b = a[SCRATCH] + worker * a[STRIDE]
+    left = b + 4 * nope * STRIP
+    made = left + 4 * TILE_ROWS * nope
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= heads * strips:
+            return
+        head, begin = job // strips, job % strips * STRIP
+        columns = min(STRIP, rank - begin)
+        rows = a[WEIGHT] + (head * (nope + a[VALUE]) * rank + begin) * item
+        for n in range(nope):
+            expand(rows + n * rank * item, a[DTYPE], b + 4 * n * STRIP, columns)
+            rest = f32_at(b + 4 * n * STRIP)
+            for i in range(columns, STRIP):
+                rest[i] = ZERO
+        x, out = a[X] + 4 * head * query, a[OUT] + 4 * head * key
+        _tiles(x, 4 * heads * query, b, 4 * STRIP, out + 4 * (rope + begin), 4 * heads * key, tokens, columns, nope, left, made)
+        if begin == 0:
+            for t in range(tokens):
+                source, target = f32_at(x + 4 * (t * heads * query + nope)), f32_at(out + 4 * t * heads * key)
+                for i in range(rope):
+                    target[i] = source[i]
+
+
+@kernel()
+def latent_values_few(args, worker, counter):
+    """Of what every head attends to [ROPE | RANK] -> its values [VALUE]: the latent times the rows of WEIGHT that make values. Blocks are
+    heads."""
+    a = i64_at(args)
+    heads, rank, value, item = a[HEADS], a[RANK], a[VALUE], 4 if a[DTYPE] == F32 else 2
+    sums_at = a[SCRATCH] + worker * a[STRIDE]
+    sums, table = f32_at(sums_at), i64_at(sums_at + 64)
+    while True:
+        head = fetch_add(counter, 1)
+        if head >= heads:
+            return
+        rows = a[WEIGHT] + (head * (a[NOPE] + value) + a[NOPE]) * rank * item
+        for begin in range(0, value, FEW_ROWS):
+            for i in range(FEW_ROWS):
+                table[i] = rows + min(begin + i, value - 1) * rank * item
+            for t in range(a[TOKENS]):
+                dot(sums_at + 64, FEW_ROWS, a[DTYPE], a[X] + 4 * ((t * heads + head) * (a[ROPE] + rank) + a[ROPE]), rank, sums_at)
+                out = f32_at(a[OUT] + 4 * ((t * heads + head) * value + begin))
+                for i in range(min(FEW_ROWS, value - begin)):
+                    out[i] = sums[i]
+
+
+@kernel()
+def latent_values_many(args, worker, counter):
+    """`latent_values_few` for more tokens. Blocks are strips of VALUE of a head.
+
+    Scratch per worker, float32: B[RANK, TURNED], left[TILE_ROWS, RANK], made[TILE_ROWS, TURNED], wide[TURN_ROWS, RANK].
+    """
+    a = i64_at(args)
+    heads, rank, rope, value, item = a[HEADS], a[RANK], a[ROPE], a[VALUE], 4 if a[DTYPE] == F32 else 2
+    strips = (value + TURNED - 1) // TURNED
+    b = a[SCRATCH] + worker * a[STRIDE]
+    left = b + 4 * rank * TURNED
+    made = left + 4 * TILE_ROWS * rank
+    wide_at = made + 4 * TILE_ROWS * TURNED
+    turned, wide = f32_at(b), f32_at(wide_at)
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= heads * strips:
+            return
+        head, begin = job // strips, job % strips * TURNED
+        columns = min(TURNED, value - begin)
+        rows = a[WEIGHT] + (head * (a[NOPE] + value) + a[NOPE] + begin) * rank * item
+        for first in range(0, TURNED, TURN_ROWS):
+            here = max(0, min(TURN_ROWS, columns - first))
+            expand(rows + first * rank * item, a[DTYPE], wide_at, here * rank)
+            for i in range(here * rank, TURN_ROWS * rank):
+                wide[i] = ZERO
+            for r in range(rank):
+                for i in range(TURN_ROWS):
+                    turned[r * TURNED + first + i] = wide[i * rank + r]
+        x, out = a[X] + 4 * (head * (rope + rank) + rope), a[OUT] + 4 * (head * value + begin)
+        _tiles(x, 4 * heads * (rope + rank), b, 4 * TURNED, out, 4 * heads * value, a[TOKENS], columns, rank, left, made)
+
+
+def scratch_floats(nope: int, rank: int) -> int:
+    """Floats of scratch per worker for the products."""
+    queries = nope * STRIP + TILE_ROWS * (nope + STRIP)
+    return max(queries, rank * TURNED + TILE_ROWS * (rank + TURNED) + TURN_ROWS * rank)

@@ -1,0 +1,33 @@
+"""DeepSeek V2 and V2-Lite, also the Coder's: V3's attention, with experts chosen by the softmax of their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import Defaults, ModelConfig
+from ..config_reader import REQUIRED, ConfigError, Keys, show
+from . import deepseek_v3
+from .deepseek_v3 import block, grouped, latent_config, layer_tensors, outer_tensors, refuse_other_code
+from .glm4_moe import shared_mixture
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = deepseek_v3.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "norm_topk_prob", "rope_interleave"} | {"topk_method"}
+KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False,
+                                        "scoring_func": "softmax", "sliding_window": None}
+SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
+CODE = r"(configuration|modeling)_deepseek(_v2)?\.DeepseekV2\w+"
+GREEDY, LIMITED = "greedy", "group_limited_greedy"
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=2048, sizes=SIZES, bos=1, eos=(2,))
+    own = shared_mixture(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2)
+    method = keys.text("topk_method", GREEDY)
+    if method not in (GREEDY, LIMITED):
+        raise ConfigError(f"config.json: topk_method {show(method)} is not supported", f"known: {GREEDY}, {LIMITED}")
+    if method == LIMITED:
+        own = grouped(keys, own, 1, 1)
+    return latent_config(keys, base, deepseek_v3.WIDTHS, deepseek_v3.QUERY_RANK, True, mixture=own)

@@ -1,0 +1,159 @@
+"""DeepSeek V3 and its relatives (R1, Moonlight, Kimi K2): latent attention, and experts of which a token visits some of a few groups.
+
+What a token leaves behind is a latent vector and one rotated key for all heads (`kernels/latent_shape.py`); queries are taken to the latent
+and back by the matrices that would have made keys and values. Rotary positions turn neighbouring channels of a part of each head, and
+stretching them sharpens scores too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...kernels.latent_shape import LatentShape
+from ..config import MAX_LAYERS, Defaults, Mixture, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, rope_config
+from . import LayerWeights, TensorRule
+from .glm4_moe import corrected
+from .llama import feed_forward, outer_tensors
+from .mixtral import expert_tensors
+from .qwen3_moe import NAMES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "grouped", "latent_config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "auto_map", "first_k_dense_replace", "kv_lora_rank", "moe_intermediate_size", "n_group",
+                       "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
+                       "num_mtp_layers", "num_nextn_predict_layers", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+                       "rope_interleave", "routed_scaling_factor", "topk_group", "v_head_dim"})
+# Of training and of serving on several machines; qk_head_dim is the sum of two that are read.
+KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "output_router_logits", "qk_head_dim", "router_aux_loss_coef", "seq_aux"})
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid",
+                                        "sliding_window": None, "topk_method": "noaux_tc"}
+SIZES = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+QUERY_RANK = 1536
+MOST_WIDTH = 1024
+CODE = r"(configuration|modeling)_deepseek(_v3)?\.DeepseekV3\w+"  # of the published ones, which became part of transformers
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=4096, sizes=SIZES, bos=0, eos=(1,))
+    layers = base.size(keys, "num_hidden_layers")
+    own = grouped(keys, corrected(keys, layers, 256, 8, 3, True, 2.5, 2048), 8, 4)
+    made = latent_config(keys, base, WIDTHS, QUERY_RANK, keys.flag("rope_interleave", True), mixture=own)
+    return replace(made, mtp_layers=mtp_layers(keys))
+
+
+def mtp_layers(keys: Keys) -> int:
+    """Layers behind the last one, under either name of their number."""
+    return keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 1, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
+
+
+def grouped(keys: Keys, own: Mixture, groups: int, kept: int) -> Mixture:
+    """The mixture with what a config says of groups of experts; `groups` and `kept` are the defaults."""
+    groups, kept = keys.integer("n_group", groups, high=own.experts), keys.integer("topk_group", kept, high=own.experts)
+    if own.experts % groups or kept > groups:
+        raise ConfigError(f"config.json: n_group {groups} and topk_group {kept} do not fit {own.experts} experts",
+                          "n_group divides the number of experts, topk_group is not more than it")
+    if kept * (own.experts // groups) < own.per_token:
+        raise ConfigError(f"config.json: num_experts_per_tok {own.per_token} is more than topk_group {kept} of {groups} groups hold")
+    if kept < groups and own.corrected and own.experts == groups:
+        raise ConfigError(f"config.json: n_group {groups} leaves one expert in a group, where two are added up")
+    return replace(own, groups=groups, kept_groups=kept)
+
+
+def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int | None, neighbours: bool,
+                  **features: object) -> ModelConfig:
+    """What a config of latent attention says; `widths` and `query_rank` are defaults, `features` what the family decides besides."""
+    rank, nope, rope, value = (keys.integer(name, default, high=MOST_WIDTH) for name, default in widths.items())
+    from_rank = keys.integer("q_lora_rank", query_rank if "q_lora_rank" not in keys.raw else None, high=2**16)
+    layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
+    shape = LatentShape(rank, nope, rope, value, from_rank)
+    if (stated := keys.integer("num_key_value_heads", heads, high=4096)) != heads:
+        raise ConfigError(f"config.json: num_key_value_heads {stated} is not num_attention_heads {heads}",
+                          "every head makes keys and values of its own from the latent")
+    if rope % 2 or shape.key > MOST_WIDTH:
+        raise ConfigError(f"config.json: kv_lora_rank {rank} with qk_rope_head_dim {rope} is not supported",
+                          f"the latter must be even, and both together at most {MOST_WIDTH}")
+    biased = keys.flag("attention_bias", False)
+    cached = keys.saying(num_key_value_heads=1, head_dim=shape.key)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, rope, positions, base.theta, neighbours=neighbours),) * layers
+
+    made = decoder_config(cached, base, ropes, qkv_bias=biased, o_bias=biased, latent=shape, **features)
+    return replace(made, attn_scale=shape.query**-0.5 * sharpening(made.rope))
+
+
+def sharpening(rope: RopeConfig) -> float:
+    """What yarn multiplies scores by, beside what it does to cos and sin."""
+    all_dim, factor = rope.params.get("mscale_all_dim"), rope.params.get("factor", 1.0)
+    return (0.1 * all_dim * math.log(factor) + 1.0) ** 2 if all_dim and factor > 1 else 1.0
+
+
+def refuse_other_code(keys: Keys, code: str) -> None:
+    """Raises ConfigError unless the code that a checkpoint brings is what became part of transformers, as `code` matches, or cuts text."""
+    for task, name in (keys.section("auto_map") or {}).items():
+        if task != "AutoTokenizer" and not re.fullmatch(code, str(name)):
+            raise ConfigError(f"config.json: auto_map names {show(name)}, which is not known of {keys.text('model_type')} models",
+                              "the checkpoint brings its own code, which is never run")
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return latent_tensors(config, layer, expert_tensors(config, layer, "mlp", NAMES))
+
+
+def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: those of latent attention in the place of attention's."""
+    own, heads, hidden, prefix = config.latent, config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
+    rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
+    found = {"q": ("q_proj" if own.query_rank is None else "q_b_proj", heads * own.query, own.query_rank or hidden),
+             "kv_a": ("kv_a_proj_with_mqa", own.key, hidden), "kv_a_norm": ("kv_a_layernorm", own.rank),
+             "kv_b": ("kv_b_proj", heads * own.made, own.rank), "o": ("o_proj", hidden, heads * own.value)}
+    if own.query_rank is not None:
+        found |= {"q_a": ("q_a_proj", own.query_rank, hidden), "q_a_norm": ("q_a_layernorm", own.query_rank)}
+    for role, (name, *shape) in found.items():
+        rules[role] = TensorRule(f"{prefix}{name}.weight", tuple(shape))
+        if config.o_bias and role in ("q_a", "kv_a", "o"):
+            rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", (shape[0],))
+    return rules
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `llama.block`. q and k are those of latents, which are v too; where queries have a matrix before `q`, a tap sees q_in between."""
+    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
+
+
+def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+              layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """The first half of a block."""
+    tap("block_in", layer, x)
+    own, shape, heads = w.latent, config.latent, config.num_attention_heads
+    if own.q_down is None:
+        q, latent = ops.norm_linear(x, w.input_norm, [own.q, own.kv_down])  # [T, H * (nope + rope)], [T, rank + rope]
+    else:
+        latent, q = ops.norm_linear(x, w.input_norm, [own.kv_down, own.q_down])
+    k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
+    if own.q_down is not None:
+        tap("q_in", layer, q)
+        (q,) = ops.norm_linear(q, own.q_norm, [own.q])
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
+    tap("q", layer, q)
+    tap("k", layer, k)
+    tap("v", layer, k)
+    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
+    tap("attn_out", layer, attended)
+    return ops.linear_add(attended, w.o, x)

@@ -1,0 +1,42 @@
+"""GLM-4.7-Flash: DeepSeek V3's attention in a smaller model, with GLM's one group of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, show
+from . import deepseek_v3
+from .deepseek_v3 import block, grouped, latent_config, layer_tensors, mtp_layers, outer_tensors
+from .glm4_moe import corrected
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map"} | {"mlp_layer_types"}
+KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS
+REFUSED_UNLESS = deepseek_v3.REFUSED_UNLESS
+SIZES = {"vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240, "num_hidden_layers": 47, "num_attention_heads": 20}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+DENSE, SPARSE = "dense", "sparse"
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=202_752, norm_eps=1e-5, sizes=SIZES, bos=0, eos=(1,))
+    layers = base.size(keys, "num_hidden_layers")
+    own = replace(corrected(keys, layers, 64, 4, 1, True, 1.8, 1536), layers=sparse_layers(keys, layers))
+    made = latent_config(keys, base, WIDTHS, 768, keys.flag("rope_interleave", True), mixture=grouped(keys, own, 1, 1))
+    return replace(made, mtp_layers=mtp_layers(keys))
+
+
+def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
+    """The layers with experts: those that mlp_layer_types says, else all but the first."""
+    kinds = keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1))
+    for kind in kinds:
+        if kind not in (DENSE, SPARSE):
+            raise ConfigError(f"config.json: mlp_layer_types holds {show(kind)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    found = frozenset(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
+    first = keys.integer("first_k_dense_replace", None, low=0, high=layers)
+    if first is not None and found != frozenset(range(first, layers)):
+        raise ConfigError(f"config.json: first_k_dense_replace {first} is not what mlp_layer_types says, one dense layer by default",
+                          "mlp_layer_types decides: take the other key away")
+    return found
